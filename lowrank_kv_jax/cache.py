@@ -1,0 +1,108 @@
+"""A compressed cache as a value: the states of a method's groups, and operations on its rows."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lowrank_kv_jax.method import KVMethod, Layout
+from lowrank_kv_jax.state import leaf, map_leaves, state, static
+
+
+@state
+class Cache:
+    """The cache of a whole model.
+
+    Attributes:
+        groups: one state for each of the method's layer groups.
+        length: int32 `[B]`, tokens that each row has seen; the position of its next token.
+        limit: int32 `[B]`, tokens that each row may see: its prompt and `capacity - prompt` more.
+        pending: int32 scalar, slots used since the last refresh; at most `layout.block`.
+        method: the method that made it and alone can read it.
+        layout: its static shape.
+    """
+
+    groups: tuple[Any, ...]
+    length: jax.Array = leaf("batch", kind="indices")
+    limit: jax.Array = leaf("batch", kind="indices")
+    pending: jax.Array = leaf(kind="indices")
+    method: KVMethod = static()
+    layout: Layout = static()
+
+
+def bases_of_group(method: KVMethod, spec, bases: Sequence[Any] | None) -> tuple[Any, ...]:
+    """The bases of every group, checked.
+
+    Raises:
+        ValueError: the method needs calibrated bases and there are none, or their number is wrong.
+    """
+    groups = method.layer_groups(spec)
+    if bases is None:
+        if method.calibrated:
+            raise ValueError(f"method {method.name!r} needs calibrated bases: pass bases=calibrate(model, method, texts)")
+        return (None,) * len(groups)
+    if len(bases) != len(groups):
+        raise ValueError(f"bases hold {len(bases)} groups, method {method.name!r} has {len(groups)} on this model")
+    return tuple(bases)
+
+
+def check_method(cache: Cache, method: KVMethod) -> None:
+    """Raise ValueError unless `method` made `cache`."""
+    if cache.method != method:
+        raise ValueError(f"this cache was made by {cache.method!r}; it cannot be read by {method!r}")
+
+
+def fork(cache: Cache, copies: int | None = None) -> Cache:
+    """A copy that can be continued while the original is kept.
+
+    Args:
+        copies: with a number, every row is repeated so many times in a row: several questions on one context become
+            one batch.
+    """
+    if copies is None:
+        return jax.tree.map(jnp.copy, cache)
+    if copies < 1:
+        raise ValueError(f"copies={copies}: must be at least 1")
+    return _rebatch(cache, lambda axis, x: jnp.repeat(x, copies, axis=axis), cache.layout.batch * copies)
+
+
+def take_rows(cache: Cache, rows: Sequence[int]) -> Cache:
+    """The given rows, in the given order; leaving rows out removes them from the batch."""
+    batch = cache.layout.batch
+    wrong = [r for r in rows if not 0 <= r < batch]
+    if wrong or not len(rows):
+        raise ValueError(f"rows={list(rows)}: must name at least one of the rows 0..{batch - 1}")
+    index = jnp.asarray(rows, jnp.int32)
+    return _rebatch(cache, lambda axis, x: jnp.take(x, index, axis=axis), len(rows))
+
+
+def insert_rows(cache: Cache, other: Cache) -> Cache:
+    """The rows of both caches, those of `other` last.
+
+    Raises:
+        ValueError: the two differ in method or layout, or are not equally far from their refresh.
+    """
+    check_method(cache, other.method)
+    batch = cache.layout.batch + other.layout.batch
+    if dataclasses.replace(cache.layout, batch=batch) != dataclasses.replace(other.layout, batch=batch):
+        raise ValueError(f"layouts differ: {cache.layout} and {other.layout}; prefill both with one prompt width, "
+                         "capacity, block and dtype")
+    layout = dataclasses.replace(cache.layout, batch=batch)
+    cache, other = (dataclasses.replace(c, layout=layout) for c in (cache, other))
+
+    def join(info, x, y):
+        if "batch" not in info.axes:
+            return jnp.maximum(x, y)
+        return jnp.concatenate([x, y], axis=info.axes.index("batch"))
+
+    return map_leaves(join, cache, other)
+
+
+def _rebatch(cache: Cache, change, batch: int) -> Cache:
+    def per_leaf(info, x):
+        return change(info.axes.index("batch"), x) if "batch" in info.axes else jnp.copy(x)
+
+    changed = map_leaves(per_leaf, cache)
+    return dataclasses.replace(changed, layout=dataclasses.replace(cache.layout, batch=batch))

@@ -1,0 +1,1 @@
+"""How tokens are stored: a transform (none, a basis) and a storage."""

@@ -1,0 +1,26 @@
+"""Principal subspaces of second-moment matrices (the right singular vectors of the stacked tokens)."""
+
+import jax
+import jax.numpy as jnp
+
+
+def second_moment(x: jax.Array, weight: jax.Array | None = None) -> jax.Array:
+    """Sum of outer products `[B, J, W, W]`, float32, of tokens `[B, T, J, W]` weighted by `[B, T]`."""
+    x = x.astype(jnp.float32)
+    left = x if weight is None else x * weight[:, :, None, None]
+    # heads first: the layout in which XLA runs one matrix product per head
+    left, right = left.transpose(0, 2, 3, 1), x.transpose(0, 2, 1, 3)
+    return jnp.matmul(left, right, precision=jax.lax.Precision.HIGHEST)
+
+
+def principal_subspace(moment: jax.Array, rank: int) -> jax.Array:
+    """Leading `rank` eigenvectors `[..., W, R]`, leading first, of symmetric `[..., W, W]`; O(W^3)."""
+    _, vectors = jnp.linalg.eigh(moment)
+    return vectors[..., ::-1][..., :rank]
+
+
+def orthonormalise(basis: jax.Array) -> jax.Array:
+    """Orthonormal columns of the same span `[..., W, R]`, float32, signs kept (the factor R has a positive diagonal)."""
+    q, r = jnp.linalg.qr(basis.astype(jnp.float32))
+    sign = jnp.where(jnp.diagonal(r, axis1=-2, axis2=-1) < 0, -1.0, 1.0)
+    return q * sign[..., None, :]

@@ -1,0 +1,229 @@
+"""Running a model through a compressed cache: prefill, and appending tokens to what was prefilled.
+
+The functions here are pure and traceable. Called outside of `jax.jit` they run layer by layer, each layer one compiled
+program that all layers share: compilation takes seconds, whatever the depth. Under `jax.jit` (as `generate` does for
+decoding) the whole model is one program.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowrank_kv_jax.cache import Cache, bases_of_group, check_method
+from lowrank_kv_jax.method import KVMethod, Layout, Place
+from lowrank_kv_jax.models.config import ModelConfig
+from lowrank_kv_jax.models.decoder import block_output, block_taps, embed, unembed
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import causal_attention
+from lowrank_kv_jax.spec import Taps
+
+DEFAULT_BLOCK = 32
+
+
+# ---- one layer, jitted: shared by all layers of a model ---------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames=("config", "window"))
+def layer_prefill(config: ModelConfig, window: int | None, layer: Any, x: jax.Array, positions: jax.Array):
+    """Exact causal attention within the prompt: the residual stream after the layer and its taps."""
+    taps = block_taps(config, layer, x, positions)
+    scale = config.attention.scale
+    attention = causal_attention(taps.q, taps.k, taps.v, scale=scale, window=window)
+    return block_output(config, layer, x, attention), taps
+
+
+@functools.partial(jax.jit, static_argnames=("method", "layout"))
+def compress_group(method: KVMethod, layout: Layout, bases: Any, taps: tuple[Taps, ...], lengths: jax.Array):
+    """The compressed state of a group of layers whose prompt was prefilled."""
+    return method.compress(layout, bases, method.init(layout, bases), taps, lengths)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "method", "layout", "place"), donate_argnames=("state",))
+def layer_extend(config, method, layout, place, layer, bases, state, x, positions, counts):
+    """Append T tokens to one layer's cache and attend through it."""
+    taps = block_taps(config, layer, x, positions)
+    state = method.append(layout, bases, state, taps, counts, positions, place)
+    partial = method.attend(layout, bases, state, taps.q, positions, place)
+    state = method.observe(layout, bases, state, taps.q, partial.lse, positions, place)
+    return block_output(config, layer, x, partial.out), state
+
+
+@functools.partial(jax.jit, static_argnames=("method", "layout"), donate_argnames=("state",))
+def refresh_group(method, layout, bases, state):
+    return method.refresh(layout, bases, state)
+
+
+embed_tokens = jax.jit(embed, static_argnums=0)
+logits_of = jax.jit(unembed, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def last_logits(config, params, x, counts):
+    """Logits `[B, V]` at the last valid token of each row of `x` `[B, T, H]`."""
+    last = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
+    return unembed(config, params, last)[:, 0]
+
+
+# ---- the model ----------------------------------------------------------------------------------------------------------
+
+
+def make_layout(
+    config: ModelConfig, batch: int, prompt: int, capacity: int | None, block: int = DEFAULT_BLOCK, dtype: Any = None
+) -> Layout:
+    """A checked `Layout`; `capacity` defaults to the prompt and one block more, `dtype` to bfloat16.
+
+    Raises:
+        ValueError: empty prompt, capacity below the prompt or above the model's context, block below 1.
+        TypeError: a dtype that is not floating.
+    """
+    capacity = prompt + block if capacity is None else capacity
+    dtype = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
+    if batch < 1 or prompt < 0:
+        raise ValueError(f"batch={batch}, prompt={prompt}: must be at least 1 and 0")
+    if block < 1:
+        raise ValueError(f"block={block}: must be at least 1")
+    if capacity < max(prompt, 1):
+        raise ValueError(f"capacity={capacity}: the prompt has {prompt} tokens; capacity must be at least that")
+    if capacity > config.context:
+        raise ValueError(f"capacity={capacity}: the model's context is {config.context} tokens")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"cache dtype {dtype.name}: must be a floating dtype")
+    return Layout(config.attention, batch, prompt, capacity, block, dtype.name)
+
+
+def prefill(
+    method: KVMethod, config: ModelConfig, params: Any, tokens: jax.Array, lengths: jax.Array | None = None, *,
+    bases: Any = None, capacity: int | None = None, block: int = DEFAULT_BLOCK, dtype: Any = None,
+) -> tuple[Cache, jax.Array]:
+    """Attend exactly within the prompts and compress, group of layers by group.
+
+    At most one group's exact keys and values are alive at any time.
+
+    Args:
+        method: how to compress.
+        config, params: the model (`LoadedModel.config`, `LoadedModel.params`).
+        tokens: int32 `[B, S]`, rows padded on the right.
+        lengths: int32 `[B]` in 1..S; None means that no row is padded.
+        bases: from `calibrate`, where the method needs them.
+        capacity: longest sequence, S included.
+        block: tokens that may be appended between two calls of `refresh`.
+        dtype: of the cache, bfloat16 by default.
+
+    Returns:
+        The cache, and float32 logits `[B, V]` at the last token of each row.
+
+    Raises:
+        ValueError: shapes, lengths, capacity, method or bases do not fit; see `make_layout`.
+    """
+    tokens, lengths = _checked_tokens(tokens, lengths)
+    layout = make_layout(config, *tokens.shape, capacity, block, dtype)
+    method.validate(config.attention)
+    bases = bases_of_group(method, config.attention, bases)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    x = embed_tokens(config, params, tokens)
+    states = []
+    for group, group_bases in zip(method.layer_groups(config.attention), bases, strict=True):
+        taps = []
+        for layer in group:
+            x, tap = layer_prefill(config, config.windows[layer], params["layers"][layer], x, positions)
+            taps.append(tap)
+        state = compress_group(method, layout, group_bases, tuple(taps), lengths)
+        # Without the barrier a compiler may compress all groups at the end and keep every exact K/V until then.
+        x, state = _together(x, state)
+        states.append(state)
+    cache = Cache(
+        tuple(states), lengths, lengths + (layout.capacity - layout.prompt), jnp.int32(0), method, layout
+    )
+    return cache, last_logits(config, params, x, lengths)
+
+
+def extend(
+    method: KVMethod, config: ModelConfig, params: Any, cache: Cache, tokens: jax.Array,
+    counts: jax.Array | None = None, *, bases: Any = None, all_logits: bool = False,
+) -> tuple[Cache, jax.Array]:
+    """Append a block of T <= `block` tokens (a question, a turn, a text to score) and attend through the cache.
+
+    Call `refresh` when `block` slots are used up. Going beyond them or beyond the capacity makes the logits NaN: inside
+    of jit nothing louder is possible, and wrong numbers must not pass for right ones.
+
+    Args:
+        cache: donated where the call is compiled; `fork` it first to keep it.
+        tokens: int32 `[B, T]`, padded on the right.
+        counts: int32 `[B]`, valid tokens of each row; None means all.
+        all_logits: logits `[B, T, V]` of every token instead of `[B, V]` of each row's last.
+
+    Returns:
+        The cache and float32 logits.
+    """
+    check_method(cache, method)
+    layout, (batch, width) = cache.layout, tokens.shape
+    if batch != layout.batch or width > layout.block:
+        raise ValueError(f"tokens {tokens.shape}: the cache takes {layout.batch} rows of at most {layout.block} tokens "
+                         "between two refreshes")
+    if config.attention != layout.spec:
+        raise ValueError("this cache was made for another model: its attention differs")
+    bases = bases_of_group(method, config.attention, bases)
+    counts = jnp.full((batch,), width, jnp.int32) if counts is None else counts
+    positions = cache.length[:, None] + jnp.arange(width, dtype=jnp.int32)
+    x = embed_tokens(config, params, tokens)
+    states = []
+    for group, group_bases, state in zip(method.layer_groups(config.attention), bases, cache.groups, strict=True):
+        for index, layer in enumerate(group):
+            place = Place(index, config.windows[layer])
+            x, state = layer_extend(
+                config, method, layout, place, params["layers"][layer], group_bases, state, x, positions, counts
+            )
+        states.append(state)
+    logits = logits_of(config, params, x) if all_logits else last_logits(config, params, x, counts)
+    fits = (cache.length + counts <= cache.limit) & (cache.pending + width <= layout.block)
+    logits = jnp.where(fits.reshape(-1, *(1,) * (logits.ndim - 1)), logits, jnp.nan)
+    cache = dataclasses.replace(
+        cache, groups=tuple(states), length=cache.length + counts, pending=cache.pending + width
+    )
+    return cache, logits
+
+
+def decode_step(
+    method: KVMethod, config: ModelConfig, params: Any, cache: Cache, token: jax.Array, *, bases: Any = None,
+    active: jax.Array | None = None,
+) -> tuple[Cache, jax.Array]:
+    """Append one token `[B]` to every row; returns the cache and logits `[B, V]`.
+
+    Args:
+        active: bool `[B]`; rows that are not active keep their cache as it is.
+    """
+    counts = None if active is None else active.astype(jnp.int32)
+    return extend(method, config, params, cache, token[:, None], counts, bases=bases)
+
+
+def refresh(method: KVMethod, cache: Cache, *, bases: Any = None) -> Cache:
+    """Periodic work of the method (flush, evict, move bases), after at most `layout.block` appended tokens."""
+    check_method(cache, method)
+    bases = bases_of_group(method, cache.layout.spec, bases)
+    states = (refresh_group(method, cache.layout, b, s) for b, s in zip(bases, cache.groups, strict=True))
+    return dataclasses.replace(cache, groups=tuple(states), pending=jnp.zeros_like(cache.pending))
+
+
+def _together(*trees):
+    leaves, treedef = jax.tree.flatten(trees)
+    if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return trees
+    return treedef.unflatten(jax.lax.optimization_barrier(leaves))
+
+
+def _checked_tokens(tokens, lengths):
+    if tokens.ndim != 2 or tokens.shape[1] == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens: expected non-empty integers [batch, length], got {tokens.dtype}{tokens.shape}")
+    if lengths is None:
+        return jnp.asarray(tokens, jnp.int32), jnp.full((tokens.shape[0],), tokens.shape[1], jnp.int32)
+    if lengths.shape != tokens.shape[:1]:
+        raise ValueError(f"lengths: expected one for each of the {tokens.shape[0]} rows, got shape {lengths.shape}")
+    if not isinstance(lengths, jax.core.Tracer):
+        host = np.asarray(lengths)
+        if (host < 1).any() or (host > tokens.shape[1]).any():
+            row = int(np.argmax((host < 1) | (host > tokens.shape[1])))
+            raise ValueError(f"lengths[{row}]={int(host[row])}: every row needs 1..{tokens.shape[1]} tokens")
+    return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)

@@ -1,0 +1,47 @@
+"""How much attention the last queries of a prompt pay to each token (SnapKV's observation window)."""
+
+import jax
+import jax.numpy as jnp
+
+
+def window_attention(q: jax.Array, k: jax.Array, lengths: jax.Array, window: int, scale: float) -> jax.Array:
+    """Attention probabilities that each kv head's tokens receive, summed over the window and the query heads of the head.
+
+    Args:
+        q: `[B, S, N, D]`, after RoPE.
+        k: `[B, S, K, D]`, after RoPE.
+        lengths: int32 `[B]`.
+        window: last queries of each row that vote; rows that are shorter vote with all they have.
+        scale: factor on the logits.
+
+    Returns:
+        float32 `[B, K, S]`, zero beyond a row's length. softmax is causal and float32 (OjaKV, section 5.2).
+    """
+    batch, size, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    window = min(window, size)
+    begin = jnp.maximum(lengths - window, 0)
+    index = begin[:, None] + jnp.arange(window)
+    votes = index < lengths[:, None]
+    q = jax.vmap(lambda x, i: jnp.take(x, jnp.minimum(i, size - 1), axis=0))(q, index)
+    q = q.reshape(batch, window, kv_heads, heads // kv_heads, dim)
+    logits = jnp.einsum("bwkgd,bskd->bkgws", q, k, preferred_element_type=jnp.float32) * scale
+    causal = jnp.arange(size)[None, None, :] <= index[:, :, None]
+    probabilities = jax.nn.softmax(jnp.where(causal[:, None, None], logits, -jnp.inf), axis=-1)
+    probabilities = jnp.where(votes[:, None, None, :, None], probabilities, 0.0)
+    return probabilities.sum((2, 3))
+
+
+def most_important(scores: jax.Array, counts: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
+    """Indices of the highest scores and which of them count.
+
+    Args:
+        scores: `[B, S]`.
+        counts: int32 `[B]`, how many tokens each row takes, at most `most`.
+        most: static number of indices.
+
+    Returns:
+        Indices int32 `[B, most]`, highest score first, and float32 weights `[B, most]`, 1 for the first counts[b].
+    """
+    _, index = jax.lax.top_k(scores, most)
+    return index, (jnp.arange(most)[None] < counts[:, None]).astype(jnp.float32)

@@ -1,0 +1,124 @@
+"""The contract of a compressed-cache method, and what it may know of the cache it lives in."""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+
+from lowrank_kv_jax.partial import AttnPartial
+from lowrank_kv_jax.spec import AttentionSpec, Taps
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Static shape of a cache, hashable by value.
+
+    Attributes:
+        spec: the model's attention.
+        batch: B, rows.
+        prompt: length that the prompts are padded to; 0 for a cache that is filled by appending.
+        capacity: longest sequence in tokens, the padded prompt included.
+        block: tokens that may be appended between two refreshes.
+        dtype: name of the dtype of the cache's floating leaves.
+    """
+
+    spec: AttentionSpec
+    batch: int
+    prompt: int
+    capacity: int
+    block: int
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a layer stands: its index within its group, and its sliding window."""
+
+    index: int = 0
+    window: int | None = None
+
+
+class KVMethod(abc.ABC):
+    """A compressed KV cache as pure functions; subclasses are frozen dataclasses, abstract or final.
+
+    Three kinds of thing are kept apart: the method itself (static configuration, hashable by value), `bases`
+    (read-only arrays from calibration) and `state` (donated, threaded through jit). All functions are traceable.
+    """
+
+    name: ClassVar[str]
+    """The registered name, set by `register`."""
+
+    calibrated: ClassVar[bool] = False
+    """Whether `fit` must have been called: `bases` is then required."""
+
+    def layer_groups(self, spec: AttentionSpec) -> tuple[tuple[int, ...], ...]:
+        """Layers that share one state, in order; one layer each unless a method works across layers."""
+        return tuple((layer,) for layer in range(spec.num_layers))
+
+    def validate(self, spec: AttentionSpec) -> None:
+        """Raise ValueError, naming field, value and what is allowed, where the configuration does not suit a model."""
+        del spec
+
+    def fit(self, spec: AttentionSpec, moments: Any) -> tuple[Any, ...]:
+        """Bases of each group from calibration `Moments`; groups of None where a method needs none."""
+        del moments
+        return (None,) * len(self.layer_groups(spec))
+
+    @abc.abstractmethod
+    def init(self, layout: Layout, bases: Any) -> Any:
+        """An empty state of one group."""
+
+    @abc.abstractmethod
+    def compress(self, layout: Layout, bases: Any, state: Any, taps: tuple[Taps, ...], lengths: jax.Array) -> Any:
+        """The state of an exactly prefilled prompt.
+
+        Args:
+            bases: of this group.
+            state: empty.
+            taps: of each layer of the group, T = layout.prompt, rows padded on the right.
+            lengths: int32 `[B]`.
+        """
+
+    @abc.abstractmethod
+    def append(
+        self, layout: Layout, bases: Any, state: Any, taps: Taps, counts: jax.Array, positions: jax.Array, place: Place
+    ) -> Any:
+        """Append the first `counts[b]` of T >= 1 new tokens of one layer, in O(T).
+
+        At most `layout.block` tokens are appended between two calls of `refresh`.
+        """
+
+    @abc.abstractmethod
+    def attend(
+        self, layout: Layout, bases: Any, state: Any, q: jax.Array, positions: jax.Array, place: Place
+    ) -> AttnPartial:
+        """Attention of T >= 1 queries `[B, T, N, D]` (after RoPE, appended before) at `positions` `[B, T]`."""
+
+    def observe(
+        self, layout: Layout, bases: Any, state: Any, q: jax.Array, lse: jax.Array, positions: jax.Array, place: Place
+    ) -> Any:
+        """See the total `lse` `[B, T, N]` after the merge: probabilities are exp(s - lse). Default: nothing."""
+        del layout, bases, q, lse, positions, place
+        return state
+
+    def refresh(self, layout: Layout, bases: Any, state: Any) -> Any:
+        """Periodic work between blocks of steps: flushes, evictions, basis updates. Default: nothing."""
+        del layout, bases
+        return state
+
+
+REGISTRY: dict[str, type[KVMethod]] = {}
+
+
+def register(name: str):
+    """Class decorator: make a method known to the CLI, the evals and the contract tests under `name`."""
+
+    def add(cls: type[KVMethod]) -> type[KVMethod]:
+        if name in REGISTRY:
+            raise ValueError(f"method name {name!r} is taken by {REGISTRY[name].__qualname__}")
+        cls.name = name
+        REGISTRY[name] = cls
+        return cls
+
+    return add

@@ -1,0 +1,280 @@
+"""What the low-rank methods share: sinks and recent tokens exact, the tokens between them as coefficients."""
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowrank_kv_jax.codecs.basis import expand_values, fold_query, project
+from lowrank_kv_jax.method import KVMethod, Layout, Place
+from lowrank_kv_jax.moments import Moments
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import (
+    coefficient_attention,
+    rotary_coefficient_attention,
+)
+from lowrank_kv_jax.partial import AttnPartial, merge
+from lowrank_kv_jax.positions import Runs
+from lowrank_kv_jax.rank import rank_for_energy, resolve_rank
+from lowrank_kv_jax.rope import rope_angles, rotate
+from lowrank_kv_jax.segments import coded as coded_tokens
+from lowrank_kv_jax.segments import exact as exact_tokens
+from lowrank_kv_jax.spec import AttentionSpec, Taps
+from lowrank_kv_jax.state import leaf, state
+
+
+class Bases(NamedTuple):
+    """Orthonormal bases of one layer: k `[J, W, Rk]`, v `[J', W, Rv]`, or with a leading row axis B."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+@state
+class LowRankState:
+    """One layer's cache.
+
+    Attributes:
+        exact: sinks, recent tokens and those appended since the last refresh.
+        coded: the rest, as coefficients.
+        k_basis, v_basis: `[B, J, W, R]` where a method moves its basis; None where calibration's bases are read.
+    """
+
+    exact: exact_tokens.Exact
+    coded: coded_tokens.Coded
+    k_basis: jax.Array | None = leaf("batch", "kv_heads", "width", "rank", kind="bases")
+    v_basis: jax.Array | None = leaf("batch", "kv_heads", "width", "rank", kind="bases")
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRank(KVMethod):
+    """Abstract. Fields common to all low-rank methods.
+
+    Attributes:
+        rank: columns of a basis (int), or a fraction of its width (float): D per head, K * D joint.
+        rank_k, rank_v: override `rank` for keys or values.
+        energy: instead of `rank`: the smallest rank that keeps this share of the calibrated energy in every head of
+            the layer (OjaKV, A.2); only for methods whose bases are calibrated.
+        rope: "post" codes keys after RoPE and attends in coefficient space; "pre" codes them before (three to five
+            times more compressible) and rebuilds and rotates them on read.
+        heads: "per_head", or "joint" for one basis over all heads of the layer.
+        sinks, recent: exact tokens at both ends.
+        recent_of: "ring", the most recent tokens at any time, or "prompt", the prompt's last ones for good.
+        decoded: "coded", tokens that leave the recent window are coded too; "exact", whatever is appended after the
+            prompt stays exact.
+        order: "reduced" attends in coefficient space, "reconstruct" rebuilds keys and values block by block first
+            (both orders of OjaKV, A.3; keys coded before RoPE are always rebuilt).
+    """
+
+    rank: int | float | None = 0.5
+    rank_k: int | float | None = None
+    rank_v: int | float | None = None
+    energy: float | None = None
+    rope: str = "post"
+    heads: str = "per_head"
+    sinks: int = 32
+    recent: int = 32
+    recent_of: str = "ring"
+    decoded: str = "coded"
+    order: str = "reduced"
+
+    adapts: ClassVar[bool] = False
+    """Whether rows own their bases (a prompt-fitted or moving basis)."""
+
+    def __post_init__(self):
+        allowed = {
+            "rope": ("pre", "post"), "heads": ("per_head", "joint"), "recent_of": ("ring", "prompt"),
+            "decoded": ("coded", "exact"), "order": ("reduced", "reconstruct"),
+        }
+        for field, values in allowed.items():
+            if getattr(self, field) not in values:
+                raise ValueError(f"{field}={getattr(self, field)!r}: allowed are {', '.join(values)}")
+        for field in ("sinks", "recent"):
+            if not isinstance(getattr(self, field), int) or getattr(self, field) < 0:
+                raise ValueError(f"{field}={getattr(self, field)!r}: must be an int of at least 0")
+        for field in ("rank", "rank_k", "rank_v"):
+            value = getattr(self, field)
+            if value is not None:
+                resolve_rank(field, value, width=np.iinfo(np.int32).max)
+        if self.energy is None and self.rank is None and (self.rank_k is None or self.rank_v is None):
+            raise ValueError("rank=None: give rank, or rank_k and rank_v, or energy")
+        if self.energy is not None:
+            if not self.calibrated:
+                raise ValueError(f"energy={self.energy!r}: only methods with calibrated bases choose ranks by energy")
+            rank_for_energy(np.ones(1), self.energy)
+
+    # ---- shapes -------------------------------------------------------------------------------------------------
+
+    def basis_heads(self, spec: AttentionSpec) -> int:
+        """J, the number of bases of a layer."""
+        return 1 if self.heads == "joint" else spec.kv_heads
+
+    def ranks(self, spec: AttentionSpec) -> tuple[int, int]:
+        """Ranks of keys and values that the fields ask for."""
+        width = spec.kv_heads // self.basis_heads(spec) * spec.head_dim
+        pairs = (("rank_k", self.rank_k), ("rank_v", self.rank_v))
+        k, v = (resolve_rank(f, x, width) if x is not None else resolve_rank("rank", self.rank, width) for f, x in pairs)
+        return k, v
+
+    def validate(self, spec: AttentionSpec) -> None:
+        if self.energy is None:
+            self.ranks(spec)
+        if self.rope == "pre" and spec.rope is None:
+            raise ValueError("rope='pre': this model has no rotary embedding; use rope='post'")
+
+    # ---- calibration --------------------------------------------------------------------------------------------
+
+    def layer_moments(self, spec: AttentionSpec, moments: Moments) -> tuple[np.ndarray, np.ndarray]:
+        """Second moments `[L, J, W, W]` from which bases of keys and values are taken.
+
+        Keys share their basis with the queries of their head, [Q; K] stacked (OjaKV, A.2).
+        """
+        keys, queries = ("k_pre", "q_pre") if self.rope == "pre" else ("k", "q")
+        if self.heads == "per_head":
+            k = moments.per_head(keys, spec.kv_heads) + moments.per_head(queries, spec.kv_heads)
+            return k, moments.per_head("v", spec.kv_heads)
+        k = np.array(getattr(moments, keys))
+        for head in range(spec.kv_heads):
+            block = slice(head * spec.head_dim, (head + 1) * spec.head_dim)
+            k[:, block, block] += getattr(moments, queries)[:, head]
+        return k[:, None], moments.v[:, None]
+
+    def fit(self, spec: AttentionSpec, moments: Moments) -> tuple[Any, ...]:
+        """Leading eigenvectors of the calibrated second moments, float32, `Bases` per layer."""
+        self.validate(spec)
+        bases = []
+        for layer_k, layer_v in zip(*self.layer_moments(spec, moments), strict=True):
+            pair = []
+            for side, moment in (("k", layer_k), ("v", layer_v)):
+                values, vectors = np.linalg.eigh(moment.astype(np.float64))
+                values, vectors = values[..., ::-1], vectors[..., ::-1]
+                rank = rank_for_energy(values, self.energy) if self.energy else self.ranks(spec)[side == "v"]
+                pair.append(jnp.asarray(vectors[..., :rank], jnp.float32))
+            bases.append(Bases(*pair))
+        return tuple(bases)
+
+    # ---- the contract -------------------------------------------------------------------------------------------
+
+    def starting_bases(self, layout: Layout, bases: Bases | None) -> Bases:
+        """Bases `[B, J, W, R]` before anything was seen, for methods that adapt."""
+        if bases is not None:
+            return Bases(*(jnp.broadcast_to(u[None], (layout.batch, *u.shape)) for u in bases))
+        groups = self.basis_heads(layout.spec)
+        width = layout.spec.kv_heads // groups * layout.spec.head_dim
+        eyes = (jnp.eye(width, rank, dtype=jnp.float32) for rank in self.ranks(layout.spec))
+        return Bases(*(jnp.broadcast_to(eye, (layout.batch, groups, *eye.shape)) for eye in eyes))
+
+    def key_heads(self, spec: AttentionSpec, bases: Bases) -> int:
+        """Heads of the stored key coefficients."""
+        del spec
+        return bases.k.shape[-3]
+
+    def init(self, layout: Layout, bases: Bases | None) -> LowRankState:
+        spec, dtype = layout.spec, jnp.dtype(layout.dtype)
+        start = self.starting_bases(layout, bases) if self.adapts else bases
+        held = self.sinks + self.recent
+        if self.decoded == "coded":
+            exact_size, coded_size = held + layout.block, layout.capacity - held
+        else:
+            exact_size = min(held, layout.prompt) + max(layout.capacity - layout.prompt, layout.block)
+            coded_size = layout.prompt - held
+        exact = exact_tokens.empty_exact(
+            layout.batch, spec.kv_heads, exact_size, spec.head_dim, dtype, gaps=(self.sinks, self._pinned())
+        )
+        coded = coded_tokens.empty_coded(
+            layout.batch, (self.key_heads(spec, start), start.k.shape[-1]), (start.v.shape[-3], start.v.shape[-1]),
+            max(coded_size, layout.block), dtype,
+        )
+        own = (u.astype(dtype) for u in start) if self.adapts else (None, None)
+        return LowRankState(exact, coded, *own)
+
+    def compress(self, layout, bases, state, taps, lengths):
+        (tap,) = taps
+        own = self.prompt_bases(layout, state, tap, lengths) if self.adapts else None
+        if own is not None:
+            state = dataclasses.replace(state, k_basis=own.k.astype(layout.dtype), v_basis=own.v.astype(layout.dtype))
+        exact = exact_tokens.hold_prompt(state.exact, tap.k, tap.v, lengths, self.sinks, self.recent)
+        end = layout.prompt - self.recent
+        coded = state.coded
+        counts = jnp.maximum(lengths - self.sinks - self.recent, 0)
+        positions = self._coded_positions(counts)
+        if end > self.sinks:
+            use = self.bases_of(bases, state)
+            keys = tap.k_pre if self.rope == "pre" else tap.k
+            codes = (project(u, x[:, self.sinks : end]) for u, x in ((use.k, keys), (use.v, tap.v)))
+            coded = coded_tokens.hold(coded, *codes, counts, positions)
+        else:
+            coded = dataclasses.replace(coded, positions=positions)
+        return dataclasses.replace(state, exact=exact, coded=coded)
+
+    def append(self, layout, bases, state, taps, counts, positions, place):
+        return dataclasses.replace(state, exact=exact_tokens.append(state.exact, taps.k, taps.v, counts))
+
+    def attend(self, layout, bases, state, q, positions, place):
+        spec = layout.spec
+        near = exact_tokens.attend(state.exact, q, positions, scale=spec.scale, window=place.window)
+        far = self.attend_coded(layout, self.bases_of(bases, state), state, q, positions, place)
+        return merge([near, far])
+
+    def attend_coded(
+        self, layout: Layout, bases: Bases, state: LowRankState, q: jax.Array, positions: jax.Array, place: Place
+    ) -> AttnPartial:
+        """Attention over the coefficients; every coded token lies before every query."""
+        spec, tokens = layout.spec, coded_tokens.cached_tokens(state.coded)
+        common = dict(scale=spec.scale, q_positions=positions, causal=False, window=place.window)
+        if self.rope == "post" and self.order == "reduced":
+            out, lse = coefficient_attention(fold_query(bases.k, q, spec.kv_heads), tokens, **common)
+        else:
+            rope = spec.rope if self.rope == "pre" else None
+            rebuilt = bases.v if self.order == "reconstruct" else None
+            out, lse = rotary_coefficient_attention(
+                q, tokens, bases.k, rope=rope, kv_heads=spec.kv_heads, value_basis=rebuilt, **common
+            )
+            if rebuilt is not None:
+                return AttnPartial(out, lse)
+        return AttnPartial(expand_values(bases.v, out, spec.kv_heads), lse)
+
+    def refresh(self, layout, bases, state):
+        if self.decoded == "exact":
+            return state
+        keep = self.recent if self.recent_of == "ring" else 0
+        exact, flushed = exact_tokens.flush(state.exact, self._pinned(), keep, layout.block)
+        k, v = (x.swapaxes(1, 2) for x in (flushed.k, flushed.v))
+        if self.rope == "pre":
+            cos, sin = rope_angles(layout.spec.rope, flushed.positions[:, :, None])
+            k = rotate(k.astype(jnp.float32), cos, -sin)
+        if self.adapts:
+            valid = jnp.arange(layout.block)[None] < flushed.counts[:, None]
+            state = self.adapt(layout, state, k, v, valid.astype(jnp.float32))
+        use = self.bases_of(bases, state)
+        coded = coded_tokens.append(state.coded, project(use.k, k), project(use.v, v), flushed.counts)
+        return dataclasses.replace(state, exact=exact, coded=coded)
+
+    # ---- hooks --------------------------------------------------------------------------------------------------
+
+    def bases_of(self, bases: Bases | None, state: LowRankState) -> Bases:
+        """The bases in which the coefficients of `state` are to be read."""
+        if self.adapts:
+            return Bases(state.k_basis, state.v_basis)
+        assert bases is not None
+        return bases
+
+    def prompt_bases(self, layout: Layout, state: LowRankState, taps: Taps, lengths: jax.Array) -> Bases:
+        """Bases `[B, J, W, R]` for a prompt, orthonormal float32; only asked of methods that adapt."""
+        raise NotImplementedError(type(self).__name__)
+
+    def adapt(self, layout: Layout, state: LowRankState, k: jax.Array, v: jax.Array, weight: jax.Array) -> LowRankState:
+        """Move the bases towards flushed tokens `[B, T, K, D]` of `weight` `[B, T]` before they are coded."""
+        del layout, k, v, weight
+        return state
+
+    def _pinned(self) -> int:
+        return self.sinks + (self.recent if self.recent_of == "prompt" or self.decoded == "exact" else 0)
+
+    def _coded_positions(self, counts: jax.Array) -> Runs:
+        """Coded tokens start behind the sinks; behind the prompt's own lie its last tokens if those are pinned."""
+        zero = jnp.zeros_like(counts)
+        after = self.recent if self._pinned() > self.sinks else 0
+        start = jnp.stack([zero, counts], axis=1)
+        return Runs(start, jnp.stack([zero + self.sinks, zero + after], axis=1))

@@ -1,0 +1,57 @@
+"""Attention over a part of the tokens, and the log-sum-exp merge of disjoint parts.
+
+Softmax attention over tokens that are split into disjoint parts is exactly the merge of the parts' partials. Two
+partials over the *same* tokens may not be merged: that would add their partition functions.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class AttnPartial(NamedTuple):
+    """Attention restricted to a set of tokens, float32.
+
+    Attributes:
+        out: `sum_i exp(s_i - lse) v_i`, `[B, T, N, D]`; zero for an empty part.
+        lse: `log sum_i exp(s_i)`, `[B, T, N]`; -inf for an empty part.
+    """
+
+    out: jax.Array
+    lse: jax.Array
+
+
+def empty_partial(batch: int, queries: int, q_heads: int, head_dim: int) -> AttnPartial:
+    """The neutral element of `merge`."""
+    return AttnPartial(
+        jnp.zeros((batch, queries, q_heads, head_dim), jnp.float32),
+        jnp.full((batch, queries, q_heads), -jnp.inf, jnp.float32),
+    )
+
+
+def merge(parts: Sequence[AttnPartial]) -> AttnPartial:
+    """Attention over the union of disjoint parts.
+
+    Args:
+        parts: at least one partial, all of one shape. Empty parts (lse = -inf) change nothing.
+
+    Returns:
+        lse = logsumexp_j lse_j and out = sum_j exp(lse_j - lse) out_j, float32.
+
+    Raises:
+        ValueError: `parts` is empty.
+    """
+    if not parts:
+        raise ValueError("merge needs at least one partial")
+    if len(parts) == 1:
+        return parts[0]
+    top = parts[0].lse
+    for part in parts[1:]:
+        top = jnp.maximum(top, part.lse)
+    top = jnp.where(jnp.isneginf(top), 0.0, top)  # all parts empty: exp(-inf - 0) = 0, not NaN
+    weights = [jnp.exp(part.lse - top) for part in parts]
+    total = sum(weights[1:], weights[0])
+    out = sum((w[..., None] * p.out for w, p in zip(weights, parts, strict=True)), jnp.zeros(()))
+    return AttnPartial(out / jnp.where(total == 0, 1.0, total)[..., None], jnp.log(total) + top)

@@ -1,0 +1,73 @@
+"""Rotary position embedding (RoPE), plain, linearly scaled and Llama-3 scaled.
+
+Half-split convention of the HF checkpoints: channel `i` is paired with channel `i + rotary_dim / 2`.
+Su et al., 2021 (RoFormer); linear scaling: Chen et al., 2023; llama3: the Llama 3.1 release.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeSpec:
+    """Static description of a rotary embedding, hashable by value.
+
+    Attributes:
+        theta: base of the geometric frequency ladder.
+        rotary_dim: number of leading channels of a head that are rotated (even).
+        scaling: "default", "linear" (positions divided by `factor`) or "llama3".
+        factor: scaling factor of "linear" and "llama3".
+        low_freq_factor, high_freq_factor, original_context: only read by "llama3".
+    """
+
+    theta: float
+    rotary_dim: int
+    scaling: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+    def __post_init__(self):
+        if self.scaling not in ("default", "linear", "llama3"):
+            raise ValueError(f"rope scaling {self.scaling!r} is not one of 'default', 'linear', 'llama3'")
+        if self.rotary_dim <= 0 or self.rotary_dim % 2:
+            raise ValueError(f"rotary_dim must be a positive even number, got {self.rotary_dim}")
+
+    def inverse_frequencies(self) -> np.ndarray:
+        """Angular frequency per channel pair, float64 `[rotary_dim / 2]`, radians per position."""
+        exponent = np.arange(0, self.rotary_dim, 2, dtype=np.float64) / self.rotary_dim
+        freq = self.theta**-exponent
+        if self.scaling == "linear":
+            return freq / self.factor
+        if self.scaling == "llama3":
+            wavelength = 2 * math.pi / freq
+            ramp = (self.original_context / wavelength - self.low_freq_factor) / (
+                self.high_freq_factor - self.low_freq_factor
+            )
+            keep = np.clip(ramp, 0.0, 1.0)  # 1: high frequencies stay, 0: low ones are divided
+            return keep * freq + (1 - keep) * freq / self.factor
+        return freq
+
+
+def rope_angles(spec: RopeSpec, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin tables for integer `positions` `[...]`, each float32 `[..., rotary_dim / 2]`."""
+    freq = jnp.asarray(spec.inverse_frequencies(), jnp.float32)
+    angle = positions[..., None].astype(jnp.float32) * freq
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate the leading `rotary_dim` channels of `x` `[..., D]`; `cos`, `sin` broadcast as `[..., rotary_dim / 2]`.
+
+    Computed in float32, returned in the dtype of `x`. Channels beyond `rotary_dim` pass unchanged.
+    """
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate([*(r.astype(x.dtype) for r in rotated), rest], axis=-1)

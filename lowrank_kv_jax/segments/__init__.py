@@ -1,0 +1,1 @@
+"""Parts of a cache whose partials are merged."""

@@ -1,0 +1,122 @@
+"""Tokens kept exactly: a pinned prefix (sinks), then a tail of recent tokens from which the oldest can be flushed."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
+from lowrank_kv_jax.partial import AttnPartial
+from lowrank_kv_jax.positions import Runs
+from lowrank_kv_jax.state import leaf, state, take_tokens, write_tokens
+
+
+@state
+class Exact:
+    """Exact keys (after RoPE) and values.
+
+    Attributes:
+        k, v: `[B, K, S, D]`.
+        length: int32 `[B]`, tokens held by each row.
+        positions: two gaps: before the tokens that were the prompt's last, and before those that came after.
+    """
+
+    k: jax.Array = leaf("batch", "kv_heads", "tokens", "head_dim", kind="exact")
+    v: jax.Array = leaf("batch", "kv_heads", "tokens", "head_dim", kind="exact")
+    length: jax.Array = leaf("batch", kind="indices")
+    positions: Runs
+
+
+class Flushed(NamedTuple):
+    """Tokens that leave the tail: k, v `[B, K, T, D]`, positions `[B, T]`, valid counts `[B]`."""
+
+    k: jax.Array
+    v: jax.Array
+    positions: jax.Array
+    counts: jax.Array
+
+
+def empty_exact(batch: int, kv_heads: int, size: int, head_dim: int, dtype, gaps: tuple[int, int]) -> Exact:
+    """An empty segment of `size` slots; `gaps` are the slots before which tokens may be missing."""
+    buffer = jnp.zeros((batch, kv_heads, size, head_dim), dtype)
+    start = jnp.broadcast_to(jnp.asarray(gaps, jnp.int32), (batch, 2))
+    none = jnp.zeros((batch,), jnp.int32)
+    return Exact(buffer, jnp.zeros_like(buffer), none, Runs(start, jnp.zeros((batch, 2), jnp.int32)))
+
+
+def hold_prompt(segment: Exact, k: jax.Array, v: jax.Array, lengths: jax.Array, sinks: int, recent: int) -> Exact:
+    """Fill an empty segment with the first `sinks` and the last `recent` tokens of each row.
+
+    Args:
+        segment: of at least min(sinks + recent, S) slots, its first gap at `sinks`.
+        k, v: prompt `[B, S, K, D]`, padded on the right.
+        lengths: int32 `[B]`.
+    """
+    size = min(sinks + recent, k.shape[1])
+    left_out = jnp.maximum(lengths - sinks - recent, 0)
+    k, v = (x.swapaxes(1, 2).astype(segment.k.dtype) for x in (k, v))
+    if sinks < size:
+        tail = (sinks + left_out, size - sinks)
+        k, v = (jnp.concatenate([x[:, :, :sinks], take_tokens(x, *tail)], axis=2) for x in (k, v))
+    else:
+        k, v = k[:, :, :size], v[:, :, :size]
+    return Exact(
+        segment.k.at[:, :, :size].set(k),
+        segment.v.at[:, :, :size].set(v),
+        jnp.minimum(lengths, sinks + recent),
+        segment.positions.skip(0, left_out),
+    )
+
+
+def append(segment: Exact, k: jax.Array, v: jax.Array, counts: jax.Array) -> Exact:
+    """Append the first `counts[b]` of T tokens `[B, T, K, D]`; O(T)."""
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    return Exact(
+        write_tokens(segment.k, k, segment.length, counts),
+        write_tokens(segment.v, v, segment.length, counts),
+        segment.length + counts,
+        segment.positions,
+    )
+
+
+def attend(
+    segment: Exact, q: jax.Array, q_positions: jax.Array, *, scale: float, window: int | None = None
+) -> AttnPartial:
+    """Causal attention of `q` `[B, T, N, D]` (after RoPE) over the segment."""
+    tokens = CachedTokens(segment.k, segment.v, segment.length, segment.positions)
+    return coefficient_attention(q, tokens, scale=scale, q_positions=q_positions, causal=True, window=window)
+
+
+def part(segment: Exact, begin: int, end: int) -> Exact:
+    """Slots `begin` to `end` as a segment of its own."""
+    return Exact(
+        segment.k[:, :, begin:end],
+        segment.v[:, :, begin:end],
+        jnp.clip(segment.length - begin, 0, end - begin),
+        segment.positions.from_slot(begin),
+    )
+
+
+def flush(segment: Exact, pinned: int, recent: int, most: int) -> tuple[Exact, Flushed]:
+    """Take out the oldest tokens of the tail until `recent` are left, `most` at the most.
+
+    Args:
+        segment: its last gap lies at slot `pinned`.
+        pinned: slots at the front that never leave.
+        recent: tokens that stay behind them.
+        most: static bound on the tokens that leave.
+    """
+    counts = jnp.clip(segment.length - pinned - recent, 0, most)
+    slots = pinned + jnp.arange(most)
+    out = Flushed(
+        segment.k[:, :, pinned : pinned + most],
+        segment.v[:, :, pinned : pinned + most],
+        segment.positions.at(slots),
+        counts,
+    )
+    tail = segment.k.shape[2] - pinned
+
+    def shift(buffer):
+        return buffer.at[:, :, pinned:].set(take_tokens(buffer, pinned + counts, tail))
+
+    return Exact(shift(segment.k), shift(segment.v), segment.length - counts, segment.positions.skip(1, counts)), out

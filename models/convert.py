@@ -1,0 +1,92 @@
+"""From the tensors of a checkpoint to the parameter tree: checked first, then converted one by one."""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from lowrank_kv_jax.models.config import ModelConfig
+from lowrank_kv_jax.models.parameters import ParamInfo, param_table
+from lowrank_kv_jax.models.stored import StoredTensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """What every checkpoint format reduces to.
+
+    Attributes:
+        source: file or directory, for messages.
+        config: the model that the file describes.
+        tensors: name -> stored tensor.
+        naming: "hf" or "gguf", the field of `ParamInfo` that holds this format's names.
+    """
+
+    source: str
+    config: ModelConfig
+    tensors: dict[str, StoredTensor]
+    naming: str
+
+    def stored(self, info: ParamInfo) -> StoredTensor:
+        """The stored tensor of a parameter."""
+        return self.tensors[getattr(info, self.naming)]
+
+
+def check_tensors(checkpoint: Checkpoint):
+    """Raise one ValueError that lists every missing, extra or misshapen tensor."""
+    expected = {getattr(info, checkpoint.naming): info for info in jax.tree.leaves(param_table(checkpoint.config))}
+    present = checkpoint.tensors
+    problems = [f"missing: {name} {info.stored_shape}" for name, info in expected.items() if name not in present]
+    problems += [f"extra: {name} {present[name].shape}" for name in present
+                 if name not in expected and not _redundant(name, checkpoint.config)]
+    problems += [f"misshapen: {name} is {present[name].shape}, the config asks for {info.stored_shape}"
+                 for name, info in expected.items() if name in present and present[name].shape != info.stored_shape]
+    if problems:
+        raise ValueError(f"{checkpoint.source}: tensors do not fit the config\n  " + "\n  ".join(problems))
+
+
+def _redundant(name: str, config: ModelConfig) -> bool:
+    """Tensors that some checkpoints carry although the config already says what is in them."""
+    if name in ("lm_head.weight", "output.weight"):
+        return config.tie_embeddings
+    return name == "rope_freqs.weight" or name.endswith("rotary_emb.inv_freq")
+
+
+def convert(checkpoint: Checkpoint, dtype: np.dtype, place: Callable[[np.ndarray, ParamInfo], jax.Array]
+            ) -> tuple[dict, str]:
+    """Read every tensor into its final dtype and place.
+
+    Args:
+        checkpoint: a checkpoint that passed `check_tensors`.
+        dtype: of the weights.
+        place: moves one converted host array to its device or devices.
+
+    Returns:
+        The parameter tree, and a SHA-256 of the config and the stored bytes: it does not depend on `dtype` or on where
+        the weights are placed.
+    """
+    infos, treedef = jax.tree.flatten(param_table(checkpoint.config))
+    placed: list[jax.Array | None] = [None] * len(infos)
+    digests = {}
+    # the largest first: its host copy then stands beside an empty device, not beside all the other weights
+    for i in sorted(range(len(infos)), key=lambda i: -np.prod(infos[i].shape)):
+        host, digests[infos[i].hf] = _read(checkpoint.stored(infos[i]), infos[i], dtype)
+        placed[i] = place(host, infos[i])
+        del host
+    total = hashlib.sha256(repr(checkpoint.config).encode())
+    for name in sorted(digests):
+        total.update(name.encode() + digests[name])
+    return treedef.unflatten(placed), total.hexdigest()
+
+
+def _read(tensor: StoredTensor, info: ParamInfo, dtype: np.dtype) -> tuple[np.ndarray, bytes]:
+    """One parameter in its final shape and dtype, and the digest of its stored bytes."""
+    host = np.empty(info.shape, dtype)
+    rows = host.T if info.transposed else host  # a view with the axes as stored
+    order, start, digest = tensor.row_order(), 0, hashlib.sha256()
+    for raw, values in tensor.slabs():
+        rows[order[start : start + len(values)]] = values
+        start += len(values)
+        digest.update(raw)
+    return host, digest.digest()

@@ -1,0 +1,179 @@
+"""One decoder for the Llama-like families: RMS norm, grouped-query attention with RoPE, gated MLP.
+
+The modules are Flax NNX and describe what is computed. The weights that move through `jax.jit` are plain pytrees
+(nested dicts of arrays): they are bound to the modules inside a trace, where binding costs nothing at run time.
+Attention itself is left out: a caller takes the taps of a layer, attends through a cache of its choice and hands
+the result back. Full forward pass of one model:
+
+    x = embed(config, params, tokens)
+    for layer in params["layers"]:
+        taps = block_taps(config, layer, x, positions)
+        x = block_output(config, layer, x, attend(taps))
+    logits = unembed(config, params, x)
+
+Weights: `params = {"embed": .., "layers": (layer0, layer1, ..), "norm": .., ["head": ..]}`. Every layer has the same
+tree structure and shapes, so a function of one layer traces once for all of them.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lowrank_kv_jax.models.config import ModelConfig
+from lowrank_kv_jax.models.parameters import ParamInfo, param_table
+from lowrank_kv_jax.rope import rope_angles, rotate
+from lowrank_kv_jax.spec import Taps
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis, computed in float32."""
+
+    def __init__(self, size: int, eps: float):
+        self.scale = nnx.Param(jnp.ones((size,)))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """The projections around attention; what happens between q, k, v and the output belongs to the cache."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        queries, keys = config.q_heads * config.head_dim, config.kv_heads * config.head_dim
+        self.config = config
+        self.q_proj = nnx.Linear(config.hidden_size, queries, use_bias=config.qkv_bias, rngs=rngs)
+        self.k_proj = nnx.Linear(config.hidden_size, keys, use_bias=config.qkv_bias, rngs=rngs)
+        self.v_proj = nnx.Linear(config.hidden_size, keys, use_bias=config.qkv_bias, rngs=rngs)
+        self.o_proj = nnx.Linear(queries, config.hidden_size, use_bias=config.o_bias, rngs=rngs)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
+
+    def taps(self, x: jax.Array, positions: jax.Array) -> Taps:
+        """Project normed hidden states `x` `[B, T, H]` at `positions` `[B, T]`."""
+        config = self.config
+        q = self.q_proj(x).reshape(*x.shape[:-1], config.q_heads, config.head_dim)
+        k = self.k_proj(x).reshape(*x.shape[:-1], config.kv_heads, config.head_dim)
+        v = self.v_proj(x).reshape(*x.shape[:-1], config.kv_heads, config.head_dim)
+        if config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        cos, sin = (table[..., None, :] for table in rope_angles(config.rope, positions))
+        return Taps(q=rotate(q, cos, sin), k=rotate(k, cos, sin), k_pre=k, v=v, x=x)
+
+    def output(self, attention: jax.Array) -> jax.Array:
+        """Mix the heads of `[B, T, N, D]` into `[B, T, H]`."""
+        return self.o_proj(attention.reshape(*attention.shape[:-2], -1))
+
+
+class MLP(nnx.Module):
+    """Gated MLP: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate = nnx.Linear(hidden, inner, use_bias=bias, rngs=rngs)
+        self.up = nnx.Linear(hidden, inner, use_bias=bias, rngs=rngs)
+        self.down = nnx.Linear(inner, hidden, use_bias=bias, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nnx.Module):
+    """One pre-norm layer, cut in two where attention happens."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config, rngs)
+
+    def taps(self, x: jax.Array, positions: jax.Array) -> Taps:
+        return self.attention.taps(self.attention_norm(x), positions)
+
+    def output(self, x: jax.Array, attention: jax.Array) -> jax.Array:
+        x = x + self.attention.output(attention.astype(x.dtype))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nnx.Module):
+    """What surrounds the blocks: embedding, final norm and output head. Blocks are bound one by one."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        if not config.tie_embeddings:
+            self.head = nnx.Linear(config.hidden_size, config.vocab_size, use_bias=False, rngs=rngs)
+        self.tied = config.tie_embeddings
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        x = self.norm(x)
+        # the products of bf16 weights are summed and returned in float32: sampling reads the logits
+        if self.tied:
+            return jnp.einsum("...h,vh->...v", x, self.embed.embedding[...], preferred_element_type=jnp.float32)
+        return jnp.einsum("...h,hv->...v", x, self.head.kernel[...], preferred_element_type=jnp.float32)
+
+
+@functools.lru_cache(maxsize=32)
+def _graphdef(module: type[nnx.Module], config: ModelConfig) -> nnx.GraphDef:
+    """The static part of `module(config)`, made without allocating a weight."""
+    return nnx.split(nnx.eval_shape(lambda: module(config, nnx.Rngs(0))))[0]
+
+
+def _bind(module: type[nnx.Module], config: ModelConfig, weights: dict):
+    return nnx.merge(_graphdef(module, config), weights)
+
+
+def _surroundings(params: dict) -> dict:
+    return {name: entry for name, entry in params.items() if name != "layers"}
+
+
+def embed(config: ModelConfig, params: dict, tokens: jax.Array) -> jax.Array:
+    """Hidden states `[B, T, H]` in the dtype of the weights for int32 `tokens` `[B, T]`."""
+    return _bind(Decoder, config, _surroundings(params)).embed(tokens)
+
+
+def block_taps(config: ModelConfig, layer_params: dict, x: jax.Array, positions: jax.Array) -> Taps:
+    """What a layer exposes of the residual stream `x` `[B, T, H]` at int32 `positions` `[B, T]`."""
+    return _bind(Block, config, layer_params).taps(x, positions)
+
+
+def block_output(config: ModelConfig, layer_params: dict, x: jax.Array, attention: jax.Array) -> jax.Array:
+    """The residual stream `[B, T, H]` after a layer.
+
+    Args:
+        config: the model.
+        layer_params: one entry of `params["layers"]`.
+        x: the residual stream that `block_taps` was given, `[B, T, H]`.
+        attention: the attended values of each query head, `[B, T, N, D]`, any float dtype.
+    """
+    return _bind(Block, config, layer_params).output(x, attention)
+
+
+def unembed(config: ModelConfig, params: dict, x: jax.Array) -> jax.Array:
+    """float32 logits `[B, T, V]` of the residual stream `x` `[B, T, H]` after the last layer."""
+    return _bind(Decoder, config, _surroundings(params)).logits(x)
+
+
+def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> dict:
+    """Random weights: matrices normal with standard deviation 1 / sqrt(fan in), norms 1, biases small."""
+    leaves, treedef = jax.tree.flatten(param_table(config))
+
+    def draw(key: jax.Array, info: ParamInfo) -> jax.Array:
+        if len(info.shape) == 2:
+            return jax.random.normal(key, info.shape, dtype) * info.shape[0 if info.transposed else 1] ** -0.5
+        if info.hf.endswith(".bias"):
+            return 0.02 * jax.random.normal(key, info.shape, dtype)
+        return jnp.ones(info.shape, dtype)
+
+    return treedef.unflatten([draw(k, info) for k, info in zip(jax.random.split(key, len(leaves)), leaves,
+                                                               strict=True)])
+
+
+def param_axes(config: ModelConfig) -> dict:
+    """The parameter tree with a tuple of logical axis names in the place of each array (see `ParamInfo.axes`)."""
+    return jax.tree.map(lambda info: info.axes, param_table(config))
