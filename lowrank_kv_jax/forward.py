@@ -18,6 +18,7 @@ from lowrank_kv_jax.method import KVMethod, Layout, Place
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import block_output, block_taps, embed, unembed
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import causal_attention
+from lowrank_kv_jax.sharding import check_mesh, constrain, replicate, shard_rows
 from lowrank_kv_jax.spec import Taps
 
 DEFAULT_BLOCK = 32
@@ -38,7 +39,8 @@ def layer_prefill(config: ModelConfig, window: int | None, layer: Any, x: jax.Ar
 @functools.partial(jax.jit, static_argnames=("method", "layout"))
 def compress_group(method: KVMethod, layout: Layout, bases: Any, taps: tuple[Taps, ...], lengths: jax.Array):
     """The compressed state of a group of layers whose prompt was prefilled."""
-    return method.compress(layout, bases, method.init(layout, bases), taps, lengths)
+    empty = constrain(layout.mesh, method.init(layout, bases))
+    return constrain(layout.mesh, method.compress(layout, bases, empty, taps, lengths))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "method", "layout", "place"), donate_argnames=("state",))
@@ -48,12 +50,12 @@ def layer_extend(config, method, layout, place, layer, bases, state, x, position
     state = method.append(layout, bases, state, taps, counts, positions, place)
     partial = method.attend(layout, bases, state, taps.q, positions, place)
     state = method.observe(layout, bases, state, taps.q, partial.lse, positions, place)
-    return block_output(config, layer, x, partial.out), state
+    return block_output(config, layer, x, partial.out), constrain(layout.mesh, state)
 
 
 @functools.partial(jax.jit, static_argnames=("method", "layout"), donate_argnames=("state",))
 def refresh_group(method, layout, bases, state):
-    return method.refresh(layout, bases, state)
+    return constrain(layout.mesh, method.refresh(layout, bases, state))
 
 
 embed_tokens = jax.jit(embed, static_argnums=0)
@@ -71,7 +73,8 @@ def last_logits(config, params, x, counts):
 
 
 def make_layout(
-    config: ModelConfig, batch: int, prompt: int, capacity: int | None, block: int = DEFAULT_BLOCK, dtype: Any = None
+    config: ModelConfig, batch: int, prompt: int, capacity: int | None, block: int = DEFAULT_BLOCK, dtype: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Layout:
     """A checked `Layout`; `capacity` defaults to the prompt and one block more, `dtype` to bfloat16.
 
@@ -91,12 +94,14 @@ def make_layout(
         raise ValueError(f"capacity={capacity}: the model's context is {config.context} tokens")
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"cache dtype {dtype.name}: must be a floating dtype")
-    return Layout(config.attention, batch, prompt, capacity, block, dtype.name)
+    mesh = None if mesh is None else check_mesh(mesh, config.attention, batch)
+    return Layout(config.attention, batch, prompt, capacity, block, dtype.name, mesh)
 
 
 def prefill(
     method: KVMethod, config: ModelConfig, params: Any, tokens: jax.Array, lengths: jax.Array | None = None, *,
     bases: Any = None, capacity: int | None = None, block: int = DEFAULT_BLOCK, dtype: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[Cache, jax.Array]:
     """Attend exactly within the prompts and compress, group of layers by group.
 
@@ -111,6 +116,8 @@ def prefill(
         capacity: longest sequence, S included.
         block: tokens that may be appended between two calls of `refresh`.
         dtype: of the cache, bfloat16 by default.
+        mesh: lay the cache out over these devices, rows over "data" and kv heads over "model"; the weights must lie on
+            the same mesh (`load_model(..., mesh=mesh)`).
 
     Returns:
         The cache, and float32 logits `[B, V]` at the last token of each row.
@@ -119,9 +126,10 @@ def prefill(
         ValueError: shapes, lengths, capacity, method or bases do not fit; see `make_layout`.
     """
     tokens, lengths = _checked_tokens(tokens, lengths)
-    layout = make_layout(config, *tokens.shape, capacity, block, dtype)
+    layout = make_layout(config, *tokens.shape, capacity, block, dtype, mesh)
     method.validate(config.attention)
-    bases = bases_of_group(method, config.attention, bases)
+    bases = bases_of_group(method, config.attention, replicate(layout.mesh, bases))
+    tokens, lengths = shard_rows(layout.mesh, tokens, lengths)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     x = embed_tokens(config, params, tokens)
     states = []
@@ -165,8 +173,9 @@ def extend(
                          "between two refreshes")
     if config.attention != layout.spec:
         raise ValueError("this cache was made for another model: its attention differs")
-    bases = bases_of_group(method, config.attention, bases)
+    bases = bases_of_group(method, config.attention, replicate(layout.mesh, bases))
     counts = jnp.full((batch,), width, jnp.int32) if counts is None else counts
+    tokens, counts = shard_rows(layout.mesh, tokens, counts)
     positions = cache.length[:, None] + jnp.arange(width, dtype=jnp.int32)
     x = embed_tokens(config, params, tokens)
     states = []
@@ -202,7 +211,7 @@ def decode_step(
 def refresh(method: KVMethod, cache: Cache, *, bases: Any = None) -> Cache:
     """Periodic work of the method (flush, evict, move bases), after at most `layout.block` appended tokens."""
     check_method(cache, method)
-    bases = bases_of_group(method, cache.layout.spec, bases)
+    bases = bases_of_group(method, cache.layout.spec, replicate(cache.layout.mesh, bases))
     states = (refresh_group(method, cache.layout, b, s) for b, s in zip(bases, cache.groups, strict=True))
     return dataclasses.replace(cache, groups=tuple(states), pending=jnp.zeros_like(cache.pending))
 

@@ -21,6 +21,7 @@ class Layout:
         capacity: longest sequence in tokens, the padded prompt included.
         block: tokens that may be appended between two refreshes.
         dtype: name of the dtype of the cache's floating leaves.
+        mesh: devices that the cache is laid out over, with the axes "data" and "model"; None for one device.
     """
 
     spec: AttentionSpec
@@ -29,6 +30,7 @@ class Layout:
     capacity: int
     block: int
     dtype: str
+    mesh: jax.sharding.Mesh | None = None
 
 
 @dataclasses.dataclass(frozen=True)

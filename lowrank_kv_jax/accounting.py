@@ -1,0 +1,61 @@
+"""Bytes that exist: sums over the real leaves of a cache, by what they are spent on."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from lowrank_kv_jax.cache import Cache
+from lowrank_kv_jax.spec import AttentionSpec
+from lowrank_kv_jax.state import KINDS, walk
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheBytes:
+    """Bytes of a cache.
+
+    Attributes:
+        by_kind: bytes for each of `state.KINDS`; calibrated bases that the cache is read with are counted once.
+        tokens: tokens for which the buffers were made, over all rows.
+        full: bytes of a 16-bit full cache of the same tokens.
+    """
+
+    by_kind: dict[str, int]
+    tokens: int
+    full: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_kind.values())
+
+    @property
+    def per_token(self) -> float:
+        return self.total / self.tokens
+
+    @property
+    def smaller(self) -> float:
+        """How many times smaller than the 16-bit full cache."""
+        return self.full / self.total
+
+
+def _nbytes(x: Any) -> int:
+    return int(np.prod(x.shape, dtype=np.int64)) * np.dtype(x.dtype).itemsize
+
+
+def full_cache_bytes(spec: AttentionSpec, tokens: int) -> int:
+    """Bytes of 16-bit keys and values of `tokens` tokens in all layers."""
+    return 2 * 2 * spec.num_layers * spec.kv_heads * spec.head_dim * tokens
+
+
+def cache_bytes(cache: Cache, bases: Any = None) -> CacheBytes:
+    """Account for every leaf of `cache` (arrays, or their shapes from `jax.eval_shape`) and of `bases`.
+
+    Buffers count in full, the slots still free included: they are what the device has to hold.
+    """
+    by_kind = dict.fromkeys(KINDS, 0)
+    for _, array, info in walk(cache):
+        by_kind[info.kind] += _nbytes(array)
+    by_kind["bases"] += sum(_nbytes(x) for x in jax.tree.leaves(bases))
+    tokens = cache.layout.batch * cache.layout.capacity
+    return CacheBytes(by_kind, tokens, full_cache_bytes(cache.layout.spec, tokens))

@@ -1,0 +1,245 @@
+"""Generation: prompts in, tokens out, the loop on the device in blocks with a refresh between them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowrank_kv_jax.cache import Cache, fork
+from lowrank_kv_jax.forward import DEFAULT_BLOCK, decode_step, extend, prefill, refresh
+from lowrank_kv_jax.method import KVMethod
+from lowrank_kv_jax.models.config import ModelConfig
+from lowrank_kv_jax.sampling import Sampler, sample
+
+PAD_TO = 64  # prompts are padded to multiples of it, so that prompts of similar length share their compiled programs
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What `generate` returns.
+
+    Attributes:
+        tokens: generated ids of each row, the end-of-sequence token excluded.
+        texts: the same, decoded; None without a tokenizer.
+        cache: the compressed cache. It holds the prompt and the generated tokens but the last one of each row.
+        last: int32 `[B]`, that last token of each row.
+    """
+
+    tokens: list[list[int]]
+    texts: list[str] | None
+    cache: Cache
+    last: jax.Array
+
+
+class Progress(NamedTuple):
+    """Carried by the decode loop: the last token `[B]`, whether a row has ended `[B]`, tokens drawn so far `[B]`."""
+
+    token: jax.Array
+    done: jax.Array
+    drawn: jax.Array
+
+
+@functools.partial(
+    jax.jit, static_argnames=("method", "config", "sampler", "eos"), donate_argnames=("cache", "progress")
+)
+def decode_block(
+    method: KVMethod, config: ModelConfig, params: Any, cache: Cache, progress: Progress, keys: jax.Array,
+    steps: jax.Array, *, bases: Any = None, sampler: Sampler = Sampler(), eos: tuple[int, ...] = (),
+) -> tuple[Cache, Progress, jax.Array]:
+    """Up to `steps` decode steps on the device, then `refresh`; ends early when every row has ended.
+
+    Args:
+        cache: donated; refreshed.
+        progress: donated.
+        keys: PRNG keys `[B]`.
+        steps: int32 scalar in 1..block, traced.
+
+    Returns:
+        Cache, progress, and the tokens drawn, int32 `[B, block]`, -1 where none was.
+    """
+    block = cache.layout.block
+    ends = jnp.asarray(eos, jnp.int32)
+
+    def go_on(carry):
+        _, progress, _, i = carry
+        return (i < steps) & ~jnp.all(progress.done)
+
+    def step(carry):
+        cache, progress, out, i = carry
+        cache, logits = decode_step(method, config, params, cache, progress.token, bases=bases, active=~progress.done)
+        drawn = sample(sampler, logits, keys, progress.drawn)
+        token = jnp.where(progress.done, progress.token, drawn)
+        out = out.at[:, i].set(jnp.where(progress.done, -1, token))
+        done = progress.done | jnp.any(token[:, None] == ends[None], axis=1)
+        return cache, Progress(token, done, progress.drawn + ~progress.done), out, i + 1
+
+    out = jnp.full((cache.layout.batch, block), -1, jnp.int32)
+    cache, progress, out, _ = jax.lax.while_loop(go_on, step, (cache, progress, out, jnp.int32(0)))
+    return refresh(method, cache, bases=bases), progress, out
+
+
+def ingest(
+    method: KVMethod, config: ModelConfig, params: Any, cache: Cache, tokens: Sequence[Sequence[int]], *,
+    bases: Any = None,
+) -> tuple[Cache, jax.Array]:
+    """Append a turn of any length to every row, block by block, refreshing in between.
+
+    Args:
+        cache: consumed; `fork` it first to keep it.
+        tokens: ids for each row, at least one a row.
+
+    Returns:
+        The refreshed cache and logits `[B, V]` at each row's last token.
+
+    Raises:
+        ValueError: an empty row, or a row that outgrows the capacity.
+    """
+    layout = cache.layout
+    counts = np.array([len(row) for row in tokens])
+    if len(tokens) != layout.batch or (counts == 0).any():
+        raise ValueError(f"tokens: expected {layout.batch} rows of at least one token, got lengths {counts.tolist()}")
+    over = np.asarray(cache.length) + counts - np.asarray(cache.limit)
+    if (over > 0).any():
+        row = int(np.argmax(over))
+        raise ValueError(f"row {row} would outgrow the cache by {int(over[row])} tokens: prefill with a larger capacity")
+    cache = refresh(method, cache, bases=bases)
+    last = None
+    for begin in range(0, int(counts.max()), layout.block):
+        here = np.clip(counts - begin, 0, layout.block)
+        padded = np.zeros((layout.batch, layout.block), np.int32)
+        for row, ids in enumerate(tokens):
+            padded[row, : here[row]] = ids[begin : begin + layout.block]
+        cache, logits = extend(method, config, params, cache, jnp.asarray(padded), jnp.asarray(here, jnp.int32), bases=bases)
+        cache = refresh(method, cache, bases=bases)
+        last = logits if last is None else jnp.where(jnp.asarray(here > 0)[:, None], logits, last)
+    assert last is not None
+    return cache, last
+
+
+def decode(
+    method: KVMethod, config: ModelConfig, params: Any, cache: Cache, logits: jax.Array, max_new_tokens: int, *,
+    bases: Any = None, sampler: Sampler = Sampler(), seeds: Sequence[int] | int = 0, eos: Sequence[int] = (),
+) -> Iterator[tuple[np.ndarray, Cache, Progress]]:
+    """Generate after a prefill or a turn, yielding a block of new tokens `[B, n]` (-1: none) at a time.
+
+    Args:
+        cache: consumed. Each yielded cache is consumed by the next step of the iterator.
+        logits: `[B, V]` of the last token.
+    """
+    batch = cache.layout.batch
+    seeds = np.broadcast_to(np.asarray(seeds, np.uint32), (batch,))
+    keys = jax.vmap(jax.random.key)(jnp.asarray(seeds))
+    eos = tuple(eos)
+    token = sample(sampler, logits, keys, jnp.zeros((batch,), jnp.int32))
+    done = jnp.any(token[:, None] == jnp.asarray(eos, jnp.int32)[None], axis=1)
+    progress = Progress(token, done, jnp.ones((batch,), jnp.int32))
+    yield np.asarray(token)[:, None], cache, progress
+    left = max_new_tokens - 1
+    while left > 0 and not bool(progress.done.all()):
+        steps = min(left, cache.layout.block)
+        cache, progress, out = decode_block(
+            method, config, params, cache, progress, keys, jnp.int32(steps), bases=bases, sampler=sampler, eos=eos
+        )
+        left -= steps
+        yield np.asarray(out)[:, :steps], cache, progress
+
+
+def generate(
+    model: Any, method: KVMethod, prompts: str | Sequence[str] | Sequence[Sequence[int]], *, bases: Any = None,
+    max_new_tokens: int = 64, temperature: float = 0.0, top_k: int | None = None, top_p: float = 1.0,
+    seeds: Sequence[int] | int = 0, stop_at_eos: bool = True, cache: Cache | None = None, block: int = DEFAULT_BLOCK,
+    capacity: int | None = None, dtype: Any = None, on_tokens: Callable[[np.ndarray], None] | None = None,
+) -> Generation:
+    """Generate from a compressed cache.
+
+    Args:
+        model: from `load_model`.
+        method: how the cache is compressed.
+        prompts: texts or rows of ids; their lengths may differ.
+        bases: from `calibrate`, where the method needs them.
+        max_new_tokens: at most so many a row.
+        temperature, top_k, top_p: see `Sampler`; the default is greedy.
+        seeds: one for all rows or one a row; a row's text depends on its own seed only.
+        stop_at_eos: end a row at the model's end-of-sequence tokens.
+        cache: continue this conversation: `prompts` is the next turn. The cache is kept, not consumed.
+        block: decode steps between two refreshes.
+        capacity: longest sequence; the padded prompts and `max_new_tokens` by default.
+        dtype: of the cache, bfloat16 by default.
+        on_tokens: called with each block of new tokens `[B, n]` (-1: none) as soon as it is there.
+
+    Raises:
+        ValueError: empty prompts, prompts beyond the capacity or the model's context, or `max_new_tokens` below 1.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
+    rows = encode_prompts(model, prompts)
+    config, params = model.config, model.params
+    if cache is not None:
+        state, logits = ingest(method, config, params, fork(cache), rows, bases=bases)
+    else:
+        tokens, lengths = pad_prompts(rows, config.context - max_new_tokens)
+        capacity = min(tokens.shape[1] + max_new_tokens, config.context) if capacity is None else capacity
+        state, logits = prefill(
+            method, config, params, tokens, lengths, bases=bases, capacity=capacity, block=block, dtype=dtype
+        )
+    sampler, eos = Sampler(temperature, top_k, top_p), config.eos_ids if stop_at_eos else ()
+    room = int((np.asarray(state.limit) - np.asarray(state.length)).min()) + 1
+    if max_new_tokens > room:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: the cache has room for {room}; give a larger capacity")
+    blocks, progress = [], None
+    for new, state, progress in decode(
+        method, config, params, state, logits, max_new_tokens, bases=bases, sampler=sampler, seeds=seeds, eos=eos
+    ):
+        blocks.append(new)
+        if on_tokens is not None:
+            on_tokens(new)
+    out = [[int(t) for t in row if t >= 0 and t not in eos] for row in np.concatenate(blocks, axis=1)]
+    texts = None if model.tokenizer is None else [model.tokenizer.decode(row) for row in out]
+    assert progress is not None
+    return Generation(out, texts, state, progress.token)
+
+
+def encode_prompts(model: Any, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+    """Rows of ids from texts or ids.
+
+    Raises:
+        ValueError: no prompt, an empty one, or an id outside the vocabulary.
+    """
+    rows = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not rows:
+        raise ValueError("prompts is empty: give at least one")
+    ids = []
+    for i, row in enumerate(rows):
+        if isinstance(row, str):
+            if model.tokenizer is None:
+                raise ValueError("this model has no tokenizer: give prompts as lists of ids")
+            row = model.tokenizer.encode(row)
+        row = [int(t) for t in row]
+        if not row:
+            raise ValueError(f"prompts[{i}] is empty: every prompt needs at least one token")
+        wrong = [t for t in row if not 0 <= t < model.config.vocab_size]
+        if wrong:
+            raise ValueError(f"prompts[{i}] holds id {wrong[0]}: ids lie in 0..{model.config.vocab_size - 1}")
+        ids.append(row)
+    return ids
+
+
+def pad_prompts(rows: Sequence[Sequence[int]], longest: int) -> tuple[jax.Array, jax.Array]:
+    """Rows padded on the right to one width, a multiple of `PAD_TO` where `longest` allows; tokens and lengths.
+
+    Raises:
+        ValueError: a row of more than `longest` tokens.
+    """
+    lengths = [len(row) for row in rows]
+    if max(lengths) > longest:
+        row = int(np.argmax(lengths))
+        raise ValueError(f"prompts[{row}] has {lengths[row]} tokens: with the new tokens the context leaves {longest}")
+    width = min(-(-max(lengths) // PAD_TO) * PAD_TO, longest)
+    tokens = np.zeros((len(rows), width), np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32)

@@ -1,0 +1,72 @@
+"""Method specs as text: `name` or `name:field=value,field=value`."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from typing import Any
+
+from lowrank_kv_jax.method import REGISTRY, KVMethod
+
+
+def parse_method(text: str) -> KVMethod:
+    """A method from its spec, e.g. `ojakv:rank=0.5,rope=pre`.
+
+    Values are read by the type of the field: `rank=32` counts columns, `rank=0.5` is a fraction, `none` is None.
+
+    Raises:
+        ValueError: unknown name or field (with the nearest known one), a value of the wrong type, or one that the
+            method itself refuses.
+    """
+    name, _, rest = text.strip().partition(":")
+    if name not in REGISTRY:
+        raise ValueError(f"unknown method {name!r}{_nearest(name, REGISTRY)}; known: {', '.join(sorted(REGISTRY))}")
+    cls = REGISTRY[name]
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+    values: dict[str, Any] = {}
+    for item in filter(None, rest.split(",")):
+        field, equals, value = item.partition("=")
+        field = field.strip()
+        if not equals:
+            raise ValueError(f"{text!r}: {item!r} is not of the form field=value")
+        if field not in fields:
+            raise ValueError(f"{name} has no field {field!r}{_nearest(field, fields)}; it has: {', '.join(fields)}")
+        if field in values:
+            raise ValueError(f"{text!r}: field {field!r} is given twice")
+        values[field] = _read(name, field, value.strip(), fields[field])
+    return cls(**values)
+
+
+def spell_method(method: KVMethod) -> str:
+    """The shortest spec that parses to `method`."""
+    given = []
+    for field in dataclasses.fields(method):
+        value = getattr(method, field.name)
+        if value != field.default or type(value) is not type(field.default):
+            given.append(f"{field.name}={str(value).lower() if value is None or isinstance(value, bool) else value}")
+    return method.name + (":" + ",".join(given) if given else "")
+
+
+def _nearest(word: str, known) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.4)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _read(name: str, field: str, value: str, hint: Any) -> Any:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    lowered = value.lower()
+    if type(None) in options and lowered == "none":
+        return None
+    if bool in options and lowered in ("true", "false"):
+        return lowered == "true"
+    for kind in (int, float):
+        if kind in options:
+            try:
+                return kind(value)
+            except ValueError:
+                continue
+    if str in options:
+        return value
+    allowed = " or ".join("None" if o is type(None) else o.__name__ for o in options)
+    raise ValueError(f"{name}: {field}={value!r} is not {allowed}")

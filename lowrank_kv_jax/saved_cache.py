@@ -1,0 +1,92 @@
+"""Compressed caches on disk: a conversation saved today and continued tomorrow."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowrank_kv_jax.cache import Cache, bases_of_group
+from lowrank_kv_jax.checkpoint import load_arrays, load_metadata, save_arrays
+from lowrank_kv_jax.method import KVMethod, Layout
+from lowrank_kv_jax.sharding import check_mesh, leaf_sharding
+from lowrank_kv_jax.state import map_leaves, walk
+
+KIND = "cache"
+_STORED = ("batch", "prompt", "capacity", "block", "dtype")
+
+
+def save_cache(path: str | Path, cache: Cache, model: Any, *, bases: Any = None) -> None:
+    """Save a cache of `model` (a `LoadedModel`) to the directory `path`.
+
+    Args:
+        bases: those that the cache was made with; not saved, but known again.
+
+    Raises:
+        ValueError: the cache is of another model.
+    """
+    if cache.layout.spec != model.config.attention:
+        raise ValueError(f"this cache is not of model {model.name!r}: its attention differs")
+    metadata = {
+        "method": repr(cache.method), "model": model.name, "fingerprint": model.fingerprint, "bases": _digest(bases),
+        "layout": {field: getattr(cache.layout, field) for field in _STORED},
+    }
+    save_arrays(path, KIND, {name: array for name, array, _ in walk(cache)}, metadata)
+
+
+def load_cache(
+    path: str | Path, method: KVMethod, model: Any, *, bases: Any = None, mesh: jax.sharding.Mesh | None = None
+) -> Cache:
+    """Load a cache that `method` made for `model`.
+
+    Args:
+        bases: those that the cache was made with, where the method is calibrated.
+        mesh: lay it out over these devices.
+
+    Raises:
+        ValueError: it belongs to another method, model or bases, or its arrays do not fit.
+    """
+    metadata = load_metadata(path, KIND)
+    if metadata["fingerprint"] != model.fingerprint:
+        raise ValueError(f"{path}: this cache belongs to model {metadata['model']!r} with other weights "
+                         f"({metadata['fingerprint'][:12]}), not to {model.name!r} ({model.fingerprint[:12]})")
+    if metadata["method"] != repr(method):
+        raise ValueError(f"{path}: this cache was made by {metadata['method']}, not by {method!r}")
+    if metadata["bases"] != _digest(bases):
+        raise ValueError(f"{path}: this cache was made with other calibrated bases than those given")
+    layout = Layout(spec=model.config.attention, **metadata["layout"])
+    if mesh is not None:
+        layout = dataclasses.replace(layout, mesh=check_mesh(mesh, layout.spec, layout.batch))
+    abstract = abstract_cache(method, layout, bases)
+    arrays = load_arrays(path, {name: array for name, array, _ in walk(abstract)})
+    in_order = iter([arrays[name] for name, _, _ in walk(abstract)])
+    return map_leaves(lambda info, _: next(in_order), abstract)
+
+
+def _digest(bases: Any) -> str | None:
+    leaves = jax.tree.leaves(bases)
+    if not leaves:
+        return None
+    digest = hashlib.sha256()
+    for leaf in leaves:
+        digest.update(f"{leaf.dtype}{leaf.shape}".encode())
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()
+
+
+def abstract_cache(method: KVMethod, layout: Layout, bases: Any = None) -> Cache:
+    """The shapes, dtypes and shardings of a cache, nothing allocated; `cache_bytes` reads it as it reads a cache."""
+    bases = bases_of_group(method, layout.spec, bases)
+    groups = tuple(jax.eval_shape(lambda b=b: method.init(layout, b)) for b in bases)
+    rows = jax.ShapeDtypeStruct((layout.batch,), jnp.int32)
+    cache = Cache(groups, rows, rows, jax.ShapeDtypeStruct((), jnp.int32), method, layout)
+    mesh = layout.mesh
+
+    def place(info, x):
+        sharding = None if mesh is None else leaf_sharding(mesh, info, x.shape)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return map_leaves(place, cache)

@@ -1,0 +1,91 @@
+"""Laying a cache out over a mesh with the axes "data" (rows of the batch) and "model" (kv heads)."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lowrank_kv_jax.spec import AttentionSpec
+from lowrank_kv_jax.state import LeafInfo, map_leaves
+
+MESH_AXES = ("data", "model")
+_OF_AXIS = {"batch": "data", "kv_heads": "model"}
+
+
+def make_mesh(text: str) -> Mesh:
+    """A mesh from `data=2,model=3` over the first devices; an axis that is not named has size 1.
+
+    Raises:
+        ValueError: unknown axes, sizes below 1, or more devices than there are.
+    """
+    sizes = dict.fromkeys(MESH_AXES, 1)
+    for item in text.split(","):
+        axis, _, size = item.partition("=")
+        if axis.strip() not in sizes or not size.strip().isdigit() or int(size) < 1:
+            raise ValueError(f"mesh {text!r}: expected axis=size with axes {' and '.join(MESH_AXES)}, sizes at least 1")
+        sizes[axis.strip()] = int(size)
+    needed, devices = math.prod(sizes.values()), jax.devices()
+    if needed > len(devices):
+        raise ValueError(f"mesh {text!r} needs {needed} devices, there are {len(devices)}")
+    return Mesh(np.array(devices[:needed]).reshape(tuple(sizes.values())), MESH_AXES)
+
+
+def check_mesh(mesh: Mesh, spec: AttentionSpec, batch: int) -> Mesh:
+    """The mesh with axes that the compiler propagates, if batch and heads can be cut over it.
+
+    Raises:
+        ValueError: axes other than data and model, `data` that does not divide the batch, or `model` that does not
+            divide the kv heads.
+    """
+    if unknown := sorted(set(mesh.axis_names) - set(MESH_AXES)):
+        raise ValueError(f"mesh axes {unknown}: must be of {MESH_AXES}")
+    if batch % mesh.shape.get("data", 1):
+        raise ValueError(f"the mesh axis data={mesh.shape['data']} must divide the batch of {batch}")
+    if spec.kv_heads % mesh.shape.get("model", 1):
+        raise ValueError(f"the mesh axis model={mesh.shape['model']} must divide kv_heads={spec.kv_heads}")
+    return Mesh(mesh.devices, mesh.axis_names)
+
+
+def leaf_sharding(mesh: Mesh, info: LeafInfo, shape: tuple[int, ...]) -> NamedSharding:
+    """Batch over `data`, heads over `model`; what several heads share (one head of coefficients) is replicated."""
+    cut = []
+    for axis, size in zip(info.axes, shape, strict=True):
+        name = _OF_AXIS.get(axis or "")
+        parts = mesh.shape.get(name, 1) if name else 1
+        cut.append(name if parts > 1 and size % parts == 0 else None)
+    return NamedSharding(mesh, PartitionSpec(*cut))
+
+
+def constrain(mesh: Mesh | None, state: Any) -> Any:
+    """Hold every declared leaf of a state to its sharding, inside or outside of jit."""
+    if mesh is None:
+        return state
+
+    def hold(info, x):
+        sharding = leaf_sharding(mesh, info, x.shape)
+        if isinstance(x, jax.core.Tracer):
+            return jax.lax.with_sharding_constraint(x, sharding)
+        return jax.device_put(x, sharding)
+
+    return map_leaves(hold, state)
+
+
+def shard_rows(mesh: Mesh | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Arrays whose first axis is the batch, cut over `data`."""
+    if mesh is None:
+        return arrays
+    place = NamedSharding(mesh, PartitionSpec("data" if mesh.shape.get("data", 1) > 1 else None))
+    return tuple(
+        jax.lax.with_sharding_constraint(x, place) if isinstance(x, jax.core.Tracer) else jax.device_put(x, place)
+        for x in arrays
+    )
+
+
+def replicate(mesh: Mesh | None, tree: Any) -> Any:
+    """Put small read-only arrays (calibrated bases) on every device of the mesh."""
+    if mesh is None:
+        return tree
+    place = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: x if isinstance(x, jax.core.Tracer) else jax.device_put(x, place), tree)
