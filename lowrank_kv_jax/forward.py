@@ -142,8 +142,8 @@ def prefill(
         # Without the barrier a compiler may compress all groups at the end and keep every exact K/V until then.
         x, state = _together(x, state)
         states.append(state)
-    cache = Cache(
-        tuple(states), lengths, lengths + (layout.capacity - layout.prompt), jnp.int32(0), method, layout
+    cache = Cache(  # its own copy of the lengths: the cache is donated, the caller's array is not
+        tuple(states), jnp.copy(lengths), lengths + (layout.capacity - layout.prompt), jnp.int32(0), method, layout
     )
     return cache, last_logits(config, params, x, lengths)
 
@@ -213,7 +213,9 @@ def refresh(method: KVMethod, cache: Cache, *, bases: Any = None) -> Cache:
     check_method(cache, method)
     bases = bases_of_group(method, cache.layout.spec, replicate(cache.layout.mesh, bases))
     states = (refresh_group(method, cache.layout, b, s) for b, s in zip(bases, cache.groups, strict=True))
-    return dataclasses.replace(cache, groups=tuple(states), pending=jnp.zeros_like(cache.pending))
+    # a cache that was fed beyond its block has lost tokens: it stays marked, and its logits NaN
+    pending = jnp.where(cache.pending > cache.layout.block, cache.pending, 0)
+    return dataclasses.replace(cache, groups=tuple(states), pending=pending)
 
 
 def _together(*trees):

@@ -54,6 +54,9 @@ class KVMethod(abc.ABC):
     calibrated: ClassVar[bool] = False
     """Whether `fit` must have been called: `bases` is then required."""
 
+    bases_type: ClassVar[type | None] = None
+    """The NamedTuple of arrays that holds the bases of one group, where `fit` returns any; what is saved on disk."""
+
     def layer_groups(self, spec: AttentionSpec) -> tuple[tuple[int, ...], ...]:
         """Layers that share one state, in order; one layer each unless a method works across layers."""
         return tuple((layer,) for layer in range(spec.num_layers))
@@ -66,6 +69,15 @@ class KVMethod(abc.ABC):
         """Bases of each group from calibration `Moments`; groups of None where a method needs none."""
         del moments
         return (None,) * len(self.layer_groups(spec))
+
+    def fit_key(self, spec: AttentionSpec) -> dict[str, Any]:
+        """What decides the outcome of `fit`, as values that JSON holds.
+
+        Saved bases are read by every method whose key equals that of the method they were fitted for. By default the
+        method's name and all of its fields; a method whose other fields do not touch `fit` leaves those out.
+        """
+        del spec
+        return {"method": self.name, **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)}}
 
     @abc.abstractmethod
     def init(self, layout: Layout, bases: Any) -> Any:
@@ -120,7 +132,22 @@ def register(name: str):
         if name in REGISTRY:
             raise ValueError(f"method name {name!r} is taken by {REGISTRY[name].__qualname__}")
         cls.name = name
+        cls.__eq__, cls.__hash__ = _equal, _hash
         REGISTRY[name] = cls
         return cls
 
     return add
+
+
+def _value(method: KVMethod) -> tuple[Any, ...]:
+    """All that a method is. Types count: rank=1 is one column and rank=1.0 all of them, though 1 == 1.0."""
+    values = (getattr(method, field.name) for field in dataclasses.fields(method))
+    return type(method), *((type(value), value) for value in values)
+
+
+def _equal(self: KVMethod, other: object) -> bool:
+    return isinstance(other, KVMethod) and _value(self) == _value(other)
+
+
+def _hash(self: KVMethod) -> int:
+    return hash(_value(self))

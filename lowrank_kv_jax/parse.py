@@ -6,7 +6,8 @@ import types
 import typing
 from typing import Any
 
-from lowrank_kv_jax.method import REGISTRY, KVMethod
+from lowrank_kv_jax.method import KVMethod
+from lowrank_kv_jax.methods import REGISTRY
 
 
 def parse_method(text: str) -> KVMethod:

@@ -1,0 +1,26 @@
+"""Llama and Qwen families in Flax NNX, with weights converted from HF and GGUF files as they are loaded."""
+
+from lowrank_kv_jax.models.config import ModelConfig
+from lowrank_kv_jax.models.decoder import (
+    block_output,
+    block_taps,
+    embed,
+    init_params,
+    param_axes,
+    unembed,
+)
+from lowrank_kv_jax.models.load import LoadedModel, load_model
+from lowrank_kv_jax.models.sharding import param_shardings
+
+__all__ = [
+    "LoadedModel",
+    "ModelConfig",
+    "block_output",
+    "block_taps",
+    "embed",
+    "init_params",
+    "load_model",
+    "param_axes",
+    "param_shardings",
+    "unembed",
+]

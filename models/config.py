@@ -1,4 +1,4 @@
-"""Model configuration: one frozen dataclass for every Llama-like family, and its reading from HF `config.json`."""
+"""Model configuration: one frozen dataclass for all Llama-like families, read from HF `config.json`."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -53,16 +53,28 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
-        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "q_heads", "kv_heads",
-                      "head_dim", "context"):
+        for field in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "q_heads",
+            "kv_heads",
+            "head_dim",
+            "context",
+        ):
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{field} must be a positive integer, got {value!r}")
         if self.q_heads % self.kv_heads:
-            raise ValueError(f"q_heads must be a multiple of kv_heads, got {self.q_heads} and {self.kv_heads}")
+            raise ValueError(
+                f"q_heads must be a multiple of kv_heads, got {self.q_heads} and {self.kv_heads}"
+            )
         if len(self.windows) != self.num_layers:
-            raise ValueError(f"windows must have one entry for each of the {self.num_layers} layers, "
-                             f"got {len(self.windows)}")
+            raise ValueError(
+                f"windows must have one entry for each of the {self.num_layers} layers, "
+                f"got {len(self.windows)}"
+            )
         for window in self.windows:
             if window is not None and (not isinstance(window, int) or window < 1):
                 raise ValueError(f"a sliding window must be None or a positive integer, got {window!r}")
@@ -71,8 +83,13 @@ class ModelConfig:
     def attention(self) -> AttentionSpec:
         """What a cache method may know of this model."""
         return AttentionSpec(
-            num_layers=self.num_layers, q_heads=self.q_heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
-            rope=self.rope, context=self.context, windows=self.windows,
+            num_layers=self.num_layers,
+            q_heads=self.q_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            rope=self.rope,
+            context=self.context,
+            windows=self.windows,
         )
 
     @classmethod
@@ -80,15 +97,17 @@ class ModelConfig:
         """Read the content of an HF `config.json`.
 
         Args:
-            config: the parsed file, in the spelling of transformers 4 (`rope_scaling`) or 5 (`rope_parameters`).
+            config: the parsed file, spelled as transformers 4 (`rope_scaling`) or 5 (`rope_parameters`) do.
 
         Raises:
-            ValueError: unsupported family, attributes that are missing or unknown (all of them are listed), or
+            ValueError: unsupported family, attributes that are missing or unknown (all are listed), or
                 values that this decoder does not implement.
         """
         family = config.get("model_type")
         if family not in _FAMILY_ATTRIBUTES:
-            raise ValueError(f"model_type {family!r} is not supported; it must be one of {sorted(_FAMILY_ATTRIBUTES)}")
+            raise ValueError(
+                f"model_type {family!r} is not supported; it must be one of {sorted(_FAMILY_ATTRIBUTES)}"
+            )
         _refuse_unknown(config, family)
         num_layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
         head_dim = config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads)
@@ -124,12 +143,26 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
 
 
-_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-             "max_position_embeddings")
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
 
 _COMMON_ATTRIBUTES = frozenset(_REQUIRED) | {
-    "model_type", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling",
-    "rope_parameters", "tie_word_embeddings", "bos_token_id", "eos_token_id",
+    "model_type",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
 }
 
 _QWEN_WINDOW = {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
@@ -142,25 +175,69 @@ _FAMILY_ATTRIBUTES = {
 }
 
 # Attributes that change what is computed, each with the only value that the decoder implements.
-_FIXED_VALUES = {"hidden_act": "silu", "rope_interleaved": False, "use_mrope": False, "is_encoder_decoder": False,
-                 "partial_rotary_factor": 1.0}
+_FIXED_VALUES = {
+    "hidden_act": "silu",
+    "rope_interleaved": False,
+    "use_mrope": False,
+    "is_encoder_decoder": False,
+    "partial_rotary_factor": 1.0,
+}
 
-# Attributes that say nothing about inference: bookkeeping, training, and sampling defaults of old checkpoints.
-_IRRELEVANT = frozenset({
-    "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "initializer_range",
-    "attention_dropout", "pretraining_tp", "pad_token_id", "unk_token_id", "_name_or_path", "name_or_path",
-    "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled", "output_attentions",
-    "output_hidden_states", "return_dict", "chunk_size_feed_forward", "id2label", "label2id", "num_labels",
-    "problem_type", "is_llama_config", "transformers.js_config", "unsloth_version", "unsloth_fixed",
-    "max_sequence_length", "max_length", "do_sample", "temperature", "top_k", "top_p", "max_new_tokens",
-    "repetition_penalty", "num_beams", "_commit_hash", "keys_to_ignore_at_inference", "task_specific_params",
-})
+# Attributes that say nothing about inference: bookkeeping, training, sampling defaults of old checkpoints.
+_IRRELEVANT = frozenset(
+    {
+        "architectures",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "initializer_range",
+        "attention_dropout",
+        "pretraining_tp",
+        "pad_token_id",
+        "unk_token_id",
+        "_name_or_path",
+        "name_or_path",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_flash_attn_2_enabled",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "chunk_size_feed_forward",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "is_llama_config",
+        "transformers.js_config",
+        "unsloth_version",
+        "unsloth_fixed",
+        "max_sequence_length",
+        "max_length",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "max_new_tokens",
+        "repetition_penalty",
+        "num_beams",
+        "_commit_hash",
+        "keys_to_ignore_at_inference",
+        "task_specific_params",
+    }
+)
 
 
 def _refuse_unknown(config: Mapping[str, Any], family: str):
-    """One error for everything in the file that the decoder would get wrong. An attribute set to null is unset."""
+    """One error for all that the decoder would get wrong. An attribute set to null is unset."""
     known = _COMMON_ATTRIBUTES | _FAMILY_ATTRIBUTES[family] | _IRRELEVANT | set(_FIXED_VALUES)
     problems = [f"{name} is missing" for name in _REQUIRED if config.get(name) is None]
+    problems += [
+        f"{name}={config[name]!r} is not a positive integer"
+        for name in _REQUIRED
+        if config.get(name) is not None and not (isinstance(config[name], int) and config[name] > 0)
+    ]
     for name, value in config.items():
         if name not in known and value is not None:
             problems.append(f"{name}={value!r} is not known")
@@ -178,7 +255,7 @@ _ROPE_KEYS = {
 
 
 def _read_rope(config: Mapping[str, Any], head_dim: int) -> tuple[RopeSpec, int]:
-    """RoPE and context length. "linear" stretches `max_position_embeddings`; "llama3" files state the stretched one."""
+    """RoPE and context: "linear" stretches `max_position_embeddings`, "llama3" states the stretched one."""
     entry = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if config.get("rope_condense_ratio"):  # the first LongChat checkpoints: positions divided by the ratio
         entry = {"rope_type": "linear", "factor": config["rope_condense_ratio"]}
@@ -204,7 +281,12 @@ def _read_rope(config: Mapping[str, Any], head_dim: int) -> tuple[RopeSpec, int]
         original = values.get("original_max_position_embeddings", context)
         return RopeSpec(theta, head_dim, "linear", factor), int(original * factor)
     return RopeSpec(
-        theta, head_dim, "llama3", factor, float(values["low_freq_factor"]), float(values["high_freq_factor"]),
+        theta,
+        head_dim,
+        "llama3",
+        factor,
+        float(values["low_freq_factor"]),
+        float(values["high_freq_factor"]),
         int(values["original_max_position_embeddings"]),
     ), context
 
@@ -221,5 +303,7 @@ def _read_windows(config: Mapping[str, Any], family: str, num_layers: int) -> tu
         "full_attention" if i < first else "sliding_attention" for i in range(num_layers)
     ]
     if unknown := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
-        raise ValueError(f"layer_types {unknown} are not supported, only 'full_attention' and 'sliding_attention'")
+        raise ValueError(
+            f"layer_types {unknown} are not supported, only 'full_attention' and 'sliding_attention'"
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -35,13 +35,23 @@ class Checkpoint:
 
 def check_tensors(checkpoint: Checkpoint):
     """Raise one ValueError that lists every missing, extra or misshapen tensor."""
-    expected = {getattr(info, checkpoint.naming): info for info in jax.tree.leaves(param_table(checkpoint.config))}
+    expected = {
+        getattr(info, checkpoint.naming): info for info in jax.tree.leaves(param_table(checkpoint.config))
+    }
     present = checkpoint.tensors
-    problems = [f"missing: {name} {info.stored_shape}" for name, info in expected.items() if name not in present]
-    problems += [f"extra: {name} {present[name].shape}" for name in present
-                 if name not in expected and not _redundant(name, checkpoint.config)]
-    problems += [f"misshapen: {name} is {present[name].shape}, the config asks for {info.stored_shape}"
-                 for name, info in expected.items() if name in present and present[name].shape != info.stored_shape]
+    problems = [
+        f"missing: {name} {info.stored_shape}" for name, info in expected.items() if name not in present
+    ]
+    problems += [
+        f"extra: {name} {present[name].shape}"
+        for name in present
+        if name not in expected and not _redundant(name, checkpoint.config)
+    ]
+    problems += [
+        f"misshapen: {name} is {present[name].shape}, the config asks for {info.stored_shape}"
+        for name, info in expected.items()
+        if name in present and present[name].shape != info.stored_shape
+    ]
     if problems:
         raise ValueError(f"{checkpoint.source}: tensors do not fit the config\n  " + "\n  ".join(problems))
 
@@ -53,8 +63,9 @@ def _redundant(name: str, config: ModelConfig) -> bool:
     return name == "rope_freqs.weight" or name.endswith("rotary_emb.inv_freq")
 
 
-def convert(checkpoint: Checkpoint, dtype: np.dtype, place: Callable[[np.ndarray, ParamInfo], jax.Array]
-            ) -> tuple[dict, str]:
+def convert(
+    checkpoint: Checkpoint, dtype: np.dtype, place: Callable[[np.ndarray, ParamInfo], jax.Array]
+) -> tuple[dict, str]:
     """Read every tensor into its final dtype and place.
 
     Args:
@@ -63,8 +74,8 @@ def convert(checkpoint: Checkpoint, dtype: np.dtype, place: Callable[[np.ndarray
         place: moves one converted host array to its device or devices.
 
     Returns:
-        The parameter tree, and a SHA-256 of the config and the stored bytes: it does not depend on `dtype` or on where
-        the weights are placed.
+        The parameter tree, and a SHA-256 of the config and the stored bytes: it does not depend on `dtype`
+        or on where the weights are placed.
     """
     infos, treedef = jax.tree.flatten(param_table(checkpoint.config))
     placed: list[jax.Array | None] = [None] * len(infos)
@@ -88,5 +99,5 @@ def _read(tensor: StoredTensor, info: ParamInfo, dtype: np.dtype) -> tuple[np.nd
     for raw, values in tensor.slabs():
         rows[order[start : start + len(values)]] = values
         start += len(values)
-        digest.update(raw)
+        digest.update(raw.data)
     return host, digest.digest()

@@ -1,9 +1,9 @@
 """One decoder for the Llama-like families: RMS norm, grouped-query attention with RoPE, gated MLP.
 
-The modules are Flax NNX and describe what is computed. The weights that move through `jax.jit` are plain pytrees
-(nested dicts of arrays): they are bound to the modules inside a trace, where binding costs nothing at run time.
-Attention itself is left out: a caller takes the taps of a layer, attends through a cache of its choice and hands
-the result back. Full forward pass of one model:
+The modules are Flax NNX and describe what is computed. The weights that move through `jax.jit` are plain
+pytrees (nested dicts of arrays): they are bound to the modules inside a trace, where binding costs nothing at
+run time. Attention itself is left out: a caller takes the taps of a layer, attends through a cache of its
+choice and hands the result back. The whole forward pass:
 
     x = embed(config, params, tokens)
     for layer in params["layers"]:
@@ -11,11 +11,12 @@ the result back. Full forward pass of one model:
         x = block_output(config, layer, x, attend(taps))
     logits = unembed(config, params, x)
 
-Weights: `params = {"embed": .., "layers": (layer0, layer1, ..), "norm": .., ["head": ..]}`. Every layer has the same
-tree structure and shapes, so a function of one layer traces once for all of them.
+Weights: `params = {"embed": .., "layers": (layer0, layer1, ..), "norm": .., ["head": ..]}`. Every layer has
+the same tree structure and shapes, so a function of one layer traces once for all of them.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -110,21 +111,27 @@ class Decoder(nnx.Module):
             self.head = nnx.Linear(config.hidden_size, config.vocab_size, use_bias=False, rngs=rngs)
         self.tied = config.tie_embeddings
 
+    def hidden(self, tokens: jax.Array) -> jax.Array:
+        # not `self.embed(tokens)`: nnx.Embed casts to the dtype it was made with; bound weights may be bf16
+        return jnp.take(self.embed.embedding[...], tokens, axis=0)
+
     def logits(self, x: jax.Array) -> jax.Array:
         x = self.norm(x)
         # the products of bf16 weights are summed and returned in float32: sampling reads the logits
         if self.tied:
-            return jnp.einsum("...h,vh->...v", x, self.embed.embedding[...], preferred_element_type=jnp.float32)
+            return jnp.einsum(
+                "...h,vh->...v", x, self.embed.embedding[...], preferred_element_type=jnp.float32
+            )
         return jnp.einsum("...h,hv->...v", x, self.head.kernel[...], preferred_element_type=jnp.float32)
 
 
 @functools.lru_cache(maxsize=32)
-def _graphdef(module: type[nnx.Module], config: ModelConfig) -> nnx.GraphDef:
+def _graphdef(module: Callable[..., nnx.Module], config: ModelConfig) -> nnx.GraphDef:
     """The static part of `module(config)`, made without allocating a weight."""
     return nnx.split(nnx.eval_shape(lambda: module(config, nnx.Rngs(0))))[0]
 
 
-def _bind(module: type[nnx.Module], config: ModelConfig, weights: dict):
+def _bind(module: Callable[..., nnx.Module], config: ModelConfig, weights: dict):
     return nnx.merge(_graphdef(module, config), weights)
 
 
@@ -134,7 +141,7 @@ def _surroundings(params: dict) -> dict:
 
 def embed(config: ModelConfig, params: dict, tokens: jax.Array) -> jax.Array:
     """Hidden states `[B, T, H]` in the dtype of the weights for int32 `tokens` `[B, T]`."""
-    return _bind(Decoder, config, _surroundings(params)).embed(tokens)
+    return _bind(Decoder, config, _surroundings(params)).hidden(tokens)
 
 
 def block_taps(config: ModelConfig, layer_params: dict, x: jax.Array, positions: jax.Array) -> Taps:
@@ -170,10 +177,11 @@ def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> dict:
             return 0.02 * jax.random.normal(key, info.shape, dtype)
         return jnp.ones(info.shape, dtype)
 
-    return treedef.unflatten([draw(k, info) for k, info in zip(jax.random.split(key, len(leaves)), leaves,
-                                                               strict=True)])
+    return treedef.unflatten(
+        [draw(k, info) for k, info in zip(jax.random.split(key, len(leaves)), leaves, strict=True)]
+    )
 
 
 def param_axes(config: ModelConfig) -> dict:
-    """The parameter tree with a tuple of logical axis names in the place of each array (see `ParamInfo.axes`)."""
+    """The parameter tree with the logical axis names of each array in its place (see `ParamInfo.axes`)."""
     return jax.tree.map(lambda info: info.axes, param_table(config))

@@ -27,8 +27,14 @@ _ATTRIBUTES = {
     "rope.freq_base": "rope_theta",
     "vocab_size": "vocab_size",
 }
-_ROPE_KEYS = {"rope.dimension_count", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear",
-              "rope.scaling.original_context_length", "rope.scaling.finetuned"}
+_ROPE_KEYS = {
+    "rope.dimension_count",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scale_linear",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+}
 _OTHER_KEYS = {"attention.value_length", "tensor_data_layout"}
 
 
@@ -36,7 +42,8 @@ def open_gguf(file: GgufFile) -> Checkpoint:
     """The checkpoint in a GGUF file.
 
     Raises:
-        ValueError: an architecture, a key or a value that the decoder does not implement; unknown keys are all listed.
+        ValueError: an architecture, key or value that the decoder does not implement; unknown keys are all
+            listed.
     """
     config = ModelConfig.from_hf(_hf_config(file))
     tensors = dict(file.tensors)
@@ -58,23 +65,38 @@ def _hf_config(file: GgufFile) -> dict[str, Any]:
     metadata, tensors = file.metadata, file.tensors
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
-        raise ValueError(f"{file.path}: architecture {architecture!r} is not supported; it must be one of "
-                         f"{list(ARCHITECTURES)}")
-    keys = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()
-            if key.startswith(f"{architecture}.")}
+        raise ValueError(
+            f"{file.path}: architecture {architecture!r} is not supported; it must be one of "
+            f"{list(ARCHITECTURES)}"
+        )
+    keys = {
+        key.removeprefix(f"{architecture}."): value
+        for key, value in metadata.items()
+        if key.startswith(f"{architecture}.")
+    }
     known = {*_ATTRIBUTES, *_ROPE_KEYS, *_OTHER_KEYS}
     # zeros and empty values switch a feature off
     if unknown := [f"{architecture}.{key}={keys[key]!r}" for key in keys if key not in known and keys[key]]:
         raise ValueError(f"{file.path}: unknown metadata: " + "; ".join(unknown))
     if lists := [key for key in _ATTRIBUTES if isinstance(keys.get(key), list)]:
         raise ValueError(f"{file.path}: values that differ by layer are not supported: {lists}")
+    if (
+        not 0 < keys.get("block_count", 1) <= len(tensors)
+    ):  # a corrupt count must not become a table of that size
+        raise ValueError(
+            f"{file.path}: block_count is {keys['block_count']}, but there are {len(tensors)} tensors"
+        )
     config = {name: keys[key] for key, name in _ATTRIBUTES.items() if key in keys}
     config.setdefault("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())) or None)
-    config["model_type"] = "mistral" if architecture == "llama" and "sliding_window" in config else architecture
+    config["model_type"] = (
+        "mistral" if architecture == "llama" and "sliding_window" in config else architecture
+    )
     if "rms_norm_eps" in config:  # stored in float32: 9.999999747e-06 stands for 1e-05
         config["rms_norm_eps"] = float(f"{config['rms_norm_eps']:.6g}")
     if architecture != "qwen2" and "blk.0.attn_q.bias" in tensors:
         config["attention_bias"] = True
+    if "blk.0.ffn_gate.bias" in tensors:
+        config["mlp_bias"] = True
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["bos_token_id"] = metadata.get("tokenizer.ggml.bos_token_id")
     ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
@@ -92,7 +114,9 @@ def _rope(file: GgufFile, keys: dict[str, Any], config: dict[str, Any]) -> dict[
     kind = keys.get("rope.scaling.type", "none")
     factor = keys.get("rope.scaling.factor") or keys.get("rope.scale_linear")
     if kind not in ("none", "linear"):
-        raise ValueError(f"{file.path}: rope.scaling.type {kind!r} is not supported, only 'none' and 'linear'")
+        raise ValueError(
+            f"{file.path}: rope.scaling.type {kind!r} is not supported, only 'none' and 'linear'"
+        )
     if "rope_freqs.weight" in file.tensors:
         return _llama3_rope(file.tensors["rope_freqs.weight"], config.get("rope_theta", 10000.0), head_dim)
     if factor and factor != 1.0 and (kind == "linear" or "rope.scaling.type" not in keys):
@@ -104,7 +128,7 @@ def _rope(file: GgufFile, keys: dict[str, Any], config: dict[str, Any]) -> dict[
 def _llama3_rope(tensor: StoredTensor, theta: float, head_dim: int) -> dict[str, Any]:
     """Llama 3.1 files hold the divisor of each frequency, not the rule; recover the rule and verify it.
 
-    Every release of 3.1 to 3.3 ramps from factor 1 to 4 over an original context of 8192; only `factor` differs.
+    Every release of 3.1 to 3.3 has factors 1 and 4 and an original context of 8192; only `factor` differs.
     """
     divisors = np.concatenate([values for _, values in tensor.slabs()]).astype(np.float64)
     if np.all(divisors == 1.0):
@@ -113,7 +137,14 @@ def _llama3_rope(tensor: StoredTensor, theta: float, head_dim: int) -> dict[str,
     rule = RopeSpec(theta, head_dim, "llama3", factor, 1.0, 4.0, 8192)
     expected = RopeSpec(theta, head_dim).inverse_frequencies() / rule.inverse_frequencies()
     if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
-        raise ValueError(f"{tensor.path}: rope_freqs.weight does not follow Llama 3.1's rule with factor {factor}, "
-                         "low_freq_factor 1, high_freq_factor 4 and an original context of 8192")
-    return {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192}
+        raise ValueError(
+            f"{tensor.path}: rope_freqs.weight does not follow Llama 3.1's rule with factor {factor}, "
+            "low_freq_factor 1, high_freq_factor 4 and an original context of 8192"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }

@@ -29,7 +29,7 @@ def read_gguf(path: Path) -> GgufFile:
     """Read the metadata and the tensor directory of a GGUF file (version 2 or 3, little-endian).
 
     Raises:
-        ValueError: the file is truncated or damaged, or tensors have types that are not read (all are listed).
+        ValueError: the file is truncated or damaged, or tensors have types that are not read (all listed).
     """
     size = path.stat().st_size
     if size < 24:
@@ -55,8 +55,10 @@ class _Cursor:
 
     def need(self, count: int):
         if count > len(self.data) - self.at:
-            raise ValueError(f"{self.path}: truncated or corrupt GGUF, {count} bytes wanted at byte {self.at} "
-                             f"of {len(self.data)}")
+            raise ValueError(
+                f"{self.path}: truncated or corrupt GGUF, {count} bytes wanted at byte {self.at} "
+                f"of {len(self.data)}"
+            )
 
     def scalars(self, code: str, count: int = 1) -> tuple:
         layout = f"<{count}{code}"
@@ -94,7 +96,9 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, tuple], int
     cursor.at = 4
     version = cursor.integer("I")
     if version not in (2, 3):
-        raise ValueError(f"{cursor.path}: GGUF version {version} is not read, only 2 and 3 in little-endian order")
+        raise ValueError(
+            f"{cursor.path}: GGUF version {version} is not read, only 2 and 3 in little-endian order"
+        )
     tensor_count, key_count = cursor.scalars("Q", 2)
     metadata = {}
     for _ in range(key_count):
@@ -115,16 +119,22 @@ def _locate(path: Path, directory: dict[str, tuple], data_start: int) -> dict[st
 
     supported = {gguf.GGMLQuantizationType[kind].value: kind for kind in (*PLAIN_TYPES, *QUANTISED_TYPES)}
     names = {kind.value: kind.name for kind in gguf.GGMLQuantizationType}
-    refused = {name: names.get(kind, kind) for name, (_, kind, _) in directory.items() if kind not in supported}
+    refused = {
+        name: names.get(kind, kind) for name, (_, kind, _) in directory.items() if kind not in supported
+    }
     if refused:
         listed = ", ".join(f"{name} ({kind})" for name, kind in refused.items())
-        raise ValueError(f"{path}: tensors of unsupported type: {listed}; read are {sorted(supported.values())}")
+        raise ValueError(
+            f"{path}: tensors of unsupported type: {listed}; read are {sorted(supported.values())}"
+        )
     tensors = {}
     for name, (shape, kind, offset) in directory.items():
         block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
         if not shape or 0 in shape or shape[-1] % block:
-            raise ValueError(f"{path}: corrupt GGUF, {name} of type {supported[kind]} has shape {shape}, "
-                             f"rows are multiples of {block}")
+            raise ValueError(
+                f"{path}: corrupt GGUF, {name} of type {supported[kind]} has shape {shape}, "
+                f"rows are multiples of {block}"
+            )
         nbytes = math.prod(shape) // block * block_bytes
         tensors[name] = StoredTensor(path, data_start + offset, nbytes, shape, supported[kind])
     return tensors

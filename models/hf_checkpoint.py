@@ -19,7 +19,9 @@ def open_hf_directory(directory: Path) -> Checkpoint:
         ValueError: a file is damaged, or holds what the decoder does not implement.
     """
     config = ModelConfig.from_hf(_read_json(directory / "config.json"))
-    if (directory / "generation_config.json").is_file():  # its list of end tokens is the one that generation heeds
+    if (
+        directory / "generation_config.json"
+    ).is_file():  # its list of end tokens is the one that generation heeds
         generation = _read_json(directory / "generation_config.json")
         if generation.get("eos_token_id") is not None:
             config = dataclasses.replace(config, eos_ids=token_ids(generation["eos_token_id"]))
@@ -44,8 +46,10 @@ def _weight_files(directory: Path) -> list[Path]:
     if not index.is_file():
         if not single.is_file():
             found = sorted(path.name for path in directory.iterdir())
-            raise FileNotFoundError(f"{directory}: neither {single.name} nor {index.name} (found: {found}); "
-                                    "weights in other formats than safetensors are not read")
+            raise FileNotFoundError(
+                f"{directory}: neither {single.name} nor {index.name} (found: {found}); "
+                "weights in other formats than safetensors are not read"
+            )
         return [single]
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
@@ -57,16 +61,19 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file: 8 bytes of header length, a JSON header, then the bytes of the tensors.
+    """The tensors of a safetensors file: 8 bytes of header length, a JSON header, the bytes of the tensors.
 
     Raises:
-        ValueError: the file is shorter than its header says, the header is damaged, or an element type is not read.
+        ValueError: the file is shorter than its header says, the header is damaged, or an element type is
+            not read.
     """
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
-            raise ValueError(f"{path}: truncated or not a safetensors file (header of {length} bytes, file of {size})")
+            raise ValueError(
+                f"{path}: truncated or not a safetensors file (header of {length} bytes, file of {size})"
+            )
         try:
             header = json.loads(file.read(length))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:

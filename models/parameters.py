@@ -1,4 +1,4 @@
-"""The table of a model's weights: for each array its shape, logical axes and name in either checkpoint format.
+"""The table of a model's weights: the shape, logical axes and checkpoint names of each array.
 
 Initialisation, sharding and conversion all derive from this one table.
 """
@@ -37,14 +37,20 @@ def param_table(config: ModelConfig) -> dict:
     """The parameter tree of `config` with a `ParamInfo` in the place of each array."""
     hidden, vocab = config.hidden_size, config.vocab_size
     table = {
-        "embed": {"embedding": ParamInfo((vocab, hidden), ("vocab", "embed"), "model.embed_tokens.weight",
-                                         "token_embd.weight")},
+        "embed": {
+            "embedding": ParamInfo(
+                (vocab, hidden), ("vocab", "embed"), "model.embed_tokens.weight", "token_embd.weight"
+            )
+        },
         "layers": tuple(_layer_table(config, layer) for layer in range(config.num_layers)),
         "norm": {"scale": ParamInfo((hidden,), ("embed",), "model.norm.weight", "output_norm.weight")},
     }
     if not config.tie_embeddings:
-        table["head"] = {"kernel": ParamInfo((hidden, vocab), ("embed", "vocab"), "lm_head.weight",
-                                             "output.weight", transposed=True)}
+        table["head"] = {
+            "kernel": ParamInfo(
+                (hidden, vocab), ("embed", "vocab"), "lm_head.weight", "output.weight", transposed=True
+            )
+        }
     return table
 
 
@@ -52,10 +58,19 @@ def _layer_table(config: ModelConfig, layer: int) -> dict:
     hf, gguf = f"model.layers.{layer}.", f"blk.{layer}."
 
     def linear(ins: tuple[int, str], outs: tuple[int, str], hf_name: str, gguf_name: str, bias: bool) -> dict:
-        entry = {"kernel": ParamInfo((ins[0], outs[0]), (ins[1], outs[1]), f"{hf}{hf_name}.weight",
-                                     f"{gguf}{gguf_name}.weight", transposed=True)}
+        entry = {
+            "kernel": ParamInfo(
+                (ins[0], outs[0]),
+                (ins[1], outs[1]),
+                f"{hf}{hf_name}.weight",
+                f"{gguf}{gguf_name}.weight",
+                transposed=True,
+            )
+        }
         if bias:
-            entry["bias"] = ParamInfo((outs[0],), (outs[1],), f"{hf}{hf_name}.bias", f"{gguf}{gguf_name}.bias")
+            entry["bias"] = ParamInfo(
+                (outs[0],), (outs[1],), f"{hf}{hf_name}.bias", f"{gguf}{gguf_name}.bias"
+            )
         return entry
 
     def norm(size: int, axis: str | None, hf_name: str, gguf_name: str) -> dict:

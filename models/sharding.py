@@ -1,4 +1,4 @@
-"""How weights lie on a mesh with the axes "data" and "model": heads, MLP channels and vocabulary over "model"."""
+"""How weights lie on a "data" x "model" mesh: heads, MLP channels and vocabulary over "model"."""
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -20,8 +20,12 @@ def param_shardings(config: ModelConfig, mesh: Mesh) -> dict:
     size = mesh.shape.get("model", 1)
     if config.kv_heads % size:
         raise ValueError(f"the mesh axis model={size} must divide kv_heads={config.kv_heads}")
-    units = {"q_heads": config.q_heads, "kv_heads": config.kv_heads, "mlp": config.intermediate_size,
-             "vocab": config.vocab_size}
+    units = {
+        "q_heads": config.q_heads,
+        "kv_heads": config.kv_heads,
+        "mlp": config.intermediate_size,
+        "vocab": config.vocab_size,
+    }
 
     def sharding(info: ParamInfo) -> NamedSharding:
         cut = [axis in units and units[axis] % size == 0 and size > 1 for axis in info.axes]

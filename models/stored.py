@@ -32,8 +32,8 @@ class StoredTensor:
         nbytes: bytes in the file.
         shape: as stored; matrices are `[out, in]`.
         kind: element type, a key of `PLAIN_TYPES` or one of `QUANTISED_TYPES`.
-        interleaved_heads: where set, the rows of each of so many heads are stored with the two halves of the rotary
-            channels interleaved (llama in GGUF), and reading restores the half-split order.
+        interleaved_heads: where set, the rows of each of so many heads are stored with the two halves of the
+            rotary channels interleaved (llama in GGUF), and reading restores the half-split order.
     """
 
     path: Path
@@ -54,9 +54,12 @@ class StoredTensor:
             file.seek(self.offset)
             for start in range(0, rows, step):
                 count = min(step, rows - start)
-                raw = np.empty(self.nbytes // rows * count if step < rows else self.nbytes, np.uint8)
-                if file.readinto(raw) != raw.size:
-                    raise ValueError(f"{self.path}: truncated, {raw.size} bytes expected at the end of a tensor")
+                nbytes = self.nbytes // rows * count if step < rows else self.nbytes
+                raw = np.fromfile(file, np.uint8, nbytes)
+                if raw.size != nbytes:
+                    raise ValueError(
+                        f"{self.path}: truncated, {nbytes} bytes expected at the end of a tensor"
+                    )
                 yield raw, _decode(raw, self.kind, (count, *self.shape[1:]))
 
     def row_order(self) -> np.ndarray:

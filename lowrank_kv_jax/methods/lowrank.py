@@ -82,6 +82,8 @@ class LowRank(KVMethod):
     adapts: ClassVar[bool] = False
     """Whether rows own their bases (a prompt-fitted or moving basis)."""
 
+    bases_type: ClassVar[type | None] = Bases
+
     def __post_init__(self):
         allowed = {
             "rope": ("pre", "post"), "heads": ("per_head", "joint"), "recent_of": ("ring", "prompt"),
@@ -153,6 +155,11 @@ class LowRank(KVMethod):
                 pair.append(jnp.asarray(vectors[..., :rank], jnp.float32))
             bases.append(Bases(*pair))
         return tuple(bases)
+
+    def fit_key(self, spec: AttentionSpec) -> dict[str, Any]:
+        """Methods with the same ranks, RoPE side and heads share their bases, whatever they do with them."""
+        asked = {"energy": self.energy} if self.energy else dict(zip(("rank_k", "rank_v"), self.ranks(spec), strict=True))
+        return {"fit": "pca of [q; k] and v", "rope": self.rope, "heads": self.heads, **asked}
 
     # ---- the contract -------------------------------------------------------------------------------------------
 

@@ -84,5 +84,5 @@ class OjaKV(LowRank):
             new = oja_update(old, self._by_basis(layout, x), weight, self.eta_dec, self.normalize).astype(old.dtype)
             moved[f"{side}_basis"] = new
             kept = getattr(state.coded, side)
-            coefficients[side] = transport(kept, old, new) if self.transport else kept
+            coefficients[side] = transport(kept, state.coded.length, old, new) if self.transport else kept
         return dataclasses.replace(state, coded=dataclasses.replace(state.coded, **coefficients), **moved)

@@ -60,6 +60,9 @@ class EigenAttention(StaticBasis):
         k, v = super().layer_moments(spec, moments)
         return np.sum(k, axis=1, keepdims=True), v
 
+    def fit_key(self, spec):
+        return super().fit_key(spec) | {"fit": "pca of [q; k] of all heads together, and v"}
+
     def key_heads(self, spec, bases):
         return spec.kv_heads
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.pallas_kernels.blockwise import block_range, block_slots, slice_block
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
 from lowrank_kv_jax.positions import Runs
 from lowrank_kv_jax.state import leaf, state, write_tokens
@@ -63,10 +64,21 @@ def cached_tokens(segment: Coded) -> CachedTokens:
     return CachedTokens(segment.k, segment.v, segment.length, segment.positions)
 
 
-def transport(coefficients: jax.Array, old: jax.Array, new: jax.Array) -> jax.Array:
+def transport(
+    coefficients: jax.Array, lengths: jax.Array, old: jax.Array, new: jax.Array
+) -> jax.Array:
     """Coefficients read in a basis that has moved: C <- C U_old^T U_new, `[B, J, S, R]`; bases `[B, J, W, R]`.
 
-    What the old basis had kept and the new one does not is lost; nothing is silently reinterpreted.
+    What the old basis had kept and the new one does not is lost; nothing is silently reinterpreted. Block by block in
+    place up to the longest of `lengths` `[B]`: O(length) work, and no second copy of the cache.
     """
     move = jnp.einsum("bjwr,bjwp->bjrp", old.astype(jnp.float32), new.astype(jnp.float32))
-    return jnp.einsum("bjsr,bjrp->bjsp", coefficients, move.astype(coefficients.dtype))
+    move = move.astype(coefficients.dtype)
+
+    def step(i, buffer):
+        start, _, fresh = block_slots(i, buffer.shape[2])
+        block = slice_block(buffer, start)
+        moved = jnp.where(fresh[:, None], jnp.einsum("bjsr,bjrp->bjsp", block, move), block)
+        return jax.lax.dynamic_update_slice_in_dim(buffer, moved, start, axis=2)
+
+    return jax.lax.fori_loop(*block_range(coefficients.shape[2], lengths), step, coefficients)

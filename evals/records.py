@@ -1,0 +1,92 @@
+"""Results as one JSON object a line."""
+
+import functools
+import json
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+FIELDS = (
+    "command", "model", "method", "task", "length", "samples", "seed", "protocol", "score", "cache_bytes",
+    "full_cache_bytes", "bytes_per_token", "bytes_by_kind", "ttft_s", "decode_tokens_per_s", "peak_bytes", "device",
+    "versions",
+)
+"""Every record has these; null where one does not apply. A task may add its own."""
+
+_PACKAGES = ("lowrank-kv-jax", "jax", "jaxlib", "numpy")
+
+
+def make_record(command: str, **values: Any) -> dict[str, Any]:
+    """A record with all `FIELDS`; device, peak memory and versions are filled in."""
+    record: dict[str, Any] = dict.fromkeys(FIELDS)
+    record |= {"command": command, "device": device(), "peak_bytes": peak_bytes(), "versions": versions()}
+    return record | values
+
+
+def append_record(path: str | os.PathLike, record: dict[str, Any]) -> None:
+    """Append a record to a file and wait until it is on the disk.
+
+    The line is written by one call, so that a run that is killed leaves at most one incomplete line, the last, which
+    `read_records` skips and the next append does not run into.
+    """
+    line = json.dumps(record, allow_nan=False, sort_keys=False) + "\n"
+    path = Path(path).expanduser()
+    with open(path, "ab+") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                line = "\n" + line
+        file.write(line.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_records(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """The records of a file in order; incomplete lines, which a killed run leaves behind, are skipped."""
+    records = []
+    for line in Path(path).expanduser().read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def check_writable(path: str | os.PathLike) -> None:
+    """Raise OSError now rather than after minutes of measuring if records cannot be appended to `path`."""
+    with open(Path(path).expanduser(), "ab"):
+        pass
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that decide a result."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def device() -> str:
+    """The kind and number of the devices that JAX computes on."""
+    import jax
+
+    devices = jax.devices()
+    kind = f"{devices[0].platform}:{devices[0].device_kind}"
+    cores = f", {os.cpu_count()} cores" if devices[0].platform == "cpu" else ""
+    return f"{len(devices)} x {kind}{cores}"
+
+
+def peak_bytes() -> int | None:
+    """The most memory the first device has held so far; None where the backend does not say."""
+    import jax
+
+    stats = jax.local_devices()[0].memory_stats()
+    return None if not stats else stats.get("peak_bytes_in_use")

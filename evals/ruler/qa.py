@@ -1,0 +1,154 @@
+"""Question answering: the documents that answer a question among others that do not."""
+
+import dataclasses
+import functools
+import json
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowrank_kv_jax.evals.ruler.sizing import count_tokens, draw, largest
+from lowrank_kv_jax.evals.ruler.tasks import Task
+
+STEP = 10
+HUB = {"squad": ("rajpurkar/squad_v2", None), "hotpotqa": ("hotpotqa/hotpot_qa", "distractor")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A question, its references, and indices of documents: those it needs, and others of the same article."""
+
+    query: str
+    outputs: tuple[str, ...]
+    context: tuple[int, ...]
+    related: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class QuestionSet:
+    """Questions and all documents, sorted, each once."""
+
+    questions: tuple[Question, ...]
+    documents: tuple[str, ...]
+
+
+def generate(
+    task: Task, tokenizer: Any, length: int, samples: int, seed: int, data: QuestionSet
+) -> Iterator[tuple[str, list[str], int]]:
+    """Prompts with their references and tokens; the random stream is that of the official generator.
+
+    Raises:
+        ValueError: fewer questions than samples; TooShort: the length holds not even the documents of a question.
+    """
+    if samples > len(data.questions):
+        raise ValueError(f"samples={samples}: the data set of {task.name!r} has {len(data.questions)} questions")
+    rng = random.Random(seed)
+
+    def make(index: int, count: int) -> tuple[str, list[str]]:
+        question = data.questions[index]
+        chosen = _choose(rng, data, question, count)
+        random.Random(seed).shuffle(chosen)
+        context = "\n\n".join(f"Document {i}:\n{document}" for i, document in enumerate(chosen, start=1))
+        return task.family.prompt.format(context=context, query=question.query), list(question.outputs)
+
+    def tokens(text: str) -> int:
+        return count_tokens(tokenizer, text) + task.new_tokens
+
+    per_document = count_tokens(tokenizer, make(0, STEP)[0]) / STEP
+    upper = max(int(length / per_document * 3), 2 * STEP)
+    size = largest(STEP, upper, lambda count: tokens(make(0, count)[0]), length)
+    for index in range(samples):
+        yield draw(task.name, length, size, STEP, functools.partial(make, index), tokens)
+
+
+def _choose(rng: random.Random, data: QuestionSet, question: Question, count: int) -> list[str]:
+    """The documents of a question and as many others as make `count`, those of the same article first."""
+    documents, own, related = data.documents, list(question.context), list(question.related)
+    if count >= len(documents):
+        repeats = -(-count // len(documents))
+        return list((documents * repeats)[:count])
+    if count - len(own) > len(related):
+        taken = {*own, *related}
+        others = [i for i in range(len(documents)) if i not in taken]
+        chosen = own + related + rng.sample(others, max(0, count - len(own) - len(related)))
+    else:
+        chosen = own + rng.sample(related, count - len(own))
+    return [documents[i] for i in chosen]
+
+
+# ---- data sets ----------------------------------------------------------------------------------------------------------
+
+
+def load_questions(dataset: str, path: str | os.PathLike | None = None) -> QuestionSet:
+    """The questions of "squad" or "hotpotqa".
+
+    Args:
+        path: the JSON file that RULER downloads (SQuAD's dev-v2.0.json, HotpotQA's hotpot_dev_distractor_v1.json); by
+            default the validation split of the hub's data set, in the same order.
+
+    Raises:
+        FileNotFoundError: no such file, or the hub cannot be reached; ValueError: a file of another form.
+    """
+    read = {"squad": read_squad, "hotpotqa": read_hotpotqa}[dataset]
+    if path is None:
+        return read(_from_hub(dataset))
+    try:
+        return read(json.loads(Path(path).expanduser().read_text(encoding="utf-8")))
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: not a {dataset} file of the form that RULER reads ({error!r})") from error
+
+
+def read_squad(data: Mapping[str, Any]) -> QuestionSet:
+    """From the content of SQuAD 2.0's JSON; unanswerable questions are left out."""
+    articles = [article["paragraphs"] for article in data["data"]]
+    documents, index = _indexed(paragraph["context"] for paragraphs in articles for paragraph in paragraphs)
+    questions = []
+    for paragraphs in articles:
+        members = [index[paragraph["context"]] for paragraph in paragraphs]
+        for own, paragraph in zip(members, paragraphs, strict=True):
+            related = tuple(i for i in members if i != own)
+            questions += [
+                Question(qa["question"], tuple(a["text"] for a in qa["answers"]), (own,), related)
+                for qa in paragraph["qas"] if not qa["is_impossible"]
+            ]
+    return QuestionSet(tuple(questions), documents)
+
+
+def read_hotpotqa(data: Sequence[Mapping[str, Any]]) -> QuestionSet:
+    """From the content of HotpotQA's JSON (distractor setting)."""
+    contexts = [[f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]] for row in data]
+    documents, index = _indexed(document for context in contexts for document in context)
+    questions = tuple(
+        Question(row["question"], (row["answer"],), tuple(index[document] for document in context))
+        for row, context in zip(data, contexts, strict=True)
+    )
+    return QuestionSet(questions, documents)
+
+
+def _indexed(documents: Iterator[str]) -> tuple[tuple[str, ...], dict[str, int]]:
+    unique = tuple(sorted(set(documents)))
+    return unique, {document: i for i, document in enumerate(unique)}
+
+
+def _from_hub(dataset: str) -> Any:
+    """The hub's validation split in the form of the published JSON file."""
+    import datasets  # slow to import, and only needed here
+
+    repository, config = HUB[dataset]
+    try:
+        rows = datasets.load_dataset(repository, config, split="validation")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise FileNotFoundError(f"the data set {repository} cannot be loaded here ({error}); give the file that RULER "
+                                f"downloads for {dataset}") from error
+    if dataset == "hotpotqa":
+        return [row | {"context": list(zip(row["context"]["title"], row["context"]["sentences"], strict=True))}
+                for row in rows]
+    articles: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        answers = [{"text": text} for text in row["answers"]["text"]]
+        entry = {"question": row["question"], "answers": answers, "is_impossible": not answers}
+        articles.setdefault(row["title"], {}).setdefault(row["context"], []).append(entry)
+    return {"data": [{"paragraphs": [{"context": context, "qas": qas} for context, qas in article.items()]}
+                     for article in articles.values()]}

@@ -1,0 +1,125 @@
+"""Calibration: a model's second moments over a corpus, and the bases that a method takes from them."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowrank_kv_jax.corpus import Corpus, load_corpus, token_windows
+from lowrank_kv_jax.forward import embed_tokens, layer_prefill
+from lowrank_kv_jax.method import KVMethod
+from lowrank_kv_jax.models.config import ModelConfig
+from lowrank_kv_jax.moments import Moments, layer_moments
+from lowrank_kv_jax.progress import ProgressBar
+from lowrank_kv_jax.spec import Taps
+
+_layer_moments = functools.partial(jax.jit, static_argnums=0)(layer_moments)
+
+
+def iterate_taps(config: ModelConfig, params: Any, tokens: jax.Array) -> Iterator[Taps]:
+    """The taps of each layer in order, of tokens `[B, S]` without padding that attend exactly and causally.
+
+    One compiled program serves all layers that have the same window.
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    x = embed_tokens(config, params, jnp.asarray(tokens, jnp.int32))
+    for window, layer in zip(config.windows, params["layers"], strict=True):
+        x, taps = layer_prefill(config, window, layer, x, positions)
+        yield taps
+
+
+def collect_moments(
+    model: Any, tokens: np.ndarray, progress: bool = False, see: Callable[[int, Taps], None] | None = None
+) -> Moments:
+    """Second moments of every layer's queries, keys and values, summed over windows of tokens.
+
+    The products of a window are taken in float32 on the device, windows are summed in float64 on the host.
+
+    Args:
+        model: a `LoadedModel`.
+        tokens: int32 `[n, S]`.
+        progress: show a progress bar.
+        see: called with index and taps of every layer of every window, for what these moments do not hold.
+
+    Returns:
+        `Moments` of float64 arrays.
+
+    Raises:
+        ValueError: no tokens, windows beyond the model's context, ids outside of its vocabulary, or moments
+            that are not finite (layer and tap are named).
+    """
+    config = model.config
+    tokens = _checked_windows(config, tokens)
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    valid = jnp.ones(positions.shape, bool)
+    sums: list[dict[str, np.ndarray]] = [{} for _ in range(config.num_layers)]
+    with ProgressBar("calibrating", len(tokens) * config.num_layers, progress) as bar:
+        for window in tokens:
+            for layer, taps in enumerate(iterate_taps(config, model.params, window[None])):
+                if see is not None:
+                    see(layer, taps)
+                products = _layer_moments(config.attention, taps, positions, valid)
+                for name, product in products.items():
+                    _add(sums[layer], name, np.asarray(product, np.float64), layer)
+                bar.advance()
+    stacked = {name: np.stack([entry[name] for entry in sums]) for name in sums[0]}
+    return Moments(tokens=tokens.size, **stacked)
+
+
+def calibrate(
+    model: Any, method: KVMethod, texts: Corpus | Sequence[str] | None = None, length: int = 2048,
+    windows: int = 4, seed: int = 0, dtype: Any = jnp.bfloat16, progress: bool = False,
+) -> tuple[Any, ...]:
+    """Bases of a method for a model, fitted to texts.
+
+    Args:
+        model: a `LoadedModel`.
+        method: what the bases are for; one that needs none gets None for each group, and the model does not
+            run.
+        texts: a corpus (see `load_corpus`) or documents; by default Python's own language reference.
+        length, windows, seed: tokens of a window, and how many (see `token_windows`). No window is longer
+            than the model's context.
+        dtype: of the bases, bfloat16 by default: the dtype of the cache that is read with them.
+        progress: show a progress bar.
+
+    Returns:
+        One entry for each of the method's layer groups. Save it with `save_bases`.
+
+    Raises:
+        ValueError: the method does not suit the model, the corpus is too short, activations are not finite.
+    """
+    method.validate(model.config.attention)
+    if not method.calibrated:
+        return (None,) * len(method.layer_groups(model.config.attention))
+    corpus = texts if isinstance(texts, Corpus) else load_corpus() if texts is None else Corpus.of(texts)
+    length = min(length, model.config.context)
+    tokens = token_windows(model.tokenizer, corpus.texts, length, windows, seed)
+    return fit_bases(model, method, collect_moments(model, tokens, progress), dtype)
+
+
+def fit_bases(model: Any, method: KVMethod, moments: Moments, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
+    """`method.fit` in the given dtype: several methods can share the moments of one run of the model."""
+    bases = method.fit(model.config.attention, moments)
+    return jax.tree.map(lambda u: jnp.asarray(u, dtype), bases)
+
+
+def _add(sums: dict[str, np.ndarray], name: str, product: np.ndarray, layer: int) -> None:
+    if not np.isfinite(product).all():
+        raise ValueError(f"calibration: the second moments of tap {name!r} in layer {layer} are not finite; "
+                         "the weights or the activations hold NaN, or they overflow")
+    sums[name] = sums[name] + product if name in sums else product
+
+
+def _checked_windows(config: ModelConfig, tokens: np.ndarray) -> np.ndarray:
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 2 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError("tokens: expected non-empty integers [windows, length], got "
+                         f"{tokens.dtype}{tokens.shape}")
+    if tokens.shape[1] > config.context:
+        raise ValueError(f"windows of {tokens.shape[1]} tokens: the model's context is {config.context}")
+    if tokens.min() < 0 or tokens.max() >= config.vocab_size:
+        raise ValueError(f"token ids {tokens.min()}..{tokens.max()}: the vocabulary has {config.vocab_size}")
+    return tokens.astype(np.int32)

@@ -1,0 +1,79 @@
+"""The command `lowrank-kv`. Each command is a module with `add_parser(subparsers)` and `run(args)`, imported on use."""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "compare": "what each method costs and keeps, beside the full cache",
+    "methods": "list the methods, their fields and defaults",
+    "generate": "generate text from a compressed cache",
+    "calibrate": "fit the bases of a method to texts and save them",
+    "diagnose": "how compressible the cache is, and how bases follow a shift of the text",
+    "bench": "speed: time to first token and decode tokens/s",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        The exit code: 0, 2 for a mistake in what was asked for, 130 after Ctrl-C.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = _parser(argv).parse_args(argv)
+        _quiet_libraries()
+        return args.run(args) or 0
+    except (ValueError, TypeError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            return _reader_is_gone()
+        if os.environ.get("LOWRANK_KV_TRACEBACK"):
+            raise
+        print(f"lowrank-kv: error: {_one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("lowrank-kv: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser; only the command that is asked for is imported, so that help is there at once."""
+    parser = argparse.ArgumentParser(
+        prog="lowrank-kv", description="Compressed KV caches in JAX: compare, generate, calibrate, measure.",
+        epilog="A method is spelled name or name:field=value,field=value, e.g. ojakv:rank=0.5,rope=pre. Mistakes are "
+               "told in one line; LOWRANK_KV_TRACEBACK=1 shows where they arose.",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    asked = argv[0] if argv else None
+    for name, summary in COMMANDS.items():
+        if name == asked:
+            module = importlib.import_module(f"lowrank_kv_jax.cli.{name}")
+            module.add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=summary)
+    return parser
+
+
+def _version() -> str:
+    import lowrank_kv_jax
+
+    return lowrank_kv_jax.__version__
+
+
+def _quiet_libraries() -> None:
+    """Models run on JAX: transformers need not say that it found no torch."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _reader_is_gone() -> int:
+    """`lowrank-kv methods | head`: what the reader no longer wants is dropped without complaint."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

@@ -1,0 +1,102 @@
+"""`lowrank-kv bench decode`: time to first token and decode speed, side by side."""
+
+import argparse
+
+HELP = "speed: time to first token and decode tokens/s"
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Declare the command."""
+    from lowrank_kv_jax.cli.options import add_model_options
+
+    parser = subparsers.add_parser("bench", help=HELP, description=HELP)
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    decode = kinds.add_parser("decode", help="prefill and decode of one row, contenders alternating, medians")
+    add_model_options(decode)
+    decode.add_argument("--methods", nargs="+", default=["full", "ojakv:rank=0.5"], metavar="SPEC")
+    decode.add_argument("--lengths", nargs="+", type=int, default=[2048], metavar="N", help="prompt tokens (2048)")
+    decode.add_argument("--steps", type=int, default=64, help="decode steps a round (%(default)s)")
+    decode.add_argument("--rounds", type=int, default=3, help="timed rounds, after one that compiles (%(default)s)")
+    decode.add_argument("--cache-dtype", choices=("bfloat16", "float32"), default="float32",
+                        help="of every method's cache (%(default)s); ratios are against 16 bits in either case")
+    decode.add_argument("--corpus", default="pydoc", metavar="TEXT", help="the prompt's source (%(default)s)")
+    decode.add_argument("--seed", type=int, default=0)
+    decode.add_argument("--peer", choices=("transformers",), help="time transformers on torch in the same rounds")
+    decode.add_argument("--json", metavar="FILE", help="append one JSON object for each contender and length")
+    decode.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print the table.
+
+    Raises:
+        ValueError, OSError: as `load_model`, `parse_methods` and `bench_decode`; the peer without torch.
+    """
+    from lowrank_kv_jax.cli.options import load_from
+    from lowrank_kv_jax.evals.bench import bench_decode, records
+    from lowrank_kv_jax.evals.compare import parse_methods
+    from lowrank_kv_jax.evals.records import append_record, check_writable
+
+    methods = parse_methods(args.methods)
+    for field in ("steps", "rounds"):
+        if getattr(args, field) < 1:
+            raise ValueError(f"--{field} {getattr(args, field)}: must be at least 1")
+    if args.json:
+        check_writable(args.json)
+    torch_model = _peer(args)
+    model = load_from(args)
+    total = (args.rounds + 1) * len(args.lengths) * (len(methods) + (torch_model is not None))
+    with _progress() as progress:
+        task = progress.add_task("start", total=total)
+        speeds = bench_decode(
+            model, methods, args.lengths, steps=args.steps, rounds=args.rounds, cache_dtype=args.cache_dtype,
+            corpus=args.corpus, seed=args.seed, torch_model=torch_model,
+            on_round=lambda length: progress.update(task, advance=1, description=f"{length} tokens"),
+        )
+    print_table(model, speeds, args)
+    if args.json:
+        for record in records(model, speeds, seed=args.seed, cache_dtype=args.cache_dtype):
+            append_record(args.json, record)
+    return 0
+
+
+def _peer(args: argparse.Namespace):
+    if args.peer is None:
+        return None
+    from lowrank_kv_jax.evals.peers.transformers_decode import load_torch_model
+
+    return load_torch_model(args.model, args.dtype or "float32")
+
+
+def _progress():
+    from rich.console import Console
+    from rich.progress import Progress
+
+    return Progress(console=Console(stderr=True), transient=True)
+
+
+def print_table(model, speeds, args: argparse.Namespace) -> None:
+    """Times, and their ratios to the first contender of each length."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from lowrank_kv_jax.cli.options import device_line
+
+    table = Table(title=f"{model.name}, one row", header_style="bold")
+    for head in ("length", "method", "TTFT, s", "x first", "decode, tok/s", "x first", "cache, MiB", "of 16-bit full"):
+        table.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
+    for speed in speeds:
+        base = next(s.timing for s in speeds if s.length == speed.length)
+        timing, size = speed.timing, speed.size
+        sizes = ("", "") if size is None else (f"{size.total / 2**20:.1f}", f"{size.total / size.full:.2f}")
+        table.add_row(
+            str(speed.length), speed.name, f"{timing.ttft_s:.3f}", f"{timing.ttft_s / base.ttft_s:.2f}",
+            f"{timing.decode_tokens_per_s:.2f}", f"{timing.decode_tokens_per_s / base.decode_tokens_per_s:.2f}", *sizes,
+        )
+    console = Console()
+    if not console.is_terminal or console.width < 100:
+        console = Console(width=max(console.width, 110))
+    console.print(table)
+    console.print(f"medians of {args.rounds} alternating rounds of {args.steps} steps; {args.cache_dtype} caches; "
+                  f"{device_line()}", highlight=False)

@@ -1,0 +1,66 @@
+"""`lowrank-kv calibrate`: fit a method's bases to texts and save them."""
+
+import argparse
+
+import numpy as np
+
+HELP = "fit the bases of a method to texts and save them"
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Declare the command."""
+    parser = subparsers.add_parser("calibrate", help=HELP, description=HELP)
+    parser.add_argument("--model", default="smollm2-135m",
+                        help="name, directory, .gguf file or hub id (%(default)s)")
+    parser.add_argument("--method", required=True, help="e.g. ojakv:rank=0.5 (see `lowrank-kv methods`)")
+    parser.add_argument("--corpus", nargs="+", default=None, metavar="TEXT",
+                        help="text files, built-in names (pydoc, python) or hub datasets (organisation/name"
+                             "[:config[:split]]); by default pydoc, Python's own language reference")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a window (%(default)s)")
+    parser.add_argument("--windows", type=int, default=4, help="windows, evenly spaced (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="shifts the windows (%(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"),
+                        help="of the bases (%(default)s)")
+    parser.add_argument("--out", required=True, metavar="DIR", help="directory to save to")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Calibrate, save and say what was saved.
+
+    Raises:
+        ValueError, FileNotFoundError: as `load_model`, `parse_method`, `load_corpus`, `calibrate`,
+            `save_bases`.
+    """
+    import lowrank_kv_jax.methods  # noqa: F401 - fills the registry
+    from lowrank_kv_jax.calibrate import calibrate
+    from lowrank_kv_jax.corpus import load_corpus
+    from lowrank_kv_jax.models.load import load_model
+    from lowrank_kv_jax.parse import parse_method, spell_method
+    from lowrank_kv_jax.saved_bases import save_bases
+
+    method = parse_method(args.method)
+    if not method.calibrated:
+        raise ValueError(f"method {method.name!r} takes nothing from calibration: use it as it is")
+    corpus = load_corpus(args.corpus)
+    model = load_model(args.model)
+    method.validate(model.config.attention)
+    bases = calibrate(model, method, corpus, args.length, args.windows, args.seed, args.dtype, progress=True)
+    settings = {"length": args.length, "windows": args.windows, "seed": args.seed}
+    save_bases(args.out, bases, model, method, corpus, settings)
+    print(f"{spell_method(method)} for {model.name}: {_ranks(bases)}")
+    print(f"calibrated on {corpus.name} (sha256 {corpus.sha256[:12]}), saved to {args.out}")
+    return 0
+
+
+def _ranks(bases) -> str:
+    """Ranks of each array of the bases, over all groups."""
+    groups = [group._asdict() for group in bases if group is not None]
+    parts = []
+    for name in groups[0]:
+        ranks = np.array([group[name].shape[-1] for group in groups if group[name] is not None])
+        low, high = ranks.min(), ranks.max()
+        spread = "" if low == high else f" to {high}, mean {ranks.mean():.1f}"
+        parts.append(f"{name} rank {low}{spread}")
+    return ", ".join(parts)

@@ -1,0 +1,120 @@
+"""`lowrank-kv compare`: what each method costs and keeps, beside the full cache."""
+
+import argparse
+import sys
+
+HELP = "what each method costs and keeps, beside the full cache"
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Declare the command."""
+    from lowrank_kv_jax.cli.options import add_model_options
+
+    parser = subparsers.add_parser(
+        "compare", help=HELP,
+        description="For each method: retrieval of a needle and perplexity of text through a cache that was compressed "
+                    "before the question was seen, its bytes, and its speed.",
+    )
+    add_model_options(parser)
+    parser.add_argument("--methods", nargs="+", metavar="SPEC",
+                        help="e.g. full ojakv:rank=0.5, or `all` for every method with its defaults")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 2048], metavar="N",
+                        help="tokens of the needle samples (1024 2048)")
+    parser.add_argument("--samples", type=int, default=10, help="needles at each length (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of needles and texts (%(default)s)")
+    parser.add_argument("--calibrate", nargs="+", metavar="TEXT",
+                        help="what bases are fitted to: files, built-in names, hub datasets; by default the first half "
+                             "of Python's language reference")
+    parser.add_argument("--text", nargs="+", metavar="TEXT",
+                        help="what perplexity is measured on; by default the second half")
+    parser.add_argument("--cache-dtype", choices=("bfloat16", "float32"), default="bfloat16",
+                        help="of the caches whose quality and bytes are measured (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds (%(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="append one JSON object for each method and task")
+    parser.add_argument("--plot", metavar="PNG", help="draw quality against bytes")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the table, and write what was asked for.
+
+    Raises:
+        ValueError, OSError: as `load_model`, `parse_methods`, `load_corpus` and `compare`.
+    """
+    from lowrank_kv_jax.cli.options import corpus_of, load_from
+    from lowrank_kv_jax.evals.compare import Settings, compare, parse_methods, records, work
+    from lowrank_kv_jax.evals.records import append_record, check_writable
+
+    methods = parse_methods(args.methods)
+    settings = Settings(
+        lengths=tuple(args.lengths), samples=args.samples, seed=args.seed, rounds=args.rounds, dtype=args.cache_dtype,
+        calibrate=corpus_of(args.calibrate, "pydoc:first"), text=corpus_of(args.text, "pydoc:second"),
+    )
+    for path in filter(None, (args.json, args.plot)):
+        check_writable(path)
+    model = load_from(args)
+    with _progress() as progress:
+        task = progress.add_task("start", total=work(methods, settings))
+        results = compare(
+            model, methods, settings, lambda name, done: progress.update(task, advance=done, description=name)
+        )
+    print_table(model, results, settings)
+    if args.json:
+        for record in records(model, results, settings):
+            append_record(args.json, record)
+    if args.plot:
+        from lowrank_kv_jax.evals.compare_plot import plot_results
+
+        plot_results(results, args.plot, f"{model.name}: quality against the bytes of the cache")
+    return 0
+
+
+def _progress():
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("elapsed, left"), TimeRemainingColumn(elapsed_when_finished=True),
+               TextColumn("{task.description}"))
+    return Progress(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=120)
+
+
+def print_table(model, results, settings) -> None:
+    """The table and what its columns mean."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from lowrank_kv_jax.cli.options import device_line
+
+    longest, lengths = max(settings.lengths), settings.lengths
+    table = Table(title=f"{model.name}, context compressed before the question is seen", header_style="bold")
+    table.add_column("method", no_wrap=True)
+    heads = [f"needle\n{n}, %" for n in lengths] + ["text\nppl", f"KiB/tok\n{longest}", f"MiB\n{longest}", "x smaller\nstored",
+             "x smaller\nnominal", f"TTFT\n{longest}, s", f"decode\n{longest}, tok/s"]
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    for result in results:
+        size = result.size[longest]
+        nominal = "fixed" if size.nominal_smaller is None else f"{size.nominal_smaller:.2f}"
+        table.add_row(
+            result.spec, *(f"{result.needle[n]:.0f}" for n in lengths), f"{result.perplexity.ppl:.2f}",
+            f"{size.per_token / 1024:.1f}", f"{size.total / 2**20:.1f}", f"{size.smaller:.2f}", nominal,
+            f"{result.timing.ttft_s:.2f}", f"{result.timing.decode_tokens_per_s:.1f}",
+        )
+    console = Console()
+    if not console.is_terminal or console.width < 120:
+        console = Console(width=max(console.width, 128))
+    console.print(table)
+    console.print(_caption(settings, results[0].perplexity.nll.size, device_line()), highlight=False)
+    sys.stdout.flush()
+
+
+def _caption(settings, scored: int, device: str) -> str:
+    return (
+        f"needle: {settings.samples} samples a length, greedy. text: perplexity of {scored} tokens scored in blocks "
+        f"through the cache of {min(settings.lengths)} tokens.\n"
+        f"KiB/tok, MiB, x smaller: every leaf of a {settings.dtype} cache, bases and free slots included, against a full "
+        "cache in 16 bits; nominal: of very long prompts.\n"
+        f"TTFT, decode: medians of {settings.rounds} alternating rounds, one row, {settings.cache_dtype_timed} caches for "
+        f"every method; {device}."
+    )

@@ -1,0 +1,36 @@
+"""Compiled programs are kept between runs, in the user's cache directory."""
+
+import os
+import sys
+from pathlib import Path
+
+
+def enable_compilation_cache() -> None:
+    """Turn JAX's persistent compilation cache on, unless the user has set it up or its directory cannot be written."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
+        return
+    directory = user_cache_directory() / "jax"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    if not os.access(directory, os.W_OK | os.X_OK):
+        return
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def user_cache_directory() -> Path:
+    """Where this system keeps what programs can make again."""
+    if os.environ.get("XDG_CACHE_HOME"):
+        base = Path(os.environ["XDG_CACHE_HOME"])
+    elif sys.platform == "darwin":
+        base = Path("~/Library/Caches").expanduser()
+    elif sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA", "~/AppData/Local")).expanduser()
+    else:
+        base = Path("~/.cache").expanduser()
+    return base / "lowrank-kv-jax"

@@ -1,0 +1,128 @@
+"""`lowrank-kv diagnose`: how compressible a model's cache is, and how bases follow a shift of the text."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+HELP = "how compressible the cache is, and how bases follow a shift of the text"
+HELD_OUT = ("pydoc:first", ("pydoc:second", "python"))
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Declare the command."""
+    parser = subparsers.add_parser("diagnose", help=HELP, description=HELP)
+    parser.add_argument("--model", default="smollm2-135m",
+                        help="name, directory, .gguf file or hub id (%(default)s)")
+    parser.add_argument("--calibrate", nargs="+", default=None, metavar="TEXT",
+                        help="what to fit bases to, as for `calibrate --corpus`; by default half of pydoc")
+    parser.add_argument("--test", nargs="+", default=None, metavar="TEXT",
+                        help="texts to measure on, one by one; by default its other half and Python source")
+    parser.add_argument("--methods", nargs="+", default=None, metavar="SPEC",
+                        help="low-rank methods to compare; by default ojakv and its static baseline")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a window (%(default)s)")
+    parser.add_argument("--windows", type=int, default=4, help="windows to calibrate on (%(default)s)")
+    parser.add_argument("--test-windows", type=int, default=1, help="windows of each text (%(default)s)")
+    parser.add_argument("--layers", type=int, default=5,
+                        help="layers of a group in the cross-layer rows (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="shifts the windows (%(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="append one JSON object for each row")
+    parser.add_argument("--plot", metavar="PNG", help="draw spectra and RER by layer")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print.
+
+    Raises:
+        ValueError, FileNotFoundError: as `load_model`, `load_corpus`, `token_windows` and the tables.
+    """
+    import lowrank_kv_jax.methods  # noqa: F401 - fills the registry
+    from lowrank_kv_jax.calibrate import collect_moments
+    from lowrank_kv_jax.corpus import load_corpus, token_windows
+    from lowrank_kv_jax.evals import diagnostics
+    from lowrank_kv_jax.evals.records import check_writable
+    from lowrank_kv_jax.models.load import load_model
+
+    if args.json:
+        check_writable(args.json)
+    corpus = load_corpus(args.calibrate or HELD_OUT[0])
+    tests = dict(zip(_labels(args.test or HELD_OUT[1]), map(load_corpus, args.test or HELD_OUT[1]), strict=True))
+    model = load_model(args.model)
+    length = min(args.length, model.config.context)
+    windows = {name: token_windows(model.tokenizer, test.texts, length, args.test_windows, args.seed)
+               for name, test in tests.items()}
+    calibration = collect_moments(
+        model, token_windows(model.tokenizer, corpus.texts, length, args.windows, args.seed), progress=True
+    )
+    methods = args.methods or diagnostics.ADAPTATION_METHODS
+    adaptation = diagnostics.adaptation_table(model, calibration, windows, methods, progress=True)
+    compressible = diagnostics.compressibility_table(model, calibration, windows, args.layers, progress=True)
+    spectra = diagnostics.spectra_table(model, calibration)
+    _print_tables("+".join(_labels(corpus.name.split("+"))), compressible, adaptation, spectra)
+    if args.json:
+        tables = {"compressibility": compressible, "adaptation": adaptation, "spectra": spectra}
+        _append(args, model, corpus, tables)
+    if args.plot:
+        from lowrank_kv_jax.evals.diagnostics_plot import plot_diagnostics
+
+        plot_diagnostics(args.plot, spectra, adaptation)
+        print(f"drew {args.plot}")
+    return 0
+
+
+def _labels(sources: Sequence[str]) -> list[str]:
+    """File names in the place of paths, unless two would be the same."""
+    short = [Path(source).name if Path(source).exists() else source for source in sources]
+    return [name if short.count(name) == 1 else source for name, source in zip(short, sources, strict=True)]
+
+
+def _print_tables(calibrated_on: str, compressibility, adaptation, spectra) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    texts = list(dict.fromkeys(row["text"] for row in compressibility))
+    table = Table(title=f"How compressible the cache is: RER, bases fitted to {calibrated_on}")
+    table.add_column("what")
+    table.add_column("rank", justify="right")
+    for text in texts:
+        table.add_column(f"{text}\nfitted", justify="right")
+        table.add_column(f"{text}\noracle", justify="right")
+    for kind in dict.fromkeys(row["kind"] for row in compressibility):
+        rows = [row for row in compressibility if row["kind"] == kind]
+        cells = [_number(row[column]) for row in rows for column in ("static", "oracle")]
+        table.add_row(kind, f"{rows[0]['rank']}/{rows[0]['width']}", *cells)
+    console.print(table)
+    table = Table(title="How bases follow the text: each method's bases after it prefilled the text")
+    for column in ("text", "side", "rank", "method", "RER", "oracle RER", "overlap with oracle", "cosine"):
+        words = column in ("text", "side", "method")
+        table.add_column(column, justify="left" if words else "right", overflow="fold" if words else "ellipsis")
+    for row in sorted(adaptation, key=lambda row: (texts.index(row["text"]), row["side"])):
+        table.add_row(row["text"], {"k": "keys", "v": "values"}[row["side"]], f"{row['rank']}/{row['width']}",
+                      row["method"], *(_number(row[m]) for m in ("rer", "oracle_rer", "overlap", "cosine")))
+    console.print(table)
+    table = Table(title=f"Ranks that hold a share of the energy on {calibrated_on}: mean over heads, largest")
+    table.add_column("tap")
+    for energy in spectra[0]["ranks"]:
+        table.add_column(f"{float(energy):.0%}", justify="right")
+    for row in spectra:
+        flat = [[rank for layer in ranks for rank in layer] for ranks in row["ranks"].values()]
+        cells = (f"{sum(ranks) / len(ranks):.1f}, {max(ranks)}" for ranks in flat)
+        table.add_row(f"{row['tap']} (of {row['width']})", *cells)
+    console.print(table)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}" if value < 0.1 else f"{value:.3f}"
+
+
+def _append(args, model, corpus, tables) -> None:
+    from lowrank_kv_jax.evals.records import append_record, make_record
+
+    for task, rows in tables.items():
+        for row in rows:
+            append_record(args.json, make_record(
+                "diagnose", model=model.name, task=task, length=args.length, samples=args.test_windows,
+                seed=args.seed, calibration=corpus.name, calibration_sha256=corpus.sha256, **row,
+            ))

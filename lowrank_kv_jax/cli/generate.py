@@ -1,0 +1,140 @@
+"""`lowrank-kv generate`: text from a compressed cache, as it is made."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+HELP = "generate text from a compressed cache"
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Declare the command."""
+    from lowrank_kv_jax.cli.options import add_model_options
+
+    parser = subparsers.add_parser("generate", help=HELP, description=HELP)
+    add_model_options(parser)
+    parser.add_argument("--method", default="full", metavar="SPEC", help="e.g. ojakv:rank=0.5 (%(default)s)")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="UTF-8 text; - is standard input")
+    parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="(%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)")
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--bases", metavar="DIR", help="of `lowrank-kv calibrate`, for methods that need them")
+    parser.add_argument("--calibrate", nargs="+", metavar="TEXT",
+                        help="without --bases: what to fit them to now; by default Python's language reference")
+    parser.add_argument("--cache-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the text as it comes, then on standard error what it cost.
+
+    Raises:
+        ValueError, OSError: as `load_model`, `parse_method`, `load_bases` and `generate`.
+    """
+    from lowrank_kv_jax.accounting import cache_bytes
+    from lowrank_kv_jax.cli.options import load_from
+    from lowrank_kv_jax.generate import generate
+    from lowrank_kv_jax.parse import parse_method
+    from lowrank_kv_jax.sampling import Sampler
+
+    method = parse_method(args.method)
+    Sampler(args.temperature, args.top_k, args.top_p)  # refuse bad values before the model is loaded
+    text = _prompt(args)
+    model = load_from(args)
+    if model.tokenizer is None:
+        raise ValueError(f"model {model.name!r} has no tokenizer")
+    ids = _encode(model.tokenizer, text, args.chat)
+    bases = _bases(args, model, method)
+    stream = _Stream(model.tokenizer, model.config.eos_ids)
+    out = generate(
+        model, method, [ids], bases=bases, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
+        top_k=args.top_k, top_p=args.top_p, seeds=args.seed, dtype=args.cache_dtype, on_tokens=stream,
+    )
+    stream.end()
+    size = cache_bytes(out.cache, bases)
+    print(f"[{args.method}: cache of {size.tokens} tokens {size.total / 2**20:.2f} MiB, full 16-bit cache "
+          f"{size.full / 2**20:.2f} MiB, {size.smaller:.2f}x smaller; {stream.speed()}]", file=sys.stderr)
+    return 0
+
+
+class _Stream:
+    """Prints tokens as they come and keeps the time."""
+
+    def __init__(self, tokenizer, eos_ids):
+        self._tokenizer, self._eos = tokenizer, eos_ids
+        self._ids: list[int] = []
+        self._shown = 0
+        self._marks: list[tuple[float, int]] = []
+        self._begin = time.perf_counter()
+
+    def __call__(self, block) -> None:
+        new = [int(token) for token in block[0] if token >= 0]
+        self._marks.append((time.perf_counter(), len(new)))
+        self._ids += [token for token in new if token not in self._eos]
+        text = self._tokenizer.decode(self._ids)
+        if not text.endswith("\ufffd"):  # half of a character: wait for the rest
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        print(text[self._shown :], end="", flush=True)
+        self._shown = len(text)
+
+    def end(self) -> None:
+        self._print(self._tokenizer.decode(self._ids) + "\n")
+
+    def speed(self) -> str:
+        """Tokens a second after the first block of steps, whose time is mostly compilation."""
+        first = f"first token after {self._marks[0][0] - self._begin:.1f} s"
+        if len(self._marks) < 2:
+            return first
+        skipped = 2 if len(self._marks) > 2 else 1
+        tokens = sum(count for _, count in self._marks[skipped:])
+        seconds = self._marks[-1][0] - self._marks[skipped - 1][0]
+        note = "" if skipped == 2 else ", compilation included"
+        return f"{first}, then {tokens / seconds:.1f} tokens/s{note}"
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    if args.prompt is not None:
+        text = args.prompt
+    elif args.prompt_file == "-":
+        text = sys.stdin.read()
+    else:
+        try:
+            text = Path(args.prompt_file).expanduser().read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{args.prompt_file}: is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    if not text:
+        raise ValueError("the prompt is empty: give at least one token")
+    return text
+
+
+def _encode(tokenizer, text: str, chat: bool) -> list[int]:
+    if not chat:
+        return list(tokenizer.encode(text))
+    if not tokenizer.chat_template:
+        raise ValueError("--chat: this model's tokenizer has no chat template")
+    turns = [{"role": "user", "content": text}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _bases(args: argparse.Namespace, model, method):
+    if args.bases:
+        from lowrank_kv_jax.saved_bases import load_bases
+
+        return load_bases(args.bases, model, method)
+    if not method.calibrated:
+        return None
+    from lowrank_kv_jax.calibrate import calibrate
+    from lowrank_kv_jax.corpus import load_corpus
+
+    print(f"[{args.method} needs bases: calibrating now; `lowrank-kv calibrate` does it once for all]", file=sys.stderr)
+    return calibrate(model, method, load_corpus(args.calibrate), progress=True)

@@ -1,0 +1,49 @@
+"""`lowrank-kv methods`: every registered method with its fields and defaults."""
+
+import argparse
+import dataclasses
+
+HELP = "list the methods, their fields and defaults"
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Declare the command."""
+    parser = subparsers.add_parser("methods", help=HELP, description=HELP)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only these, with their whole documentation")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print them.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    from lowrank_kv_jax.methods import REGISTRY
+    from lowrank_kv_jax.parse import parse_method
+
+    if args.names:
+        for name in args.names:
+            print(describe(type(parse_method(name)), whole=True), end="\n\n")
+        return 0
+    print("\n\n".join(describe(REGISTRY[name]) for name in sorted(REGISTRY)))
+    return 0
+
+
+def describe(cls, whole: bool = False) -> str:
+    """Name, first line (or all) of the documentation, fields with defaults."""
+    import inspect
+    import textwrap
+
+    text = inspect.getdoc(cls) or ""
+    if not whole:
+        text = " ".join(text.split("\n\n")[0].split())
+    needs = "needs calibrated bases; " if cls.calibrated else ""
+    fields = ", ".join(f"{f.name}={_value(f.default)}" for f in dataclasses.fields(cls)) or "no fields"
+    body = text if whole else textwrap.fill(text, 106)
+    return f"{cls.name}\n" + textwrap.indent(f"{body}\n{textwrap.fill(needs + fields, 106)}", "    ")
+
+
+def _value(value) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

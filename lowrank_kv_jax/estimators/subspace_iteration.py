@@ -1,0 +1,67 @@
+"""Principal subspaces of wide second-moment matrices by randomised subspace iteration.
+
+Halko, Martinsson and Tropp, 2011, "Finding structure with randomness", with the orthonormalisation of Fukaya et al.,
+2020, "Shifted Cholesky QR". At a width of 960 and a rank of 300 a full eigendecomposition costs ten times as much.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowrank_kv_jax.estimators.svd import principal_subspace
+
+ITERATIONS = 4
+OVERSAMPLE = 16
+SMALL = 256  # up to this width a full eigendecomposition is the cheaper way
+FLOOR = 1e-7  # of the trace: what float32 cannot tell from zero
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def leading_subspace(moment: jax.Array, rank: int, iterations: int = ITERATIONS) -> jax.Array:
+    """An orthonormal basis of (nearly) the principal subspace of a second moment, leading directions first.
+
+    Small or nearly full problems are decomposed exactly. Otherwise the residual energy tr(M) - tr(U^T M U) is within
+    1.01 times the optimum (Eckart and Young) plus 1e-6 tr(M), also where M has a lower rank than asked for: what is
+    missing is filled with arbitrary orthonormal directions.
+
+    Args:
+        moment: symmetric positive semidefinite float32 `[..., W, W]`.
+        rank: R in 1..W.
+        iterations: multiplications by the moment after the first; O(W^2 R) each.
+
+    Returns:
+        float32 `[..., W, R]`. Deterministic: the start is a fixed random matrix.
+    """
+    width = moment.shape[-1]
+    tried = min(rank + OVERSAMPLE, width)
+    if width <= SMALL or 2 * tried > width:
+        return principal_subspace(moment, rank)
+    moment = moment.astype(jnp.float32)
+    # adding a multiple of I moves no eigenvector, and lets a deficient moment fill every column of the start
+    trace = jnp.trace(moment, axis1=-2, axis2=-1)[..., None, None]
+    moment = moment + jnp.where(trace > 0, FLOOR * trace, 1.0) * jnp.eye(width, dtype=jnp.float32)
+    basis = jax.random.normal(jax.random.key(0), (width, tried), jnp.float32)
+    basis = jnp.broadcast_to(basis, (*moment.shape[:-2], width, tried))
+    basis = cholesky_orthonormalise(jnp.matmul(moment, basis, precision=_HIGHEST))
+    for root in np.cos((np.arange(iterations) + 0.5) * np.pi / iterations):
+        image = jnp.matmul(moment, basis, precision=_HIGHEST)
+        unwanted = jnp.min(jnp.sum(basis * image, axis=-2, keepdims=True), axis=-1, keepdims=True)
+        basis = cholesky_orthonormalise(image - 0.5 * (1 + root) * unwanted * basis)
+    return basis[..., :rank]
+
+
+def cholesky_orthonormalise(x: jax.Array) -> jax.Array:
+    """Orthonormal columns of the same nested spans as those of `x` `[..., W, R]`, by three shifted Cholesky QRs.
+
+    All of it is matrix products and R x R factorisations, where Householder's QR is twenty times slower on a CPU.
+    Columns may differ in scale; their condition after scaling must stay below about 1e7.
+    """
+    norm = jnp.linalg.norm(x, axis=-2, keepdims=True)
+    x = x / jnp.where(norm == 0, 1.0, norm)
+    eye = jnp.eye(x.shape[-1], dtype=x.dtype)
+    for shift in (1e-6 * x.shape[-1], 1e-7, 0.0):
+        gram = jnp.matmul(x.mT, x, precision=_HIGHEST)
+        factor = jnp.linalg.cholesky(gram + shift * eye)
+        x = jax.lax.linalg.triangular_solve(factor, x, left_side=False, lower=True, transpose_a=True)
+    return x

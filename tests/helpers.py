@@ -1,0 +1,118 @@
+"""Tiny models, and configurations of any registered method, for the tests."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowrank_kv_jax.forward import extend, prefill, refresh
+from lowrank_kv_jax.method import KVMethod
+from lowrank_kv_jax.models.config import ModelConfig
+from lowrank_kv_jax.models.decoder import init_params
+from lowrank_kv_jax.moments import Moments
+from lowrank_kv_jax.rope import RopeSpec
+
+PLAIN = ModelConfig(
+    family="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=3, q_heads=8, kv_heads=4,
+    head_dim=8, norm_eps=1e-5, rope=RopeSpec(10000.0, 8), context=512, windows=(None, None, None),
+)
+QWEN = dataclasses.replace(
+    PLAIN, family="qwen3", num_layers=2, windows=(None, None), head_dim=12, qk_norm=True, tie_embeddings=True,
+    rope=RopeSpec(10000.0, 12, "llama3", 4.0, 1.0, 4.0, 64),
+)
+WINDOWED = dataclasses.replace(PLAIN, family="mistral", num_layers=2, windows=(24, None), qkv_bias=True)
+
+PROMPT, CAPACITY, BLOCK = 96, 160, 16
+
+
+class Model(NamedTuple):
+    """What `generate` reads of a model."""
+
+    config: ModelConfig
+    params: Any
+    tokenizer: Any = None
+
+
+@functools.cache
+def model(config: ModelConfig = PLAIN) -> Model:
+    return Model(config, init_params(config, jax.random.key(0)))
+
+
+def prompts(rows: int = 2, length: int = PROMPT, seed: int = 0, vocab: int = PLAIN.vocab_size) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).integers(0, vocab, (rows, length)), jnp.int32)
+
+
+def random_moments(config: ModelConfig, seed: int = 0) -> Moments:
+    """Moments of anisotropic random activations."""
+    spec, rng = config.attention, np.random.default_rng(seed)
+
+    def moment(*lead, width):
+        x = rng.normal(size=(*lead, 64, width)) * np.linspace(2.0, 0.2, width)
+        return (np.swapaxes(x, -1, -2) @ x).astype(np.float32)
+
+    layers, kv, dim = spec.num_layers, spec.kv_heads, spec.head_dim
+    k, k_pre, v = (moment(layers, width=kv * dim) for _ in range(3))
+    q, q_pre = (moment(layers, kv, width=dim) for _ in range(2))
+    return Moments(64, k, k_pre, v, q, q_pre)
+
+
+def _configured(cls: type[KVMethod], wanted: dict[str, Any]) -> KVMethod:
+    names = {field.name for field in dataclasses.fields(cls)}
+    return cls(**{name: value for name, value in wanted.items() if name in names})
+
+
+def full_configuration(cls: type[KVMethod], capacity: int = CAPACITY) -> KVMethod:
+    """Full rank, full budget, no quantisation; short exact ends, so that most tokens are really coded."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    wanted = dict.fromkeys(("rank_k", "rank_v", "energy", "smaller", "budget_bytes", "keep", "bits"))
+    wanted |= {"rank": 1.0, "sinks": 4, "recent": 8}
+    wanted |= {"budget": capacity} if "budget" in names else {"keep": 1.0}
+    return _configured(cls, wanted)
+
+
+def small_configuration(cls: type[KVMethod]) -> KVMethod:
+    """The default compression, shrunken to prompts of a hundred tokens."""
+    return _configured(cls, {"budget": 24, "keep": None, "sinks": 4, "recent": 8})
+
+
+@functools.cache
+def bases_for(method: KVMethod, config: ModelConfig = PLAIN) -> Any:
+    return method.fit(config.attention, random_moments(config))
+
+
+def run(
+    method: KVMethod, config: ModelConfig, tokens: jax.Array, prompt: int, *, lengths: jax.Array | None = None,
+    capacity: int = CAPACITY, block: int = BLOCK, width: int = 1, dtype=jnp.float32,
+) -> tuple[Any, np.ndarray]:
+    """Prefill `tokens[:, :prompt]` and append the rest `width` tokens at a time, refreshing after each block.
+
+    Returns the cache, and logits `[B, 1 + steps, V]` of the prompt's and of each piece's last token.
+    """
+    params, bases = model(config).params, bases_for(method, config)
+    cache, logits = prefill(
+        method, config, params, tokens[:, :prompt], lengths, bases=bases, capacity=capacity, block=block, dtype=dtype
+    )
+    out = [logits]
+    for i, begin in enumerate(range(prompt, tokens.shape[1], width)):
+        if i and i % (block // width) == 0:
+            cache = refresh(method, cache, bases=bases)
+        cache, logits = extend(method, config, params, cache, tokens[:, begin : begin + width], bases=bases)
+        out.append(logits)
+    return cache, np.stack([np.asarray(x) for x in out], axis=1)
+
+
+def softmax_attention(q, k, v, mask, scale):
+    """float64 oracle: q `[B, T, N, D]`, k and v `[B, S, K, D]`, mask `[B, T, S]`; out, lse (0 and -inf if nothing)."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = np.einsum("btnd,bsnd->bnts", q, k) * scale
+    scores = np.where(np.asarray(mask)[:, None], scores, -np.inf)
+    top = np.max(scores, axis=-1, initial=-np.inf)
+    weights = np.exp(scores - np.where(np.isneginf(top), 0.0, top)[..., None])
+    total = weights.sum(-1)
+    out = np.einsum("bnts,bsnd->btnd", weights, v) / np.where(total == 0, 1.0, total).swapaxes(1, 2)[..., None]
+    with np.errstate(divide="ignore"):
+        return out, (np.log(total) + np.where(np.isneginf(top), 0.0, top)).swapaxes(1, 2)

@@ -1,0 +1,316 @@
+"""What every registered method promises. A new method is tested by being registered; nothing here names one.
+
+Each promise is tested in a configuration that `helpers` builds from the fields of the method: `full_configuration`
+(full rank, full budget) or `small_configuration` (its default compression, shrunken to short prompts).
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    BLOCK,
+    CAPACITY,
+    PLAIN,
+    PROMPT,
+    QWEN,
+    WINDOWED,
+    bases_for,
+    full_configuration,
+    model,
+    prompts,
+    run,
+    small_configuration,
+)
+
+from lowrank_kv_jax.accounting import cache_bytes, full_cache_bytes
+from lowrank_kv_jax.forward import extend, prefill, refresh
+from lowrank_kv_jax.generate import Progress, decode_block
+from lowrank_kv_jax.method import KVMethod
+from lowrank_kv_jax.methods import REGISTRY
+from lowrank_kv_jax.parse import parse_method
+from lowrank_kv_jax.state import walk
+
+STEPS = 41
+every_method = pytest.mark.parametrize("name", sorted(REGISTRY))
+TOLERANCE = 1e-4  # of float32 logits of order 1, at full rank and budget
+
+# the fields that low-rank methods share, in the combinations that the defaults leave out
+VARIANTS = [
+    "ojakv:rank=1.0,rope=pre,heads=joint,sinks=3,recent=5", "ojakv:rank=1.0,normalize=token,recent_of=prompt,sinks=3",
+    "static-pca-h:rank=1.0,rope=pre,order=reconstruct,recent_of=prompt,sinks=0,recent=9",
+    "static-pca-h:rank=1.0,heads=joint,decoded=exact,sinks=2,recent=0", "static-pca:energy=1.0,heads=joint",
+    "single-svd:rank=1.0,rope=post,heads=per_head,decoded=coded,sinks=1,recent=2",
+    "single-svd:rank=1.0,decoded=coded,recent_of=prompt,order=reconstruct", "streamingllm:keep=none,budget=160,positions=original",
+]
+
+
+@functools.cache
+def exact_logits(config, width=1):
+    """Logits of the uncompressed cache, prompt and STEPS tokens."""
+    return run(REGISTRY["full"](), config, tokens_of(config), PROMPT, width=width)[1]
+
+
+def tokens_of(config, seed=0):
+    return prompts(length=PROMPT + STEPS - 1 + BLOCK, seed=seed, vocab=config.vocab_size)[:, : PROMPT + 40]
+
+
+@functools.cache
+def small_run(name, seed=0):
+    return run(small_configuration(REGISTRY[name]), PLAIN, tokens_of(PLAIN, seed), PROMPT)
+
+
+def assert_equals_exact(logits, exact):
+    np.testing.assert_allclose(logits, exact, atol=TOLERANCE, rtol=0)
+    np.testing.assert_array_equal(logits.argmax(-1), exact.argmax(-1))  # the same greedy tokens
+
+
+# ---- exactness ------------------------------------------------------------------------------------------------------
+
+
+def test_the_uncompressed_cache_equals_prefill_of_everything():
+    tokens, exact = tokens_of(WINDOWED), exact_logits(WINDOWED)
+    for n in (0, 1, 15, 16, 17, 40):
+        lengths = jnp.full((2,), PROMPT + n, jnp.int32)
+        _, logits = prefill(REGISTRY["full"](), WINDOWED, model(WINDOWED).params, tokens, lengths, dtype=jnp.float32)
+        assert_equals_exact(exact[:, n], logits)
+
+
+@every_method
+@pytest.mark.parametrize("config, width", [(PLAIN, 1), (QWEN, 4), (WINDOWED, 8)], ids=["llama", "qwen3", "windowed"])
+def test_full_rank_and_budget_reproduce_exact_attention(name, config, width):
+    """Prefill, then 40 tokens one by one or several at once, with refreshes between them."""
+    _, logits = run(full_configuration(REGISTRY[name]), config, tokens_of(config), PROMPT, width=width)
+    assert_equals_exact(logits, exact_logits(config, width))
+
+
+@pytest.mark.parametrize("spec", VARIANTS)
+def test_full_rank_is_exact_in_every_variant(spec):
+    _, logits = run(parse_method(spec), WINDOWED, tokens_of(WINDOWED), PROMPT, width=8)
+    assert_equals_exact(logits, exact_logits(WINDOWED, 8))
+
+
+@functools.cache
+def short_logits(method):
+    tokens = tokens_of(PLAIN)[:, :42]
+    lengths = jnp.array([1, 6], jnp.int32)  # one token, and fewer than sinks and recent tokens together
+    return run(method, PLAIN, tokens, 10, lengths=lengths, capacity=64, width=4)[1]
+
+
+@every_method
+def test_prompts_shorter_than_the_exact_tokens(name):
+    """Parts stay empty for a while: no NaN, and still exact at full rank."""
+    assert_equals_exact(short_logits(full_configuration(REGISTRY[name], 64)), short_logits(REGISTRY["full"]()))
+    assert np.isfinite(short_logits(small_configuration(REGISTRY[name]))).all()
+
+
+# ---- compression ----------------------------------------------------------------------------------------------------
+
+
+@every_method
+def test_compression_is_finite_smaller_and_shows(name):
+    cache, logits = small_run(name)
+    assert np.isfinite(logits).all()
+    method = cache.method
+    if method == full_configuration(REGISTRY[name]):
+        return  # nothing to configure: it does not compress
+    exact = exact_logits(PLAIN)
+    np.testing.assert_allclose(logits[:, 0], exact[:, 0], atol=TOLERANCE)  # prefill attends exactly
+    assert np.abs(logits[:, 1:] - exact[:, 1:]).max() > 100 * TOLERANCE  # so that the tests above can fail
+    spent = cache_bytes(cache, bases_for(method))
+    assert spent.total < 2 * full_cache_bytes(PLAIN.attention, 2 * CAPACITY)  # float32: twice 16 bit
+
+
+@every_method
+def test_every_leaf_is_declared_and_counted(name):
+    cache, _ = small_run(name)
+    leaves = list(walk(cache))
+    assert len(leaves) == len(jax.tree.leaves(cache))
+    for path, array, info in leaves:
+        assert len(info.axes) == array.ndim, path
+        if "batch" in info.axes:
+            assert array.shape[info.axes.index("batch")] == cache.layout.batch, path
+    assert cache_bytes(cache).total == sum(x.nbytes for x in jax.tree.leaves(cache))
+
+
+@every_method
+def test_init_has_the_shapes_of_every_later_state(name):
+    cache, _ = small_run(name)
+    method, layout = cache.method, cache.layout
+    for group, bases in zip(cache.groups, bases_for(method), strict=True):
+        abstract = jax.eval_shape(functools.partial(method.init, layout), bases)
+        assert jax.tree.structure(abstract) == jax.tree.structure(group)
+        for x, y in zip(jax.tree.leaves(abstract), jax.tree.leaves(group), strict=True):
+            assert (x.shape, x.dtype) == (y.shape, y.dtype)
+
+
+@every_method
+def test_a_method_carries_nothing_from_one_prompt_to_the_next(name):
+    _, first = small_run(name)
+    _, other = small_run(name, seed=1)
+    _, again = run(small_configuration(REGISTRY[name]), PLAIN, tokens_of(PLAIN), PROMPT)
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 0.1
+
+
+@every_method
+def test_a_row_of_a_ragged_batch_is_the_row_alone(name):
+    method, tokens, length = small_configuration(REGISTRY[name]), tokens_of(PLAIN), 61
+    _, together = run(method, PLAIN, tokens, PROMPT, lengths=jnp.array([PROMPT, length], jnp.int32))
+    np.testing.assert_allclose(together[0], small_run(name)[1][0], atol=2e-4)
+    alone = jnp.concatenate([tokens[1:, :length], tokens[1:, PROMPT:]], axis=1)
+    _, alone = run(method, PLAIN, alone, length, capacity=length + CAPACITY - PROMPT)
+    np.testing.assert_allclose(together[1], alone[0], atol=2e-4)
+
+
+@every_method
+def test_bfloat16_is_the_default_and_stays_close(name):
+    method, tokens = full_configuration(REGISTRY[name]), tokens_of(PLAIN)[:, : PROMPT + 1]
+    cache, logits = run(method, PLAIN, tokens, PROMPT, dtype=None)
+    assert cache.layout.dtype == "bfloat16"
+    wide = [path for path, x, info in walk(cache) if info.kind in ("exact", "coefficients") and x.dtype != jnp.bfloat16]
+    assert not wide
+    np.testing.assert_allclose(logits, exact_logits(PLAIN)[:, :2], atol=0.2)
+
+
+# ---- limits ---------------------------------------------------------------------------------------------------------
+
+
+@every_method
+def test_going_beyond_the_block_or_the_capacity_is_loud(name):
+    """Inside of jit nothing can be raised: logits turn NaN and stay so."""
+    method, tokens = small_configuration(REGISTRY[name]), tokens_of(PLAIN)
+    params, bases = model().params, bases_for(method)
+    step = functools.partial(extend, method, PLAIN, params, tokens=tokens[:, :1], bases=bases)
+    cache, _ = prefill(
+        method, PLAIN, params, tokens[:, :PROMPT], bases=bases, capacity=CAPACITY, block=BLOCK, dtype=jnp.float32
+    )
+    for _ in range(BLOCK):
+        cache, logits = step(cache)
+    assert np.isfinite(logits).all()
+    cache, logits = step(cache)
+    assert np.isnan(logits).all()
+    cache, logits = step(refresh(method, cache, bases=bases))
+    assert np.isnan(logits).all()
+
+    cache, _ = prefill(
+        method, PLAIN, params, tokens[:, :PROMPT], bases=bases, capacity=PROMPT + 1, block=BLOCK, dtype=jnp.float32
+    )
+    cache, logits = step(cache)
+    assert np.isfinite(logits).all()
+    cache, logits = step(cache)
+    assert np.isnan(logits).all()
+
+
+@every_method
+def test_a_cache_of_another_method_is_refused(name):
+    cache, _ = small_run(name)
+    others = [small_configuration(cls) for other, cls in REGISTRY.items() if other != name]
+    for other in [*others, full_configuration(REGISTRY[name], 7)]:
+        if other == cache.method:
+            continue
+        for call in (lambda m: extend(m, PLAIN, model().params, cache, jnp.zeros((2, 1), jnp.int32)),
+                     lambda m: refresh(m, cache)):
+            with pytest.raises(ValueError, match="this cache was made by"):
+                call(other)
+
+
+@every_method
+def test_missing_bases_are_asked_for(name):
+    method = small_configuration(REGISTRY[name])
+    if not method.calibrated:
+        return
+    with pytest.raises(ValueError, match="needs calibrated bases"):
+        prefill(method, PLAIN, model().params, tokens_of(PLAIN)[:, :PROMPT])
+    with pytest.raises(ValueError, match="bases hold 1 groups"):
+        prefill(method, PLAIN, model().params, tokens_of(PLAIN)[:, :PROMPT], bases=bases_for(method)[:1])
+
+
+@every_method
+def test_fields_stand_in_a_frozen_dataclass(name):
+    cls = REGISTRY[name]
+    assert issubclass(cls, KVMethod) and dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen
+    assert cls.name == name and cls.__doc__
+    assert not getattr(cls, "__abstractmethods__", None)
+
+
+# ---- compiled -------------------------------------------------------------------------------------------------------
+
+LONG = dataclasses.replace(WINDOWED, context=1 << 14)
+
+
+def compiled_block(method, capacity):
+    """`decode_block` compiled for a cache of `capacity`, with an example of its arguments."""
+    params, bases, tokens = model(LONG).params, bases_for(method, LONG), prompts(length=48)
+    cache, logits = prefill(method, LONG, params, tokens, bases=bases, capacity=capacity, block=BLOCK, dtype=jnp.float32)
+    progress = Progress(logits.argmax(-1).astype(jnp.int32), jnp.zeros((2,), bool), jnp.ones((2,), jnp.int32))
+    keys = jax.vmap(jax.random.key)(jnp.arange(2))
+    lowered = decode_block.lower(method, LONG, params, cache, progress, keys, jnp.int32(BLOCK), bases=bases)
+    compiled = lowered.compile()
+    return lambda cache, progress: compiled(params, cache, progress, keys, jnp.int32(BLOCK), bases=bases), compiled, (
+        cache, progress)
+
+
+@every_method
+def test_one_program_decodes_in_place(name):
+    """One executable for 112 tokens with their refreshes; the whole cache is donated, nothing grows with the capacity."""
+    method = small_configuration(REGISTRY[name])
+    _, large, (large_cache, _) = compiled_block(method, 4096)
+    call, small, (cache, progress) = compiled_block(method, 1024)
+    tokens, held = [progress.token[:, None]], []
+    for compiled, value in ((small, cache), (large, large_cache)):
+        held.append(sum(x.nbytes for x in jax.tree.leaves(value)))
+        assert compiled.memory_analysis().alias_size_in_bytes >= held[-1]
+    more = large.memory_analysis().temp_size_in_bytes - small.memory_analysis().temp_size_in_bytes
+    assert more <= 0.02 * (held[1] - held[0]) + 1024, f"{more} bytes of {held[1] - held[0]}"
+
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), cache)
+    start = cache
+    for _ in range(7):
+        cache, progress, out = call(cache, progress)
+        tokens.append(out)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), cache) == shapes
+    assert all(x.is_deleted() for x in jax.tree.leaves(start))
+    # the same tokens as layer by layer: jit equals eager
+    sequence = jnp.concatenate(tokens, axis=1)[:, : 2 * BLOCK + 1]
+    text = jnp.concatenate([prompts(length=48), sequence[:, :-1]], axis=1)
+    _, logits = run(method, LONG, text, 48, capacity=1024)
+    np.testing.assert_array_equal(logits.argmax(-1), sequence)
+
+
+@every_method
+def test_jitted_prefill_equals_layer_by_layer(name):
+    method = small_configuration(REGISTRY[name])
+    bases, tokens, lengths = bases_for(method, WINDOWED), prompts(length=48), jnp.array([48, 20], jnp.int32)
+
+    def whole(params, bases, tokens, lengths):
+        return prefill(method, WINDOWED, params, tokens, lengths, bases=bases, capacity=64, dtype=jnp.float32)
+
+    inputs = model(WINDOWED).params, bases, tokens, lengths
+    cache, logits = jax.jit(whole)(*inputs)
+    eager_cache, eager_logits = whole(*inputs)
+    np.testing.assert_allclose(logits, eager_logits, atol=1e-5)
+    assert jax.tree.structure(cache) == jax.tree.structure(eager_cache)
+    step = functools.partial(extend, method, WINDOWED, model(WINDOWED).params, tokens=tokens[:, :1], bases=bases)
+    np.testing.assert_allclose(step(cache)[1], step(eager_cache)[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("spec", ["streamingllm:budget=16,keep=none", "static-pca-h:rank=0.25,sinks=4,recent=4"])
+def test_prefill_holds_the_exact_keys_and_values_of_one_group(spec):
+    """Temporary memory of a jitted prefill does not grow with the number of layers."""
+    method, temporary = parse_method(spec), {}
+    for layers in (3, 9):
+        config = dataclasses.replace(PLAIN, num_layers=layers, windows=(None,) * layers)
+        bases = bases_for(method, config)
+        shapes = jax.eval_shape(lambda config=config: model(config).params)
+
+        def whole(params, tokens, bases, config=config):
+            return prefill(method, config, params, tokens, bases=bases, dtype=jnp.float32)
+
+        compiled = jax.jit(whole).lower(shapes, jax.ShapeDtypeStruct((4, 256), jnp.int32), bases).compile()
+        temporary[layers] = compiled.memory_analysis().temp_size_in_bytes
+    layer = 4 * 256 * 2 * PLAIN.kv_heads * PLAIN.head_dim * 4
+    assert temporary[9] - temporary[3] < 0.5 * layer

@@ -1,0 +1,164 @@
+"""Prompts in, tokens out: against a loop that prefills everything anew for every token."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import PLAIN, Model, bases_for, model, prompts, small_configuration
+
+from lowrank_kv_jax.forward import DEFAULT_BLOCK, prefill
+from lowrank_kv_jax.generate import decode, decode_block, generate
+from lowrank_kv_jax.methods import REGISTRY
+
+FULL = REGISTRY["full"]()
+ROWS = [prompts(1, n, seed=n)[0].tolist() for n in (37, 5)]
+NEW = 40
+gen = functools.partial(generate, dtype=jnp.float32, block=8)
+
+
+def with_eos(*eos):
+    return Model(dataclasses.replace(PLAIN, eos_ids=eos), model().params)
+
+
+@functools.cache
+def greedy():
+    """NEW tokens of each row from exact logits of the whole sequence so far."""
+    rows = [list(row) for row in ROWS]
+    for _ in range(NEW):
+        padded = jnp.asarray([row + [0] * (96 - len(row)) for row in rows], jnp.int32)
+        lengths = jnp.asarray([len(row) for row in rows], jnp.int32)
+        _, logits = prefill(FULL, PLAIN, model().params, padded, lengths, dtype=jnp.float32)
+        for row, token in zip(rows, logits.argmax(-1).tolist(), strict=True):
+            row.append(token)
+    return [row[len(prompt):] for row, prompt in zip(rows, ROWS, strict=True)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 9, NEW])
+def test_greedy_is_the_argmax_loop(count):
+    out = gen(model(), FULL, ROWS, max_new_tokens=count, capacity=128)
+    assert out.tokens == [row[:count] for row in greedy()]
+    assert out.last.tolist() == [row[-1] for row in out.tokens] and out.texts is None
+    assert out.cache.length.tolist() == [len(row) + count - 1 for row in ROWS]
+
+
+def test_tokens_stream_in_blocks():
+    pieces = []
+    out = gen(model(), FULL, ROWS, max_new_tokens=20, capacity=128, on_tokens=pieces.append)
+    assert [piece.shape[1] for piece in pieces] == [1, 8, 8, 3]
+    assert np.concatenate(pieces, axis=1).tolist() == out.tokens
+
+
+def test_rows_end_at_eos_and_keep_their_cache():
+    first, second = greedy()
+    stop = next(t for i, t in enumerate(first) if i >= 3 and t not in first[:i] and t not in second)
+    at, pieces = first.index(stop), []
+    out = gen(with_eos(stop), FULL, ROWS, max_new_tokens=NEW, capacity=128, on_tokens=pieces.append)
+    assert out.tokens == [first[:at], second]
+    streamed = np.concatenate(pieces, axis=1)[0]
+    assert streamed[: at + 1].tolist() == first[: at + 1] and (streamed[at + 1 :] == -1).all()
+    assert out.cache.length.tolist() == [len(ROWS[0]) + at, len(ROWS[1]) + NEW - 1]
+    assert out.last.tolist() == [stop, second[-1]]
+    assert gen(with_eos(stop), FULL, ROWS, max_new_tokens=NEW, capacity=128, stop_at_eos=False).tokens == greedy()
+
+
+def test_generation_ends_when_every_row_has():
+    first = greedy()[0]
+    pieces = []
+    out = gen(with_eos(first[2]), FULL, ROWS[:1], max_new_tokens=NEW, capacity=128, on_tokens=pieces.append)
+    assert out.tokens == [first[: first.index(first[2])]]
+    assert sum(piece.shape[1] for piece in pieces) <= 9
+    assert gen(with_eos(first[0]), FULL, ROWS[:1], max_new_tokens=NEW, capacity=128).tokens == [[]]
+
+
+def test_another_turn_equals_a_fresh_prompt_of_everything():
+    first = greedy()[0]
+    stop = first[4]
+    chat = with_eos(stop)
+    before = gen(chat, FULL, ROWS, max_new_tokens=12, capacity=128)
+    turns = [[1, 2, 3], list(range(20))]
+    said = [[last, *turn] for last, turn in zip(before.last.tolist(), turns, strict=True)]
+    after = gen(chat, FULL, said, max_new_tokens=10, cache=before.cache)
+    whole = [
+        [*prompt, *tokens, *([] if tokens and tokens[-1] == last else [last]), *turn]
+        for prompt, tokens, last, turn in zip(ROWS, before.tokens, before.last.tolist(), turns, strict=True)
+    ]
+    assert after.tokens == gen(chat, FULL, whole, max_new_tokens=10, capacity=128).tokens
+    # the conversation was kept, not consumed
+    assert gen(chat, FULL, said, max_new_tokens=10, cache=before.cache).tokens == after.tokens
+
+
+def test_seeds_belong_to_rows_not_to_the_batch():
+    sampled = functools.partial(gen, model(), FULL, max_new_tokens=24, temperature=1.0, top_k=40, capacity=128)
+    together = sampled(ROWS, seeds=[5, 6]).tokens
+    assert sampled(ROWS[::-1], seeds=[6, 5]).tokens == together[::-1]
+    assert sampled(ROWS[1:], seeds=6).tokens == together[1:]
+    assert sampled(ROWS, seeds=[5, 7]).tokens[0] == together[0]
+    assert sampled(ROWS, seeds=[5, 7]).tokens[1] != together[1]
+    assert together != greedy()
+
+
+@pytest.mark.parametrize("name", ["full", "streamingllm", "ojakv"])
+def test_a_thousand_tokens_compile_once(name):
+    config = dataclasses.replace(PLAIN, num_layers=2, windows=(None, None), context=2048)
+    method = small_configuration(REGISTRY[name])
+    bases, tokens = bases_for(method, config), prompts(length=50)
+    cache, logits = prefill(method, config, model(config).params, tokens, bases=bases, capacity=1051)
+    expected = jax.tree.map(lambda x: (x.shape, x.dtype), cache)
+    programs, drawn = decode_block._cache_size(), 0
+    for new, cache, _ in decode(method, config, model(config).params, cache, logits, 1000, bases=bases):
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), cache) == expected
+        assert ((new >= 0) & (new < config.vocab_size)).all()
+        drawn += new.shape[1]
+    assert drawn == 1000 and cache.length.tolist() == [1049, 1049]
+    assert decode_block._cache_size() == programs + 1
+
+
+def test_default_capacity_holds_prompt_and_new_tokens():
+    out = generate(model(), FULL, ROWS, max_new_tokens=3)
+    layout = out.cache.layout
+    assert (layout.prompt, layout.capacity, layout.block, layout.dtype) == (64, 67, DEFAULT_BLOCK, "bfloat16")
+
+
+@pytest.mark.parametrize("rows, options, message", [
+    ([], {}, "prompts is empty"),
+    ([[]], {}, r"prompts\[0\] is empty"),
+    ([[1], []], {}, r"prompts\[1\] is empty"),
+    ([[1], [3, 64]], {}, r"prompts\[1\] holds id 64: ids lie in 0..63"),
+    ([[-1]], {}, r"holds id -1"),
+    ("text", {}, "no tokenizer"),
+    ([[1]], {"max_new_tokens": 0}, "max_new_tokens=0"),
+    ([[1] * 600], {}, r"prompts\[0\] has 600 tokens"),
+    ([[1], [1] * 500], {"max_new_tokens": 20}, r"prompts\[1\] has 500 tokens: .* leaves 492"),
+    ([[1]], {"max_new_tokens": 600}, "tokens"),
+    ([[1]], {"capacity": 40}, "capacity=40"),
+    ([[1]], {"capacity": 600}, "the model's context is 512"),
+    ([[1]], {"max_new_tokens": 30, "capacity": 80}, "max_new_tokens=30: the cache has room for 17"),
+    ([[1]], {"temperature": -1.0}, "temperature=-1.0"),
+    ([[1]], {"block": 0}, "block=0"),
+])
+def test_bad_input_is_refused_by_name(rows, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model(), FULL, rows, **{"max_new_tokens": 4} | options)
+
+
+@pytest.mark.parametrize("lengths, message", [
+    ([0, 5], r"lengths\[0\]=0"), ([5, 9], r"lengths\[1\]=9: every row needs 1..8"), ([5], "one for each of the 2 rows"),
+])
+def test_prefill_refuses_lengths_that_do_not_fit(lengths, message):
+    with pytest.raises(ValueError, match=message):
+        prefill(FULL, PLAIN, model().params, prompts(length=8), jnp.asarray(lengths, jnp.int32))
+    with pytest.raises(ValueError, match="non-empty integers"):
+        prefill(FULL, PLAIN, model().params, jnp.zeros((2, 0), jnp.int32))
+    with pytest.raises(TypeError, match="int8"):
+        prefill(FULL, PLAIN, model().params, prompts(length=8), dtype=jnp.int8)
+
+
+def test_a_turn_that_does_not_fit_is_refused():
+    cache = gen(model(), FULL, ROWS, max_new_tokens=4, capacity=80).cache
+    with pytest.raises(ValueError, match="row 1 would outgrow the cache by 2 tokens"):
+        gen(model(), FULL, [[1], [1] * 15], cache=cache, max_new_tokens=1)
+    with pytest.raises(ValueError, match="expected 2 rows"):
+        gen(model(), FULL, [[1]], cache=cache, max_new_tokens=1)
