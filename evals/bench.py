@@ -30,8 +30,8 @@ class Speed:
 
 def bench_decode(
     model: Any, methods: Mapping[str, KVMethod], lengths: Sequence[int], *, steps: int = 2 * DEFAULT_BLOCK,
-    rounds: int = 3, cache_dtype: str = "float32", corpus: str = "pydoc", seed: int = 0, torch_model: Any = None,
-    on_round: Callable[[int], None] = lambda length: None,
+    rounds: int = 3, cache_dtype: str = "float32", corpus: str = "pydoc", seed: int = 0,
+    torch_model: Any = None, on_round: Callable[[int], None] = lambda length: None,
 ) -> list[Speed]:
     """Time prefill and decode of every contender on one prompt a length, alternating.
 
@@ -43,7 +43,8 @@ def bench_decode(
         on_round: called after each contender's turn, the warm-up included.
 
     Raises:
-        ValueError: a length that with the new tokens exceeds the model's context, or that the corpus cannot fill.
+        ValueError: a length that with the new tokens exceeds the model's context, or that the corpus cannot
+            fill.
     """
     too_long = [n for n in lengths if n + steps > model.config.context]
     if too_long:
@@ -64,7 +65,8 @@ def bench_decode(
             contenders[PEER] = TransformersContender(torch_model, tokens, steps)
         timings = alternate(contenders, steps, rounds, on_round=lambda n=length: on_round(n))
         for name, timing in timings.items():
-            size = _size(model, methods[name], bases.get(name), length, steps, cache_dtype) if name in methods else None
+            ours = methods.get(name)
+            size = ours and _size(model, ours, bases.get(name), length, steps, cache_dtype)
             speeds.append(Speed(name, length, timing, size))
     return speeds
 
@@ -96,6 +98,7 @@ def records(model: Any, speeds: Sequence[Speed], *, seed: int, cache_dtype: str)
             "bench decode", model=model.name, method=speed.name, task="decode", length=speed.length,
             samples=len(speed.timing.first), seed=seed, ttft_s=speed.timing.ttft_s,
             decode_tokens_per_s=speed.timing.decode_tokens_per_s, cache_dtype=cache_dtype,
-            rounds={"first_s": speed.timing.first, "decode_s": speed.timing.decode, "steps": speed.timing.steps}, **sizes,
+            rounds={"first_s": speed.timing.first, "decode_s": speed.timing.decode},
+            steps=speed.timing.steps, **sizes,
         ))
     return out

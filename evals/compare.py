@@ -1,7 +1,7 @@
 """The main table: what each method keeps (a needle, perplexity) and what it costs (bytes, time).
 
-The context is compressed before the question is seen. One exact prefill of a context serves all methods, and the caches of
-all samples of a length have one shape, so that nothing is compiled twice.
+The context is compressed before the question is seen. One exact prefill of a context serves all methods, and
+the caches of all samples of a length have one shape, so that nothing is compiled twice.
 """
 
 import dataclasses
@@ -44,8 +44,8 @@ class Settings:
     """What `compare` measures.
 
     Attributes:
-        lengths: of the needle samples, in tokens; perplexity compresses a prefix of the shortest, times are taken at
-            the longest.
+        lengths: of the needle samples, in tokens; perplexity compresses a prefix of the shortest, times are
+            taken at the longest.
         samples: needles at each length.
         seed: of needles and text windows.
         calibrate, text: corpora (see `load_corpus`) to fit bases to and to measure perplexity on.
@@ -55,8 +55,8 @@ class Settings:
         rows: samples that share a batch.
         rounds, steps: timed rounds, and decode steps in each.
         dtype: of the caches whose quality and bytes are measured.
-        timed_dtype: of the caches that are timed; None: float32 on a CPU, which has no fast bfloat16 products, else
-            `dtype`.
+        timed_dtype: of the caches that are timed; None: float32 on a CPU, which has no fast bfloat16
+            products, else `dtype`.
     """
 
     lengths: tuple[int, ...] = (1024, 2048)
@@ -75,7 +75,8 @@ class Settings:
     timed_dtype: str | None = None
 
     def __post_init__(self):
-        for field in ("samples", "calibration_windows", "windows", "scored", "new_tokens", "rows", "rounds", "steps"):
+        positive = ("samples", "calibration_windows", "windows", "scored", "new_tokens", "rows", "rounds", "steps")
+        for field in positive:
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)}: must be at least 1")
         if not self.lengths or min(self.lengths) <= self.steps or len(set(self.lengths)) < len(self.lengths):
@@ -107,7 +108,8 @@ class Result:
 
 
 def parse_methods(specs: Sequence[str] | None) -> dict[str, KVMethod]:
-    """Methods by spec, in the order given; None is the shortlist, `all` every registered method with its defaults.
+    """Methods by spec, in the order given; None is the shortlist, `all` every registered method with its
+    defaults.
 
     Raises:
         ValueError: an unknown or malformed spec (see `parse_method`), or one that is given twice.
@@ -120,7 +122,8 @@ def parse_methods(specs: Sequence[str] | None) -> dict[str, KVMethod]:
 
 
 def compare(
-    model: Any, methods: Mapping[str, KVMethod], settings: Settings = Settings(), on_step: Step = lambda name, work: None
+    model: Any, methods: Mapping[str, KVMethod], settings: Settings = Settings(),
+    on_step: Step = lambda name, done: None,
 ) -> list[Result]:
     """Measure every method on one model.
 
@@ -130,8 +133,8 @@ def compare(
         on_step: for a progress bar; the shares add up to `work(methods, settings)`.
 
     Raises:
-        ValueError: lengths beyond the model's context or too short for a needle, a method that does not suit the model, a
-            corpus that is too short.
+        ValueError: lengths beyond the model's context or too short for a needle, a method that does not suit
+            the model, a corpus that is too short.
     """
     _check(model, methods, settings)
     bases = _bases(model, methods, settings, on_step)
@@ -146,7 +149,7 @@ def compare(
 
 
 def work(methods: Mapping[str, KVMethod], settings: Settings) -> float:
-    """The sum of all shares that `compare` reports, in thousands of prefilled tokens or what takes as long."""
+    """The sum of the shares that `compare` reports: thousands of prefilled tokens, or what takes as long."""
     calls: list[float] = []
     if any(method.calibrated for method in methods.values()):
         calls.append(_calibration_work(settings))
@@ -155,11 +158,12 @@ def work(methods: Mapping[str, KVMethod], settings: Settings) -> float:
         calls.append(batches * (_prefill_work(settings.rows, length) + len(methods) * _ANSWER_WORK))
     calls.append(_prefill_work(settings.windows, min(settings.lengths)) + len(methods) * _SCORE_WORK)
     longest = max(settings.lengths)
-    calls.append(_prefill_work(1, longest) + len(methods) * (_COMPILE_WORK + settings.rounds * _round_work(longest)))
+    timed = _COMPILE_WORK + settings.rounds * _round_work(longest)
+    calls.append(_prefill_work(1, longest) + len(methods) * timed)
     return sum(calls)
 
 
-# ---- shares of the work, by measurement on two cores; only the progress bar depends on them ------------------------------
+# ---- shares of the work, by measurement on two cores; only the progress bar depends on them ----------------
 
 _ANSWER_WORK, _SCORE_WORK, _COMPILE_WORK = 2.0, 2.5, 5.0
 
@@ -176,7 +180,7 @@ def _round_work(length: int) -> float:
     return _prefill_work(1, length) + 0.5
 
 
-# ---- the parts -----------------------------------------------------------------------------------------------------------
+# ---- the parts ---------------------------------------------------------------------------------------------
 
 
 def _check(model: Any, methods: Mapping[str, KVMethod], settings: Settings) -> None:
@@ -204,7 +208,9 @@ def _bases(model, methods, settings, on_step) -> dict[str, Any]:
     return {spec: fit_bases(model, method, moments, settings.dtype) for spec, method in calibrated.items()}
 
 
-def _needles(model, results: dict[str, Result], bases, settings: Settings, length: int, on_step: Step) -> None:
+def _needles(
+    model, results: dict[str, Result], bases, settings: Settings, length: int, on_step: Step
+) -> None:
     samples = make_needles(model.tokenizer, length, settings.samples, settings.seed)
     rows = min(settings.rows, len(samples))
     contexts, questions = zip(*(sample.tokens(model.tokenizer) for sample in samples), strict=True)
@@ -218,27 +224,27 @@ def _needles(model, results: dict[str, Result], bases, settings: Settings, lengt
         tokens, lengths = pad_rows([contexts[i] for i in chosen], width)
         methods = {spec: result.method for spec, result in results.items()}
         caches, _ = prefill_many(
-            methods, model.config, model.params, tokens, lengths, bases=bases, capacity=capacity, dtype=settings.dtype
+            methods, model.config, model.params, tokens, lengths, bases=bases, capacity=capacity,
+            dtype=settings.dtype,
         )
         on_step(f"needle {length}", _prefill_work(settings.rows, length))
         for spec, result in results.items():
             cache = caches.pop(spec)
             result.size.setdefault(length, size_of(cache, bases.get(spec)))
-            batch = [samples[i] for i in chosen]
-            got = _answer_batch(model, result.method, cache, batch, [questions[i] for i in chosen], bases.get(spec),
-                                settings.new_tokens)
+            texts = answer(
+                result.method, model, cache, [questions[i] for i in chosen], settings.new_tokens,
+                bases=bases.get(spec), enough=_right([samples[i] for i in chosen]),
+            )
+            got = [substring_score(text, samples[i].outputs) for i, text in zip(chosen, texts, strict=True)]
             scores[spec] += got[: len(samples) - begin]
             on_step(f"needle {length} {spec}", _ANSWER_WORK)
     for spec, result in results.items():
         result.needle[length] = 100 * float(np.mean(scores[spec]))
 
 
-def _answer_batch(model, method, cache, samples: list[Sample], questions, bases, new_tokens: int) -> list[float]:
-    def right(row, text):
-        return substring_score(text, samples[row].outputs) == 1
-
-    texts = answer(method, model, cache, questions, new_tokens, bases=bases, enough=right)
-    return [substring_score(text, sample.outputs) for text, sample in zip(texts, samples, strict=True)]
+def _right(samples: Sequence[Sample]) -> Callable[[int, str], bool]:
+    """Whether a row's answer holds all references already: more tokens cannot change its score."""
+    return lambda row, text: substring_score(text, samples[row].outputs) == 1
 
 
 def _perplexities(model, results: dict[str, Result], bases, settings: Settings, on_step: Step) -> None:
@@ -285,7 +291,7 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-# ---- records -------------------------------------------------------------------------------------------------------------
+# ---- records -----------------------------------------------------------------------------------------------
 
 
 def records(model: Any, results: Sequence[Result], settings: Settings) -> list[dict[str, Any]]:

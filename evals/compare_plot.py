@@ -9,7 +9,7 @@ MARKERS = "osD^vP*Xh<>p8d"
 
 
 def plot_results(results: Sequence[Result], path: str | os.PathLike, title: str) -> None:
-    """Draw needle retrieval at each length, and perplexity, against bytes a token; the file's suffix is the format."""
+    """Draw needle retrieval at each length, and perplexity, against bytes a token, to a file of any format."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -14,34 +14,38 @@ NEW_TOKENS = 128
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic numbers for {key} is: {value}."
 INSTRUCTION = (
-    "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the "
-    "number afterwards."
+    "A special magic number is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the number afterwards."
 )
 QUESTION = "What is the special magic number for {key} mentioned in the provided text?"
 ANSWER_PREFIX = " The special magic number for {key} mentioned in the provided text is"
 
 ADJECTIVES = (
-    "amber ancient awake bitter bold brave brief bright brisk broad calm careful cheerful clever cloudy cold crisp "
-    "curious damp dark deep eager early empty fair famous fancy fierce gentle giant glad golden grand hollow honest "
-    "humble icy jolly keen kind large late lively lonely loud lucky mellow mild narrow neat noble odd pale patient "
-    "plain polite proud quick quiet rapid rare ripe rough round royal rusty salty sharp shiny silent simple sleepy "
-    "smooth soft solid spare steady steep strange sturdy sweet swift tall tender tidy tiny vast warm wild wise young"
+    "amber ancient awake bitter bold brave brief bright brisk broad calm careful cheerful clever cloudy "
+    "cold crisp  curious damp dark deep eager early empty fair famous fancy fierce gentle giant glad "
+    "golden grand hollow honest  humble icy jolly keen kind large late lively lonely loud lucky mellow "
+    "mild narrow neat noble odd pale patient  plain polite proud quick quiet rapid rare ripe rough round "
+    "royal rusty salty sharp shiny silent simple sleepy  smooth soft solid spare steady steep strange "
+    "sturdy sweet swift tall tender tidy tiny vast warm wild wise young "
 ).split()
 NOUNS = (
-    "acorn anchor anvil apple arrow badge bakery barrel basket beacon bell blanket bottle bridge bucket button cabin "
-    "candle canoe carpet castle cellar chapel cherry circle clock cloud coast collar copper corner cottage cradle "
-    "cricket crown dancer desert diamond drawer eagle engine fabric falcon feather ferry fiddle forest fountain garden "
-    "glacier guitar hammer harbor harvest helmet island jacket kettle kitten ladder lantern lemon library lizard magnet "
-    "market meadow mirror mountain museum needle orchard paddle parrot pebble pencil pepper pillow planet pocket puzzle "
-    "rabbit ribbon river saddle sailor shelter silver spider station stream sunset temple thunder ticket tunnel valley "
-    "village violin wagon walnut whistle window winter"
+    "acorn anchor anvil apple arrow badge bakery barrel basket beacon bell blanket bottle bridge bucket "
+    "button cabin  candle canoe carpet castle cellar chapel cherry circle clock cloud coast collar copper "
+    "corner cottage cradle  cricket crown dancer desert diamond drawer eagle engine fabric falcon feather "
+    "ferry fiddle forest fountain garden  glacier guitar hammer harbor harvest helmet island jacket "
+    "kettle kitten ladder lantern lemon library lizard magnet  market meadow mirror mountain museum "
+    "needle orchard paddle parrot pebble pencil pepper pillow planet pocket puzzle  rabbit ribbon river "
+    "saddle sailor shelter silver spider station stream sunset temple thunder ticket tunnel valley "
+    "village violin wagon walnut whistle window winter "
 ).split()
 
 
 def make_needle(
-    tokenizer: Any, length: int, seed: int = 0, index: int = 0, depth: float | None = None, reserve: int = NEW_TOKENS
+    tokenizer: Any, length: int, seed: int = 0, index: int = 0, depth: float | None = None,
+    reserve: int = NEW_TOKENS,
 ) -> Sample:
-    """The sample `index` of a seed, as long as fits: context, question, answer prefix and `reserve` tokens <= length.
+    """The sample `index` of a seed, as long as fits: context, question, answer prefix and `reserve` tokens <=
+    length.
 
     Args:
         tokenizer: as of `LoadedModel.tokenizer`.
@@ -73,7 +77,9 @@ def make_needle(
     return _longest(sample, length)
 
 
-def make_needles(tokenizer: Any, length: int, samples: int, seed: int = 0, reserve: int = NEW_TOKENS) -> list[Sample]:
+def make_needles(
+    tokenizer: Any, length: int, samples: int, seed: int = 0, reserve: int = NEW_TOKENS
+) -> list[Sample]:
     """The first samples of a seed, needles at random depths.
 
     Raises:
@@ -88,7 +94,8 @@ def _longest(sample: Callable[[int], Sample], length: int) -> Sample:
     """Binary search for the most sentences whose sample is no longer than `length`."""
     best = sample(1)
     if best.length > length:
-        raise ValueError(f"length={length}: the shortest {TASK} sample takes {best.length} tokens, the answer included")
+        raise ValueError(f"length={length}: the shortest {TASK} sample takes {best.length} tokens, its answer "
+                         "included")
     low, high = 1, 2
     while (longer := sample(high)).length <= length:
         best, low, high = longer, high, 2 * high

@@ -37,7 +37,8 @@ def score_through_cache(
 ) -> Perplexity:
     """Score a continuation of what a cache holds, all of its tokens.
 
-    Each block of `layout.block` tokens is appended, attends through the cache, and is folded into it by `refresh`.
+    Each block of `layout.block` tokens is appended, attends through the cache, and is folded into it by
+    `refresh`.
 
     Args:
         cache: consumed; `fork` it first to keep it.
@@ -55,8 +56,8 @@ def score_through_cache(
         inputs[:, :here] = tokens[:, begin : begin + here]
         targets[:, :here] = tokens[:, begin + 1 : begin + 1 + here]
         cache, logits = extend(
-            method, model.config, model.params, cache, jnp.asarray(inputs), jnp.full((batch,), here, jnp.int32),
-            bases=bases, all_logits=True,
+            method, model.config, model.params, cache, jnp.asarray(inputs),
+            jnp.full((batch,), here, jnp.int32), bases=bases, all_logits=True,
         )
         parts.append(token_nll(logits, jnp.asarray(targets))[:, :here])
         cache = refresh(method, cache, bases=bases)
@@ -64,17 +65,18 @@ def score_through_cache(
 
 
 def perplexity(
-    model: Any, method: KVMethod, tokens: np.ndarray, prefix: int, *, bases: Any = None, block: int = DEFAULT_BLOCK,
-    dtype: Any = None,
+    model: Any, method: KVMethod, tokens: np.ndarray, prefix: int, *, bases: Any = None,
+    block: int = DEFAULT_BLOCK, dtype: Any = None,
 ) -> Perplexity:
-    """Prefill and compress the first `prefix` tokens of each row `[B, S]`, and score the rest through the cache.
+    """Prefill and compress the first `prefix` tokens of each row `[B, S]`, and score the rest through the
+    cache.
 
     Raises:
         ValueError: a prefix that leaves nothing to compress or nothing to score; see also `prefill`.
     """
     tokens = np.asarray(tokens, np.int32)
     if tokens.ndim != 2 or not 1 <= prefix < tokens.shape[1]:
-        raise ValueError(f"prefix={prefix}: must lie in 1..{tokens.shape[-1] - 1} for tokens of shape {tokens.shape}")
+        raise ValueError(f"prefix={prefix}: must lie in 1..{tokens.shape[-1] - 1} for tokens {tokens.shape}")
     cache, logits = prefill(
         method, model.config, model.params, jnp.asarray(tokens[:, :prefix]), bases=bases,
         capacity=tokens.shape[1], block=block, dtype=dtype,

@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.cache import Cache, bases_of_group
-from lowrank_kv_jax.forward import DEFAULT_BLOCK, compress_group, embed_tokens, last_logits, layer_prefill, make_layout
+from lowrank_kv_jax.forward import (
+    DEFAULT_BLOCK,
+    compress_group,
+    embed_tokens,
+    last_logits,
+    layer_prefill,
+    make_layout,
+)
 from lowrank_kv_jax.method import KVMethod, Layout
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.sharding import replicate, shard_rows
@@ -16,8 +23,8 @@ from lowrank_kv_jax.sharding import replicate, shard_rows
 
 def prefill_many(
     methods: Mapping[str, KVMethod], config: ModelConfig, params: Any, tokens: jax.Array,
-    lengths: jax.Array | None = None, *, bases: Mapping[str, Any], capacity: int | None = None, block: int = DEFAULT_BLOCK, dtype: Any = None,
-    mesh: jax.sharding.Mesh | None = None,
+    lengths: jax.Array | None = None, *, bases: Mapping[str, Any], capacity: int | None = None,
+    block: int = DEFAULT_BLOCK, dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[dict[str, Cache], jax.Array]:
     """What `prefill` returns, for several methods at the price of one prefill and their compressions.
 
@@ -30,7 +37,8 @@ def prefill_many(
         bases: of the calibrated methods, by the same names.
 
     Returns:
-        The caches by name, and float32 logits `[B, V]` at the last token of each row, which all methods share.
+        The caches by name, and float32 logits `[B, V]` at the last token of each row, which all methods
+        share.
     """
     layout = make_layout(config, *tokens.shape, capacity, block, dtype, mesh)
     lengths = jnp.full((tokens.shape[0],), tokens.shape[1], jnp.int32) if lengths is None else lengths

@@ -10,8 +10,8 @@ from typing import Any
 
 FIELDS = (
     "command", "model", "method", "task", "length", "samples", "seed", "protocol", "score", "cache_bytes",
-    "full_cache_bytes", "bytes_per_token", "bytes_by_kind", "ttft_s", "decode_tokens_per_s", "peak_bytes", "device",
-    "versions",
+    "full_cache_bytes", "bytes_per_token", "bytes_by_kind", "ttft_s", "decode_tokens_per_s", "peak_bytes",
+    "device", "versions",
 )
 """Every record has these; null where one does not apply. A task may add its own."""
 
@@ -28,8 +28,8 @@ def make_record(command: str, **values: Any) -> dict[str, Any]:
 def append_record(path: str | os.PathLike, record: dict[str, Any]) -> None:
     """Append a record to a file and wait until it is on the disk.
 
-    The line is written by one call, so that a run that is killed leaves at most one incomplete line, the last, which
-    `read_records` skips and the next append does not run into.
+    The line is written by one call, so that a run that is killed leaves at most one incomplete line, the
+    last, which `read_records` skips and the next append does not run into.
     """
     line = json.dumps(record, allow_nan=False, sort_keys=False) + "\n"
     path = Path(path).expanduser()

@@ -31,7 +31,8 @@ class Sample:
 
     def tokens(self, tokenizer: Any) -> tuple[list[int], list[int]]:
         """Ids of the context, special tokens in front as the tokenizer puts them, and of the question."""
-        return list(tokenizer.encode(self.context)), list(tokenizer.encode(self.question, add_special_tokens=False))
+        question = tokenizer.encode(self.question, add_special_tokens=False)
+        return list(tokenizer.encode(self.context)), list(question)
 
 
 def substring_score(answer: str, outputs: tuple[str, ...]) -> float:

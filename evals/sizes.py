@@ -47,11 +47,14 @@ def size_of(cache: Cache, bases: Any = None) -> Size:
     return Size(stored.total, stored.per_token, stored.full, stored.by_kind, nominal, max(0.0, 1 - exact))
 
 
-def nominal_smaller(method: KVMethod, spec: AttentionSpec, bases: Any = None, dtype: Any = None) -> float | None:
+def nominal_smaller(
+    method: KVMethod, spec: AttentionSpec, bases: Any = None, dtype: Any = None
+) -> float | None:
     """How many times smaller each further prompt token is than in a 16-bit full cache.
 
-    This is the ratio that papers print: exact windows, bases and buffers for new tokens, which do not grow with the
-    prompt, vanish in it. None where a method holds a fixed number of tokens, so that further ones cost nothing.
+    This is the ratio that papers print: exact windows, bases and buffers for new tokens, which do not grow
+    with the prompt, vanish in it. None where a method holds a fixed number of tokens, so that further ones
+    cost nothing.
     """
     dtype = jnp.dtype(jnp.bfloat16 if dtype is None else dtype).name
     sizes = []

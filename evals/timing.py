@@ -48,8 +48,8 @@ class CacheContender:
     """A method of this library: the prefill of `forward.prefill`, the decode loop of `generate`."""
 
     def __init__(
-        self, model: Any, method: KVMethod, bases: Any, tokens: np.ndarray, steps: int, *, block: int = DEFAULT_BLOCK,
-        dtype: Any = None,
+        self, model: Any, method: KVMethod, bases: Any, tokens: np.ndarray, steps: int, *,
+        block: int = DEFAULT_BLOCK, dtype: Any = None,
     ):
         self._model, self._method, self._bases = model, method, bases
         self._tokens, self._steps = jnp.asarray(tokens, jnp.int32), steps
@@ -58,7 +58,9 @@ class CacheContender:
     def round(self) -> tuple[float, float]:
         config, params = self._model.config, self._model.params
         begin = time.perf_counter()
-        cache, logits = prefill(self._method, config, params, self._tokens, bases=self._bases, **self._options)
+        cache, logits = prefill(
+            self._method, config, params, self._tokens, bases=self._bases, **self._options
+        )
         blocks = decode(self._method, config, params, cache, logits, 1 + self._steps, bases=self._bases)
         del cache, logits
         next(blocks)

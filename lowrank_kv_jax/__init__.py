@@ -44,11 +44,12 @@ _HOME = {
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
-    "AttentionSpec", "AttnPartial", "Cache", "CacheBytes", "Generation", "KVMethod", "Layout", "LoadedModel", "Place",
-    "Sampler", "Taps", "__version__", "cache_bytes", "calibrate", "collect_moments", "decode_block", "decode_step",
-    "extend", "fork", "full_cache_bytes", "generate", "ingest", "insert_rows", "load_bases", "load_cache",
-    "load_corpus", "load_model", "merge", "methods", "parse_method", "prefill", "refresh", "register", "save_bases",
-    "save_cache", "spell_method", "take_rows",
+    "AttentionSpec", "AttnPartial", "Cache", "CacheBytes", "Generation", "KVMethod", "Layout",
+    "LoadedModel", "Place", "Sampler", "Taps", "__version__", "cache_bytes", "calibrate",
+    "collect_moments", "decode_block", "decode_step", "extend", "fork", "full_cache_bytes", "generate",
+    "ingest", "insert_rows", "load_bases", "load_cache", "load_corpus", "load_model", "merge", "methods",
+    "parse_method", "prefill", "refresh", "register", "save_bases", "save_cache", "spell_method",
+    "take_rows",
 ]
 
 
@@ -79,8 +80,8 @@ def __dir__() -> list[str]:
 
 
 class _Package(types.ModuleType):
-    """`generate` and `calibrate` name a function here and the module it lives in: importing the module, which sets an
-    attribute of the package, must not put the module in the function's place."""
+    """`generate` and `calibrate` name a function here and the module it lives in: importing the module, which
+    sets an attribute of the package, must not put the module in the function's place."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in _MODULE_OF and isinstance(value, types.ModuleType)):

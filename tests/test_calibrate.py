@@ -171,7 +171,7 @@ def test_methods_that_do_not_suit_the_model_are_refused_before_anything_runs():
 
 
 def test_the_command_saves_what_load_bases_reads(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("lowrank_kv_jax.models.load.load_model", lambda source: model())
+    monkeypatch.setattr("lowrank_kv_jax.cli.options.load_from", lambda args: model())
     (tmp_path / "foxes.txt").write_text(TEXT)
     parser = argparse.ArgumentParser()
     cli.add_parser(parser.add_subparsers())

@@ -171,7 +171,7 @@ def test_spectra_fall_and_the_picture_is_drawn(tmp_path):
 
 def test_the_command_measures_prints_and_records(tmp_path, monkeypatch, capsys):
     tiny = LoadedModel("tiny", helpers.PLAIN, helpers.model().params, Characters(), "a" * 64)
-    monkeypatch.setattr("lowrank_kv_jax.models.load.load_model", lambda source: tiny)
+    monkeypatch.setattr("lowrank_kv_jax.cli.options.load_from", lambda args: tiny)
     for name in ("prose", "shifted"):
         (tmp_path / f"{name}.txt").write_text(f"some {name} text, " * 40)
     parser = argparse.ArgumentParser()

@@ -1,4 +1,4 @@
-"""transformers' own prefill and decode on torch, with the same weights: what our Full cache is timed against."""
+"""transformers' own prefill and decode on torch, with the same weights, timed beside ours."""
 
 import importlib.util
 import time
@@ -12,14 +12,15 @@ from lowrank_kv_jax.models.load import DEMO_MODEL, demo_model_path
 
 def require_torch() -> None:
     """Raise ValueError, with the remedy, unless torch and transformers can be imported."""
-    missing = [name for name in ("torch", "transformers", "accelerate") if importlib.util.find_spec(name) is None]
+    needed = ("torch", "transformers", "accelerate")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"the transformers peer needs {', '.join(missing)}: `uv sync --group parity`, or "
                          "`pip install torch accelerate` (the CPU build is enough)")
 
 
 class TransformersContender:
-    """A hand-written greedy loop over `AutoModelForCausalLM` with its default cache: no overhead of `generate`."""
+    """A hand-written greedy loop over `AutoModelForCausalLM` with its default cache, not `generate`."""
 
     def __init__(self, model: Any, tokens: np.ndarray, steps: int):
         import torch

@@ -1,4 +1,4 @@
-"""The command `lowrank-kv`. Each command is a module with `add_parser(subparsers)` and `run(args)`, imported on use."""
+"""The program `lowrank-kv`. A command is a module with `add_parser(subparsers)` and `run(args)`, imported on use."""
 
 import argparse
 import importlib
@@ -43,8 +43,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """The parser; only the command that is asked for is imported, so that help is there at once."""
     parser = argparse.ArgumentParser(
         prog="lowrank-kv", description="Compressed KV caches in JAX: compare, generate, calibrate, measure.",
-        epilog="A method is spelled name or name:field=value,field=value, e.g. ojakv:rank=0.5,rope=pre. Mistakes are "
-               "told in one line; LOWRANK_KV_TRACEBACK=1 shows where they arose.",
+        epilog="A method is spelled name or name:field=value,field=value, e.g. ojakv:rank=0.5,rope=pre. "
+               "Mistakes are told in one line; LOWRANK_KV_TRACEBACK=1 shows where they arose.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

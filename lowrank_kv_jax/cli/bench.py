@@ -14,14 +14,17 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     decode = kinds.add_parser("decode", help="prefill and decode of one row, contenders alternating, medians")
     add_model_options(decode)
     decode.add_argument("--methods", nargs="+", default=["full", "ojakv:rank=0.5"], metavar="SPEC")
-    decode.add_argument("--lengths", nargs="+", type=int, default=[2048], metavar="N", help="prompt tokens (2048)")
+    decode.add_argument("--lengths", nargs="+", type=int, default=[2048], metavar="N",
+                        help="prompt tokens (2048)")
     decode.add_argument("--steps", type=int, default=64, help="decode steps a round (%(default)s)")
-    decode.add_argument("--rounds", type=int, default=3, help="timed rounds, after one that compiles (%(default)s)")
+    decode.add_argument("--rounds", type=int, default=3,
+                        help="timed rounds, after one that compiles (%(default)s)")
     decode.add_argument("--cache-dtype", choices=("bfloat16", "float32"), default="float32",
-                        help="of every method's cache (%(default)s); ratios are against 16 bits in either case")
+                        help="of every method's cache (%(default)s); byte ratios are always against 16 bits")
     decode.add_argument("--corpus", default="pydoc", metavar="TEXT", help="the prompt's source (%(default)s)")
     decode.add_argument("--seed", type=int, default=0)
-    decode.add_argument("--peer", choices=("transformers",), help="time transformers on torch in the same rounds")
+    decode.add_argument("--peer", choices=("transformers",),
+                        help="time transformers on torch in the same rounds")
     decode.add_argument("--json", metavar="FILE", help="append one JSON object for each contender and length")
     decode.set_defaults(run=run)
     return parser
@@ -84,7 +87,8 @@ def print_table(model, speeds, args: argparse.Namespace) -> None:
     from lowrank_kv_jax.cli.options import device_line
 
     table = Table(title=f"{model.name}, one row", header_style="bold")
-    for head in ("length", "method", "TTFT, s", "x first", "decode, tok/s", "x first", "cache, MiB", "of 16-bit full"):
+    heads = ("length", "method", "TTFT, s", "x first", "decode, tok/s", "x first", "cache, MiB", "of 16-bit full")
+    for head in heads:
         table.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
     for speed in speeds:
         base = next(s.timing for s in speeds if s.length == speed.length)
@@ -92,11 +96,12 @@ def print_table(model, speeds, args: argparse.Namespace) -> None:
         sizes = ("", "") if size is None else (f"{size.total / 2**20:.1f}", f"{size.total / size.full:.2f}")
         table.add_row(
             str(speed.length), speed.name, f"{timing.ttft_s:.3f}", f"{timing.ttft_s / base.ttft_s:.2f}",
-            f"{timing.decode_tokens_per_s:.2f}", f"{timing.decode_tokens_per_s / base.decode_tokens_per_s:.2f}", *sizes,
+            f"{timing.decode_tokens_per_s:.2f}", f"{timing.decode_tokens_per_s / base.decode_tokens_per_s:.2f}",
+            *sizes,
         )
     console = Console()
     if not console.is_terminal or console.width < 100:
         console = Console(width=max(console.width, 110))
     console.print(table)
-    console.print(f"medians of {args.rounds} alternating rounds of {args.steps} steps; {args.cache_dtype} caches; "
-                  f"{device_line()}", highlight=False)
+    console.print(f"medians of {args.rounds} alternating rounds of {args.steps} steps; {args.cache_dtype} "
+                  f"caches; {device_line()}", highlight=False)

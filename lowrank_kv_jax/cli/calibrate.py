@@ -4,14 +4,15 @@ import argparse
 
 import numpy as np
 
+from lowrank_kv_jax.cli.options import add_model_options
+
 HELP = "fit the bases of a method to texts and save them"
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
     parser = subparsers.add_parser("calibrate", help=HELP, description=HELP)
-    parser.add_argument("--model", default="smollm2-135m",
-                        help="name, directory, .gguf file or hub id (%(default)s)")
+    add_model_options(parser)
     parser.add_argument("--method", required=True, help="e.g. ojakv:rank=0.5 (see `lowrank-kv methods`)")
     parser.add_argument("--corpus", nargs="+", default=None, metavar="TEXT",
                         help="text files, built-in names (pydoc, python) or hub datasets (organisation/name"
@@ -19,7 +20,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a window (%(default)s)")
     parser.add_argument("--windows", type=int, default=4, help="windows, evenly spaced (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="shifts the windows (%(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"),
+    parser.add_argument("--bases-dtype", default="bfloat16", choices=("bfloat16", "float32"),
                         help="of the bases (%(default)s)")
     parser.add_argument("--out", required=True, metavar="DIR", help="directory to save to")
     parser.set_defaults(run=run)
@@ -30,13 +31,13 @@ def run(args: argparse.Namespace) -> int:
     """Calibrate, save and say what was saved.
 
     Raises:
-        ValueError, FileNotFoundError: as `load_model`, `parse_method`, `load_corpus`, `calibrate`,
+        ValueError, FileNotFoundError: as `load_from`, `parse_method`, `load_corpus`, `calibrate`,
             `save_bases`.
     """
     import lowrank_kv_jax.methods  # noqa: F401 - fills the registry
+    from lowrank_kv_jax.cli.options import load_from
     from lowrank_kv_jax.calibrate import calibrate
     from lowrank_kv_jax.corpus import load_corpus
-    from lowrank_kv_jax.models.load import load_model
     from lowrank_kv_jax.parse import parse_method, spell_method
     from lowrank_kv_jax.saved_bases import save_bases
 
@@ -44,9 +45,9 @@ def run(args: argparse.Namespace) -> int:
     if not method.calibrated:
         raise ValueError(f"method {method.name!r} takes nothing from calibration: use it as it is")
     corpus = load_corpus(args.corpus)
-    model = load_model(args.model)
+    model = load_from(args)
     method.validate(model.config.attention)
-    bases = calibrate(model, method, corpus, args.length, args.windows, args.seed, args.dtype, progress=True)
+    bases = calibrate(model, method, corpus, args.length, args.windows, args.seed, args.bases_dtype, progress=True)
     settings = {"length": args.length, "windows": args.windows, "seed": args.seed}
     save_bases(args.out, bases, model, method, corpus, settings)
     print(f"{spell_method(method)} for {model.name}: {_ranks(bases)}")

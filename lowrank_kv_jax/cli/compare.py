@@ -12,8 +12,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
     parser = subparsers.add_parser(
         "compare", help=HELP,
-        description="For each method: retrieval of a needle and perplexity of text through a cache that was compressed "
-                    "before the question was seen, its bytes, and its speed.",
+        description="For each method: retrieval of a needle and perplexity of text through a cache that was "
+                    "compressed before the question was seen, its bytes, and its speed.",
     )
     add_model_options(parser)
     parser.add_argument("--methods", nargs="+", metavar="SPEC",
@@ -23,8 +23,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=int, default=10, help="needles at each length (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of needles and texts (%(default)s)")
     parser.add_argument("--calibrate", nargs="+", metavar="TEXT",
-                        help="what bases are fitted to: files, built-in names, hub datasets; by default the first half "
-                             "of Python's language reference")
+                        help="what bases are fitted to: files, built-in names, hub datasets; by default the "
+                             "first half of Python's language reference")
     parser.add_argument("--text", nargs="+", metavar="TEXT",
                         help="what perplexity is measured on; by default the second half")
     parser.add_argument("--cache-dtype", choices=("bfloat16", "float32"), default="bfloat16",
@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
 
     methods = parse_methods(args.methods)
     settings = Settings(
-        lengths=tuple(args.lengths), samples=args.samples, seed=args.seed, rounds=args.rounds, dtype=args.cache_dtype,
-        calibrate=corpus_of(args.calibrate, "pydoc:first"), text=corpus_of(args.text, "pydoc:second"),
+        lengths=tuple(args.lengths), samples=args.samples, seed=args.seed, rounds=args.rounds,
+        dtype=args.cache_dtype, calibrate=corpus_of(args.calibrate, "pydoc:first"), text=corpus_of(args.text, "pydoc:second"),
     )
     for path in filter(None, (args.json, args.plot)):
         check_writable(path)
@@ -74,7 +74,7 @@ def _progress():
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("elapsed, left"), TimeRemainingColumn(elapsed_when_finished=True),
+    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("elapsed, left"), TimeRemainingColumn(),
                TextColumn("{task.description}"))
     return Progress(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=120)
 
@@ -89,8 +89,9 @@ def print_table(model, results, settings) -> None:
     longest, lengths = max(settings.lengths), settings.lengths
     table = Table(title=f"{model.name}, context compressed before the question is seen", header_style="bold")
     table.add_column("method", no_wrap=True)
-    heads = [f"needle\n{n}, %" for n in lengths] + ["text\nppl", f"KiB/tok\n{longest}", f"MiB\n{longest}", "x smaller\nstored",
-             "x smaller\nnominal", f"TTFT\n{longest}, s", f"decode\n{longest}, tok/s"]
+    heads = [f"needle\n{n}, %" for n in lengths]
+    heads += ["text\nppl", f"KiB/tok\n{longest}", f"MiB\n{longest}", "x smaller\nstored", "x smaller\nnominal"]
+    heads += [f"TTFT\n{longest}, s", f"decode\n{longest}, tok/s"]
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     for result in results:
@@ -111,10 +112,10 @@ def print_table(model, results, settings) -> None:
 
 def _caption(settings, scored: int, device: str) -> str:
     return (
-        f"needle: {settings.samples} samples a length, greedy. text: perplexity of {scored} tokens scored in blocks "
-        f"through the cache of {min(settings.lengths)} tokens.\n"
-        f"KiB/tok, MiB, x smaller: every leaf of a {settings.dtype} cache, bases and free slots included, against a full "
-        "cache in 16 bits; nominal: of very long prompts.\n"
-        f"TTFT, decode: medians of {settings.rounds} alternating rounds, one row, {settings.cache_dtype_timed} caches for "
-        f"every method; {device}."
+        f"needle: {settings.samples} samples a length, greedy. text: perplexity of {scored} tokens, scored in "
+        f"blocks through the cache of {min(settings.lengths)} tokens.\n"
+        f"KiB/tok, MiB, x smaller: every leaf of a {settings.dtype} cache, bases and free slots included, "
+        "against a full cache in 16 bits; nominal: of very long prompts.\n"
+        f"TTFT, decode: medians of {settings.rounds} alternating rounds, one row, {settings.cache_dtype_timed} "
+        f"caches for every method; {device}."
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def enable_compilation_cache() -> None:
-    """Turn JAX's persistent compilation cache on, unless the user has set it up or its directory cannot be written."""
+    """Turn JAX's persistent compilation cache on, unless it is set up already or there is no place for it."""
     import jax
 
     if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:

@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from lowrank_kv_jax.cli.options import add_model_options
+
 HELP = "how compressible the cache is, and how bases follow a shift of the text"
 HELD_OUT = ("pydoc:first", ("pydoc:second", "python"))
 
@@ -11,8 +13,7 @@ HELD_OUT = ("pydoc:first", ("pydoc:second", "python"))
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
     parser = subparsers.add_parser("diagnose", help=HELP, description=HELP)
-    parser.add_argument("--model", default="smollm2-135m",
-                        help="name, directory, .gguf file or hub id (%(default)s)")
+    add_model_options(parser)
     parser.add_argument("--calibrate", nargs="+", default=None, metavar="TEXT",
                         help="what to fit bases to, as for `calibrate --corpus`; by default half of pydoc")
     parser.add_argument("--test", nargs="+", default=None, metavar="TEXT",
@@ -35,20 +36,21 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print.
 
     Raises:
-        ValueError, FileNotFoundError: as `load_model`, `load_corpus`, `token_windows` and the tables.
+        ValueError, FileNotFoundError: as `load_from`, `load_corpus`, `token_windows` and the tables.
     """
     import lowrank_kv_jax.methods  # noqa: F401 - fills the registry
+    from lowrank_kv_jax.cli.options import load_from
     from lowrank_kv_jax.calibrate import collect_moments
     from lowrank_kv_jax.corpus import load_corpus, token_windows
     from lowrank_kv_jax.evals import diagnostics
     from lowrank_kv_jax.evals.records import check_writable
-    from lowrank_kv_jax.models.load import load_model
 
     if args.json:
         check_writable(args.json)
     corpus = load_corpus(args.calibrate or HELD_OUT[0])
-    tests = dict(zip(_labels(args.test or HELD_OUT[1]), map(load_corpus, args.test or HELD_OUT[1]), strict=True))
-    model = load_model(args.model)
+    sources = args.test or HELD_OUT[1]
+    tests = dict(zip(_labels(sources), map(load_corpus, sources), strict=True))
+    model = load_from(args)
     length = min(args.length, model.config.context)
     windows = {name: token_windows(model.tokenizer, test.texts, length, args.test_windows, args.seed)
                for name, test in tests.items()}
@@ -94,14 +96,17 @@ def _print_tables(calibrated_on: str, compressibility, adaptation, spectra) -> N
         cells = [_number(row[column]) for row in rows for column in ("static", "oracle")]
         table.add_row(kind, f"{rows[0]['rank']}/{rows[0]['width']}", *cells)
     console.print(table)
-    table = Table(title="How bases follow the text: each method's bases after it prefilled the text")
-    for column in ("text", "side", "rank", "method", "RER", "oracle RER", "overlap with oracle", "cosine"):
-        words = column in ("text", "side", "method")
-        table.add_column(column, justify="left" if words else "right", overflow="fold" if words else "ellipsis")
-    for row in sorted(adaptation, key=lambda row: (texts.index(row["text"]), row["side"])):
-        table.add_row(row["text"], {"k": "keys", "v": "values"}[row["side"]], f"{row['rank']}/{row['width']}",
-                      row["method"], *(_number(row[m]) for m in ("rer", "oracle_rer", "overlap", "cosine")))
-    console.print(table)
+    for text in texts:
+        table = Table(title=f"How bases follow the text: those with which each method reads {text}")
+        table.add_column("")
+        table.add_column("method", overflow="fold", ratio=1)
+        for column in ("rank", "RER", "oracle's", "overlap", "cosine"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for row in sorted((row for row in adaptation if row["text"] == text), key=lambda row: row["side"]):
+            side, rank = {"k": "keys", "v": "values"}[row["side"]], f"{row['rank']}/{row['width']}"
+            numbers = (_number(row[metric]) for metric in ("rer", "oracle_rer", "overlap", "cosine"))
+            table.add_row(side, row["method"], rank, *numbers)
+        console.print(table)
     table = Table(title=f"Ranks that hold a share of the energy on {calibrated_on}: mean over heads, largest")
     table.add_column("tap")
     for energy in spectra[0]["ranks"]:

@@ -24,10 +24,12 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--bases", metavar="DIR", help="of `lowrank-kv calibrate`, for methods that need them")
+    parser.add_argument("--bases", metavar="DIR",
+                        help="of `lowrank-kv calibrate`, for methods that need them")
     parser.add_argument("--calibrate", nargs="+", metavar="TEXT",
-                        help="without --bases: what to fit them to now; by default Python's language reference")
-    parser.add_argument("--cache-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
+                        help="without --bases: what to fit them to; by default Python's language reference")
+    parser.add_argument("--cache-dtype", choices=("bfloat16", "float32"), default="bfloat16",
+                        help="(%(default)s)")
     parser.set_defaults(run=run)
     return parser
 
@@ -110,7 +112,8 @@ def _prompt(args: argparse.Namespace) -> str:
         try:
             text = Path(args.prompt_file).expanduser().read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise ValueError(f"{args.prompt_file}: is not UTF-8 text ({error.reason} at byte {error.start})") from error
+            reason = f"{error.reason} at byte {error.start}"
+            raise ValueError(f"{args.prompt_file}: is not UTF-8 text ({reason})") from error
     if not text:
         raise ValueError("the prompt is empty: give at least one token")
     return text
@@ -136,5 +139,6 @@ def _bases(args: argparse.Namespace, model, method):
     from lowrank_kv_jax.calibrate import calibrate
     from lowrank_kv_jax.corpus import load_corpus
 
-    print(f"[{args.method} needs bases: calibrating now; `lowrank-kv calibrate` does it once for all]", file=sys.stderr)
+    print(f"[{args.method} needs bases: calibrating now; `lowrank-kv calibrate` does it once for all]",
+          file=sys.stderr)
     return calibrate(model, method, load_corpus(args.calibrate), progress=True)

@@ -6,7 +6,8 @@ from typing import Any
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """`--model` and `--dtype`."""
-    parser.add_argument("--model", default="smollm2-135m", help="name, directory, .gguf file or hub id (%(default)s)")
+    parser.add_argument("--model", default="smollm2-135m",
+                        help="name, directory, .gguf file or hub id (%(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"),
                         help="of the weights; by default float32 on CPU and bfloat16 on accelerators")
 

@@ -1,0 +1,40 @@
+"""The full cache, step by step, against transformers' logits; and every other method at full rank against it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from goldens.tiny_models import CONFIGS, PREFILL
+from test_models import GOLDENS, smollm2, tiny_goldens, tiny_params  # noqa: F401
+
+from lowrank_kv_jax import models
+from lowrank_kv_jax.forward import decode_step, prefill, refresh
+from lowrank_kv_jax.generate import generate
+from lowrank_kv_jax.methods import Full
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_steps_through_the_cache_give_the_logits_of_transformers(family):
+    """Prefill to `PREFILL`, then one token at a time; for the scaled families beyond their original context."""
+    config, golden = models.ModelConfig.from_hf(CONFIGS[family]), tiny_goldens()
+    params, method = tiny_params(config), Full()
+    tokens, expected = jnp.asarray(golden[f"{family}/tokens"]), golden[f"{family}/logits"]
+    cache, logits = prefill(
+        method, config, params, tokens[:, :PREFILL], capacity=tokens.shape[1], block=8, dtype=jnp.float32
+    )
+    seen = [logits]
+    for position in range(PREFILL, tokens.shape[1]):
+        cache, logits = decode_step(method, config, params, cache, tokens[:, position])
+        seen.append(logits)
+        if int(cache.pending) == cache.layout.block:
+            cache = refresh(method, cache)
+    np.testing.assert_allclose(np.stack(seen, axis=1), expected[:, PREFILL - 1 :], atol=1e-4, rtol=0)
+
+
+def test_greedy_generation_of_smollm2_is_that_of_transformers(smollm2):  # noqa: F811
+    golden = np.load(GOLDENS / "smollm2.npz")
+    with jax.default_matmul_precision("highest"):
+        out = generate(
+            smollm2, Full(), [golden["tokens"].tolist()], max_new_tokens=64, dtype=jnp.float32, stop_at_eos=False
+        )
+    assert out.tokens[0] == golden["greedy"].tolist()
