@@ -75,8 +75,8 @@ class Settings:
     timed_dtype: str | None = None
 
     def __post_init__(self):
-        positive = ("samples", "calibration_windows", "windows", "scored", "new_tokens", "rows", "rounds", "steps")
-        for field in positive:
+        positive = ("samples", "calibration_windows", "windows", "scored", "new_tokens", "rows", "rounds")
+        for field in (*positive, "steps"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)}: must be at least 1")
         if not self.lengths or min(self.lengths) <= self.steps or len(set(self.lengths)) < len(self.lengths):

@@ -9,7 +9,7 @@ MARKERS = "osD^vP*Xh<>p8d"
 
 
 def plot_results(results: Sequence[Result], path: str | os.PathLike, title: str) -> None:
-    """Draw needle retrieval at each length, and perplexity, against bytes a token, to a file of any format."""
+    """Draw needle retrieval at each length, and perplexity, against bytes a token."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -45,5 +45,5 @@ def _scatter(axis, results: Sequence[Result], points: Sequence[tuple[float, floa
         marker = MARKERS[number % len(MARKERS)]
         axis.plot(x, y, marker, color=color, markersize=8, alpha=0.85, label=result.spec, clip_on=False)
     axis.set_xlabel("cache, KiB per token")
-    axis.set_xlim(left=0)
+    axis.set_xlim(0, 1.05 * max(x for x, _ in points))
     axis.grid(alpha=0.3)

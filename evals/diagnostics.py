@@ -199,7 +199,7 @@ def _losses(model, method: LowRank, used: Bases, taps: Taps, side: str) -> dict[
     x = taps.v if side == "v" else taps.k_pre if method.rope == "pre" else taps.k
     basis = getattr(used, side)
     heads = model.config.kv_heads
-    rebuilt = reconstruct(basis, project(basis, x), heads)[0]
+    rebuilt = np.asarray(reconstruct(basis, project(basis, x), heads)[0])
     basis = np.asarray(basis[0] if basis.ndim == 4 else basis, np.float64)
     by_basis = np.asarray(x[0]).reshape(len(x[0]), len(basis), -1).swapaxes(0, 1)
     moment = second_moment(by_basis)

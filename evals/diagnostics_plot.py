@@ -37,5 +37,6 @@ def plot_diagnostics(path: str, spectra: list[dict[str, Any]], adaptation: list[
         name = {"k": "Keys", "v": "Values"}[side]
         axes.set(xlabel="layer", ylabel="RER", title=f"{name}, rank {rows[0]['rank']}, on {text}")
         axes.set_ylim(bottom=0)
-        axes.legend()
+    handles, labels = sides[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 3), fontsize="small")
     figure.savefig(path, dpi=150)

@@ -94,8 +94,8 @@ def _longest(sample: Callable[[int], Sample], length: int) -> Sample:
     """Binary search for the most sentences whose sample is no longer than `length`."""
     best = sample(1)
     if best.length > length:
-        raise ValueError(f"length={length}: the shortest {TASK} sample takes {best.length} tokens, its answer "
-                         "included")
+        raise ValueError(f"length={length}: the shortest {TASK} sample takes {best.length} tokens, with "
+                         "its answer")
     low, high = 1, 2
     while (longer := sample(high)).length <= length:
         best, low, high = longer, high, 2 * high

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -54,6 +55,9 @@ class KVMethod(abc.ABC):
     calibrated: ClassVar[bool] = False
     """Whether `fit` must have been called: `bases` is then required."""
 
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Named settings, say of a paper: field values that `name:preset` stands for."""
+
     bases_type: ClassVar[type | None] = None
     """The NamedTuple of arrays that holds the bases of one group, where `fit` returns any; what is saved on disk."""
 
@@ -66,8 +70,15 @@ class KVMethod(abc.ABC):
         del spec
 
     def fit(self, spec: AttentionSpec, moments: Any) -> tuple[Any, ...]:
-        """Bases of each group from calibration `Moments`; groups of None where a method needs none."""
+        """Bases of each group from calibration `Moments`; `default_bases` where a method needs none."""
         del moments
+        return self.default_bases(spec)
+
+    def default_bases(self, spec: AttentionSpec) -> tuple[Any, ...]:
+        """What stands for the bases of each group where none were calibrated.
+
+        None, or a pytree without arrays that tells `init` what group it makes an empty state of.
+        """
         return (None,) * len(self.layer_groups(spec))
 
     def fit_key(self, spec: AttentionSpec) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from lowrank_kv_jax.methods import REGISTRY
 def parse_method(text: str) -> KVMethod:
     """A method from its spec, e.g. `ojakv:rank=0.5,rope=pre`.
 
-    Values are read by the type of the field: `rank=32` counts columns, `rank=0.5` is a fraction, `none` is None.
+    Values are read by the type of the field: `rank=32` counts columns, `rank=0.5` is a fraction, `none` is None. A word
+    without `=` is a preset of the method (`ojakv:paper,rank=0.6`); fields given beside it win.
 
     Raises:
         ValueError: unknown name or field (with the nearest known one), a value of the wrong type, or one that the
@@ -25,18 +26,23 @@ def parse_method(text: str) -> KVMethod:
     cls = REGISTRY[name]
     hints = typing.get_type_hints(cls)
     fields = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+    preset: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for item in filter(None, rest.split(",")):
         field, equals, value = item.partition("=")
         field = field.strip()
         if not equals:
-            raise ValueError(f"{text!r}: {item!r} is not of the form field=value")
+            if field not in cls.presets:
+                known = f"; presets of {name}: {', '.join(cls.presets)}" if cls.presets else ""
+                raise ValueError(f"{text!r}: {item!r} is not of the form field=value{known}")
+            preset |= cls.presets[field]
+            continue
         if field not in fields:
             raise ValueError(f"{name} has no field {field!r}{_nearest(field, fields)}; it has: {', '.join(fields)}")
         if field in values:
             raise ValueError(f"{text!r}: field {field!r} is given twice")
         values[field] = _read(name, field, value.strip(), fields[field])
-    return cls(**values)
+    return cls(**{**preset, **values})
 
 
 def spell_method(method: KVMethod) -> str:

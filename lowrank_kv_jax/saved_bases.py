@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from lowrank_kv_jax import __version__
-from lowrank_kv_jax.checkpoint import load_arrays, load_metadata, save_arrays
+from lowrank_kv_jax.checkpoint import METADATA, load_arrays, load_metadata, save_arrays
 from lowrank_kv_jax.corpus import Corpus
 from lowrank_kv_jax.method import KVMethod
 from lowrank_kv_jax.parse import spell_method
@@ -50,6 +50,13 @@ def save_bases(
         "groups": [None if group is None else _shapes(group) for group in bases],
     }
     save_arrays(path, KIND, arrays, metadata)
+
+
+def check_replaceable(path: str | Path) -> None:
+    """Raise FileExistsError now, not after minutes of calibration, if `save_bases` would refuse `path`."""
+    path = Path(path).expanduser()
+    if path.exists() and not (path / METADATA).is_file():
+        raise FileExistsError(f"{path} exists and does not hold saved {KIND}: choose another place")
 
 
 def load_bases(path: str | Path, model: Any, method: KVMethod) -> tuple[Any, ...]:

@@ -86,7 +86,10 @@ def _children(tree: Any) -> Iterator[tuple[str, LeafInfo | None, Any]]:
     elif dataclasses.is_dataclass(tree):
         for field in dataclasses.fields(tree):
             if not field.metadata.get("static"):
-                yield field.name, field.metadata.get("leaf"), getattr(tree, field.name)
+                value = getattr(tree, field.name)
+                # a storage of several arrays may stand in the place of one, and declares its own
+                info = None if dataclasses.is_dataclass(value) else field.metadata.get("leaf")
+                yield field.name, info, value
     else:
         raise TypeError(f"{type(tree).__name__} inside a cache state is not declared with lowrank_kv_jax.state.leaf")
 

@@ -83,7 +83,12 @@ def block_slots(i: jax.Array | int, size: int) -> tuple[jax.Array | int, jax.Arr
 
 
 def slice_block(buffer: jax.Array, start: jax.Array | int) -> jax.Array:
-    """Block of a `[B, J, S, R]` buffer, `[B, J, min(BLOCK, S), R]`."""
+    """Block of a `[B, J, S, R]` buffer, `[B, J, min(BLOCK, S), R]`.
+
+    A storage that is no plain array (quantised codes, say) is read by its `read_block(start, size)`.
+    """
+    if hasattr(buffer, "read_block"):
+        return buffer.read_block(start, min(BLOCK, buffer.shape[2]))
     return jax.lax.dynamic_slice_in_dim(buffer, start, min(BLOCK, buffer.shape[2]), axis=2)
 
 

@@ -16,11 +16,27 @@ from lowrank_kv_jax.moments import Moments
 from lowrank_kv_jax.rope import RopeSpec
 
 PLAIN = ModelConfig(
-    family="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=3, q_heads=8, kv_heads=4,
-    head_dim=8, norm_eps=1e-5, rope=RopeSpec(10000.0, 8), context=512, windows=(None, None, None),
+    family="llama",
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    q_heads=8,
+    kv_heads=4,
+    head_dim=8,
+    norm_eps=1e-5,
+    rope=RopeSpec(10000.0, 8),
+    context=512,
+    windows=(None, None, None),
 )
 QWEN = dataclasses.replace(
-    PLAIN, family="qwen3", num_layers=2, windows=(None, None), head_dim=12, qk_norm=True, tie_embeddings=True,
+    PLAIN,
+    family="qwen3",
+    num_layers=2,
+    windows=(None, None),
+    head_dim=12,
+    qk_norm=True,
+    tie_embeddings=True,
     rope=RopeSpec(10000.0, 12, "llama3", 4.0, 1.0, 4.0, 64),
 )
 WINDOWED = dataclasses.replace(PLAIN, family="mistral", num_layers=2, windows=(24, None), qkv_bias=True)
@@ -84,8 +100,16 @@ def bases_for(method: KVMethod, config: ModelConfig = PLAIN) -> Any:
 
 
 def run(
-    method: KVMethod, config: ModelConfig, tokens: jax.Array, prompt: int, *, lengths: jax.Array | None = None,
-    capacity: int = CAPACITY, block: int = BLOCK, width: int = 1, dtype=jnp.float32,
+    method: KVMethod,
+    config: ModelConfig,
+    tokens: jax.Array,
+    prompt: int,
+    *,
+    lengths: jax.Array | None = None,
+    capacity: int = CAPACITY,
+    block: int = BLOCK,
+    width: int = 1,
+    dtype=jnp.float32,
 ) -> tuple[Any, np.ndarray]:
     """Prefill `tokens[:, :prompt]` and append the rest `width` tokens at a time, refreshing after each block.
 
@@ -93,7 +117,15 @@ def run(
     """
     params, bases = model(config).params, bases_for(method, config)
     cache, logits = prefill(
-        method, config, params, tokens[:, :prompt], lengths, bases=bases, capacity=capacity, block=block, dtype=dtype
+        method,
+        config,
+        params,
+        tokens[:, :prompt],
+        lengths,
+        bases=bases,
+        capacity=capacity,
+        block=block,
+        dtype=dtype,
     )
     out = [logits]
     for i, begin in enumerate(range(prompt, tokens.shape[1], width)):
@@ -105,7 +137,10 @@ def run(
 
 
 def softmax_attention(q, k, v, mask, scale):
-    """float64 oracle: q `[B, T, N, D]`, k and v `[B, S, K, D]`, mask `[B, T, S]`; out, lse (0 and -inf if nothing)."""
+    """float64 out and lse, 0 and -inf where nothing is seen.
+
+    q `[B, T, N, D]`, k and v `[B, S, K, D]`, mask `[B, T, S]`.
+    """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = np.einsum("btnd,bsnd->bnts", q, k) * scale
@@ -113,6 +148,8 @@ def softmax_attention(q, k, v, mask, scale):
     top = np.max(scores, axis=-1, initial=-np.inf)
     weights = np.exp(scores - np.where(np.isneginf(top), 0.0, top)[..., None])
     total = weights.sum(-1)
-    out = np.einsum("bnts,bsnd->btnd", weights, v) / np.where(total == 0, 1.0, total).swapaxes(1, 2)[..., None]
+    out = (
+        np.einsum("bnts,bsnd->btnd", weights, v) / np.where(total == 0, 1.0, total).swapaxes(1, 2)[..., None]
+    )
     with np.errstate(divide="ignore"):
         return out, (np.log(total) + np.where(np.isneginf(top), 0.0, top)).swapaxes(1, 2)

@@ -21,7 +21,9 @@ N, K, D, SCALE = 4, 2, 8, 0.35
 ROPE = RopeSpec(1000.0, 6, "linear", 2.0)  # two channels stay unrotated
 
 coefficients = jax.jit(coefficient_attention, static_argnames=("scale", "causal", "window"))
-rotary = jax.jit(rotary_coefficient_attention, static_argnames=("rope", "kv_heads", "scale", "causal", "window"))
+rotary = jax.jit(
+    rotary_coefficient_attention, static_argnames=("rope", "kv_heads", "scale", "causal", "window")
+)
 prompt = jax.jit(causal_attention, static_argnames=("scale", "window"))
 
 
@@ -33,7 +35,10 @@ def make_tokens(rng, lengths, size, keys, values, garbage=0.0, dtype=jnp.float32
     """A segment; `keys` and `values` are (heads, width). Slots beyond a row's length hold `garbage`."""
     batch = len(lengths)
     stale = np.arange(size)[None, None, :, None] >= lengths[:, None, None, None]
-    k, v = (np.where(stale, garbage, rng.normal(size=(batch, heads, size, width))) for heads, width in (keys, values))
+    k, v = (
+        np.where(stale, garbage, rng.normal(size=(batch, heads, size, width)))
+        for heads, width in (keys, values)
+    )
     start = rng.integers(0, size + 1, (batch, 2))
     jump = rng.integers(0, 9, (batch, 2))
     runs = Runs(jnp.asarray(start, jnp.int32), jnp.asarray(jump, jnp.int32))
@@ -43,8 +48,10 @@ def make_tokens(rng, lengths, size, keys, values, garbage=0.0, dtype=jnp.float32
 
 
 def visible(lengths, positions, q_positions, causal, window):
-    mask = np.broadcast_to((np.arange(positions.shape[1]) < lengths[:, None])[:, None, :],
-                           (*q_positions.shape, positions.shape[1])).copy()
+    mask = np.broadcast_to(
+        (np.arange(positions.shape[1]) < lengths[:, None])[:, None, :],
+        (*q_positions.shape, positions.shape[1]),
+    ).copy()
     if causal:
         mask &= positions[:, None, :] <= q_positions[:, :, None]
     if window is not None:
@@ -82,7 +89,11 @@ def test_stored_space_attention(size, causal, window):
     rng = np.random.default_rng(size)
     everything = interesting_lengths(size)
     batch, queries = len(everything), 3
-    for lengths in (everything, np.minimum(everything, 1), np.zeros_like(everything)):  # one program, short rows too
+    for lengths in (
+        everything,
+        np.minimum(everything, 1),
+        np.zeros_like(everything),
+    ):  # one program, short rows too
         tokens, positions = make_tokens(rng, lengths, size, (K, D), (K, D), garbage=1e30)
         q = rng.normal(size=(batch, queries, N, D)).astype(np.float32)
         at = last_positions(lengths, positions, queries)
@@ -91,7 +102,9 @@ def test_stored_space_attention(size, causal, window):
         check(partial, softmax_attention(q, by_token(tokens.keys), by_token(tokens.values), mask, SCALE))
 
 
-@pytest.mark.parametrize("keys, values", [((1, 5), (K, 3)), ((K, 3), (1, 5)), ((1, 4), (1, 6)), ((N, 2), (1, 3))])
+@pytest.mark.parametrize(
+    "keys, values", [((1, 5), (K, 3)), ((K, 3), (1, 5)), ((1, 4), (1, 6)), ((N, 2), (1, 3))]
+)
 @pytest.mark.parametrize("size", [40, 600])
 def test_keys_and_values_may_differ_in_heads_and_width(size, keys, values):
     rng = np.random.default_rng(1)
@@ -105,10 +118,17 @@ def test_keys_and_values_may_differ_in_heads_and_width(size, keys, values):
 
 
 @pytest.mark.parametrize("size", [30, 511, 1300])
-@pytest.mark.parametrize("groups, per_row, rope, rebuild_values, window", [
-    (K, False, ROPE, False, None), (K, True, ROPE, True, 9), (1, False, ROPE, True, None), (1, True, ROPE, False, 9),
-    (K, True, None, True, None), (1, False, None, False, 600),
-])
+@pytest.mark.parametrize(
+    "groups, per_row, rope, rebuild_values, window",
+    [
+        (K, False, ROPE, False, None),
+        (K, True, ROPE, True, 9),
+        (1, False, ROPE, True, None),
+        (1, True, ROPE, False, 9),
+        (K, True, None, True, None),
+        (1, False, None, False, 600),
+    ],
+)
 def test_rebuilt_and_rotated_keys(size, groups, per_row, rope, rebuild_values, window):
     rng = np.random.default_rng(size)
     lengths = interesting_lengths(size)
@@ -119,7 +139,9 @@ def test_rebuilt_and_rotated_keys(size, groups, per_row, rope, rebuild_values, w
         return rng.normal(size=(*([batch] if per_row else []), groups, width, r)).astype(np.float32) / 3
 
     def rebuilt(u, c):
-        x = np.einsum("bjsr,bjwr->bsjw", np.asarray(c, np.float64), np.broadcast_to(u, (batch, *u.shape[-3:])))
+        x = np.einsum(
+            "bjsr,bjwr->bsjw", np.asarray(c, np.float64), np.broadcast_to(u, (batch, *u.shape[-3:]))
+        )
         return x.reshape(batch, size, K, D)
 
     k_basis, v_basis = basis(rank), basis(value_rank)
@@ -128,14 +150,26 @@ def test_rebuilt_and_rotated_keys(size, groups, per_row, rope, rebuild_values, w
     q = rng.normal(size=(batch, 2, N, D)).astype(np.float32)
     at = last_positions(lengths, positions, 2)
     partial = rotary(
-        q, tokens, k_basis, rope=rope, kv_heads=K, scale=SCALE, q_positions=at, causal=True, window=window,
+        q,
+        tokens,
+        k_basis,
+        rope=rope,
+        kv_heads=K,
+        scale=SCALE,
+        q_positions=at,
+        causal=True,
+        window=window,
         value_basis=v_basis if rebuild_values else None,
     )
     keys = rebuilt(k_basis, tokens.keys)
     keys = keys if rope is None else rotated(keys, positions)
     v = rebuilt(v_basis, tokens.values) if rebuild_values else by_token(tokens.values)
     with np.errstate(over="ignore", invalid="ignore"):
-        check(partial, softmax_attention(q, keys, v, visible(lengths, positions, at, True, window), SCALE), atol=1e-4)
+        check(
+            partial,
+            softmax_attention(q, keys, v, visible(lengths, positions, at, True, window), SCALE),
+            atol=1e-4,
+        )
 
 
 def test_a_long_sequence_of_queries_is_causal_among_themselves():
@@ -159,7 +193,9 @@ def test_logits_of_any_size(scale):
     at = last_positions(lengths, positions, 1)
     partial = coefficients(q, tokens, scale=scale, q_positions=at, causal=True, window=None)
     mask = visible(lengths, positions, at, True, None)
-    check(partial, softmax_attention(q, by_token(tokens.keys), by_token(tokens.values), mask, scale), atol=5e-3)
+    check(
+        partial, softmax_attention(q, by_token(tokens.keys), by_token(tokens.values), mask, scale), atol=5e-3
+    )
 
 
 @pytest.mark.parametrize("size", [40, 700])
@@ -183,13 +219,15 @@ def test_bfloat16_queries_accumulate_in_float32():
     at = last_positions(lengths, positions, 1)
     partial = coefficients(q, tokens, scale=SCALE, q_positions=at, causal=True, window=None)
     mask = visible(lengths, positions, at, True, None)
-    oracle = softmax_attention(q.astype(jnp.float32), by_token(tokens.keys), by_token(tokens.values), mask, SCALE)
+    oracle = softmax_attention(
+        q.astype(jnp.float32), by_token(tokens.keys), by_token(tokens.values), mask, SCALE
+    )
     assert partial.lse.dtype == jnp.float32
     check(partial, oracle, atol=1e-2)
 
 
 def test_stale_keys_may_even_be_nan():
-    """Masked logits are replaced, not multiplied. (Stale *values* must be finite: their weight is 0, and 0 NaN = NaN.)"""
+    """Masked logits are replaced. (Stale *values* must be finite: their weight is 0, and 0 NaN = NaN.)"""
     rng, size = np.random.default_rng(9), 600
     lengths = np.array([513, 2], np.int32)
     tokens, positions = make_tokens(rng, lengths, size, (K, D), (K, D))
@@ -201,9 +239,20 @@ def test_stale_keys_may_even_be_nan():
     np.testing.assert_array_equal(clean.out, dirty.out)
 
 
-@pytest.mark.parametrize("size, window", [
-    (1, None), (40, 5), (511, None), (512, 1), (513, None), (513, 600), (1100, None), (1100, 5), (1100, 600),
-])
+@pytest.mark.parametrize(
+    "size, window",
+    [
+        (1, None),
+        (40, 5),
+        (511, None),
+        (512, 1),
+        (513, None),
+        (513, 600),
+        (1100, None),
+        (1100, 5),
+        (1100, 600),
+    ],
+)
 def test_prompt_attention(size, window):
     rng = np.random.default_rng(size)
     q = rng.normal(size=(2, size, N, D)).astype(np.float32)

@@ -21,8 +21,15 @@ QUESTIONS = [[1, 2, 3], [4] * 21, [5], list(range(17))]
 
 def fill(method, rows=slice(None), **options):
     tokens, lengths = prompts(length=64)[rows], jnp.asarray(LENGTHS, jnp.int32)[rows]
-    return prefill(method, PLAIN, model().params, tokens, lengths, bases=bases_for(method),
-                   **{"capacity": 100, "block": 8, "dtype": jnp.float32} | options)[0]
+    return prefill(
+        method,
+        PLAIN,
+        model().params,
+        tokens,
+        lengths,
+        bases=bases_for(method),
+        **{"capacity": 100, "block": 8, "dtype": jnp.float32} | options,
+    )[0]
 
 
 @functools.cache

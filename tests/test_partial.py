@@ -11,14 +11,16 @@ from lowrank_kv_jax.partial import AttnPartial, empty_partial, merge
 
 
 def partial_of(scores, values):
-    """The partial of tokens with float64 `scores` `[S]` and `values` `[S, D]`: one row, one query, one head."""
+    """The partial of tokens with `scores` `[S]` and `values` `[S, D]`: one row, one query, one head."""
     keys, values = scores[None, :, None, None], values[None, :, None, :]
     out, lse = softmax_attention(np.ones((1, 1, 1, 1)), keys, values, np.ones((1, 1, len(scores)), bool), 1.0)
     return AttnPartial(jnp.asarray(out, jnp.float32), jnp.asarray(lse, jnp.float32))
 
 
 splits = st.tuples(
-    st.integers(1, 20), st.lists(st.integers(0, 20), max_size=5), st.sampled_from([1.0, 30.0, 3000.0]),
+    st.integers(1, 20),
+    st.lists(st.integers(0, 20), max_size=5),
+    st.sampled_from([1.0, 30.0, 3000.0]),
     st.integers(0, 2**16),
 )
 
@@ -41,8 +43,10 @@ def test_any_split_merges_to_attention_over_all(case):
 def test_merge_is_associative_and_commutative(case):
     _, _, spread, seed = case
     rng = np.random.default_rng(seed)
-    a, b, c = (partial_of((rng.normal(size=4) * min(spread, 30.0)).astype(np.float32), rng.normal(size=(4, 3)))
-               for _ in range(3))
+    a, b, c = (
+        partial_of((rng.normal(size=4) * min(spread, 30.0)).astype(np.float32), rng.normal(size=(4, 3)))
+        for _ in range(3)
+    )
     left, right, turned = merge([merge([a, b]), c]), merge([a, merge([b, c])]), merge([c, a, b])
     for other in (right, turned):
         np.testing.assert_allclose(left.out, other.out, atol=5e-5)

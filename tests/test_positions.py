@@ -1,7 +1,7 @@
 """What is stored where: exact and coded parts together against a plain list of tokens.
 
-Tokens are numbered by their position and the number is written into their keys and values, so that a token in the
-wrong place, twice, or with the wrong position shows.
+Tokens are numbered by their position and the number is written into their keys and values, so that a token in
+the wrong place, twice, or with the wrong position shows.
 """
 
 import functools
@@ -20,13 +20,18 @@ from lowrank_kv_jax.segments import exact as exact_tokens
 from lowrank_kv_jax.spec import AttentionSpec, Taps
 
 B, D = 2, 2
-SPEC = AttentionSpec(num_layers=1, q_heads=1, kv_heads=1, head_dim=D, rope=None, context=4096, windows=(None,))
+SPEC = AttentionSpec(
+    num_layers=1, q_heads=1, kv_heads=1, head_dim=D, rope=None, context=4096, windows=(None,)
+)
 IDENTITY = Bases(jnp.eye(D)[None], jnp.eye(D)[None])
 
-compress = jax.jit(lambda m, layout, taps, n: m.compress(layout, IDENTITY, m.init(layout, IDENTITY), (taps,), n),
-                   static_argnums=(0, 1))
-append = jax.jit(lambda m, layout, s, taps, n: m.append(layout, IDENTITY, s, taps, n, None, Place()),
-                 static_argnums=(0, 1))
+compress = jax.jit(
+    lambda m, layout, taps, n: m.compress(layout, IDENTITY, m.init(layout, IDENTITY), (taps,), n),
+    static_argnums=(0, 1),
+)
+append = jax.jit(
+    lambda m, layout, s, taps, n: m.append(layout, IDENTITY, s, taps, n, None, Place()), static_argnums=(0, 1)
+)
 refresh = jax.jit(lambda m, layout, s: m.refresh(layout, IDENTITY, s), static_argnums=(0, 1))
 
 
@@ -72,10 +77,18 @@ class ListCache:
 
 # prompt width, sinks, recent, block, recent_of, decoded
 SHAPES = [
-    (12, 2, 3, 4, "ring", "coded"), (12, 2, 3, 4, "prompt", "coded"), (12, 2, 3, 4, "ring", "exact"),
-    (12, 0, 0, 4, "ring", "coded"), (12, 0, 0, 4, "prompt", "exact"), (6, 4, 4, 3, "ring", "coded"),
-    (6, 4, 4, 3, "prompt", "coded"), (6, 4, 4, 3, "ring", "exact"), (1, 3, 0, 2, "ring", "coded"),
-    (5, 0, 9, 1, "ring", "coded"), (9, 9, 0, 5, "prompt", "coded"), (8, 1, 2, 6, "ring", "coded"),
+    (12, 2, 3, 4, "ring", "coded"),
+    (12, 2, 3, 4, "prompt", "coded"),
+    (12, 2, 3, 4, "ring", "exact"),
+    (12, 0, 0, 4, "ring", "coded"),
+    (12, 0, 0, 4, "prompt", "exact"),
+    (6, 4, 4, 3, "ring", "coded"),
+    (6, 4, 4, 3, "prompt", "coded"),
+    (6, 4, 4, 3, "ring", "exact"),
+    (1, 3, 0, 2, "ring", "coded"),
+    (5, 0, 9, 1, "ring", "coded"),
+    (9, 9, 0, 5, "prompt", "coded"),
+    (8, 1, 2, 6, "ring", "coded"),
 ]
 ragged = st.tuples(st.integers(0, 12), st.integers(0, 12))
 script = st.lists(st.tuples(ragged, st.booleans()), min_size=1, max_size=12)
@@ -84,7 +97,9 @@ script = st.lists(st.tuples(ragged, st.booleans()), min_size=1, max_size=12)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_exact_and_coded_parts_are_the_token_order(shape):
     width, sinks, recent, block, recent_of, decoded = shape
-    method = REGISTRY["static-pca-h"](rank=1.0, sinks=sinks, recent=recent, recent_of=recent_of, decoded=decoded)
+    method = REGISTRY["static-pca-h"](
+        rank=1.0, sinks=sinks, recent=recent, recent_of=recent_of, decoded=decoded
+    )
     room = 4 * block
     layout = Layout(SPEC, B, width, width + room, block, "float32")
 
@@ -101,8 +116,10 @@ def test_exact_and_coded_parts_are_the_token_order(shape):
                 state, used = refresh(method, layout, state), 0
                 for row in lists:
                     row.refresh()
-            counts = [min(c % (tokens + 1), n + room - row.length) for c, n, row in zip(wanted, lengths, lists,
-                                                                                       strict=True)]
+            counts = [
+                min(c % (tokens + 1), n + room - row.length)
+                for c, n, row in zip(wanted, lengths, lists, strict=True)
+            ]
             taps = numbered([row.length for row in lists], tokens)
             state = append(method, layout, state, taps, np.array(counts, np.int32))
             used += tokens

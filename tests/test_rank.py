@@ -8,17 +8,38 @@ from hypothesis import strategies as st
 from lowrank_kv_jax.rank import rank_for_energy, resolve_rank
 
 
-@pytest.mark.parametrize("value, width, rank", [
-    (1, 64, 1), (64, 64, 64), (1.0, 64, 64), (0.5, 64, 32), (0.001, 64, 1), (0.6, 64, 38), (np.int64(3), 8, 3),
-])
+@pytest.mark.parametrize(
+    "value, width, rank",
+    [
+        (1, 64, 1),
+        (64, 64, 64),
+        (1.0, 64, 64),
+        (0.5, 64, 32),
+        (0.001, 64, 1),
+        (0.6, 64, 38),
+        (np.int64(3), 8, 3),
+    ],
+)
 def test_ints_count_columns_and_floats_are_fractions(value, width, rank):
     assert resolve_rank("rank", value, width) == rank
 
 
-@pytest.mark.parametrize("value, error", [
-    (0, ValueError), (-1, ValueError), (65, ValueError), (0.0, ValueError), (1.01, ValueError), (-0.5, ValueError),
-    (float("nan"), ValueError), (float("inf"), ValueError), (True, TypeError), ("8", TypeError), (None, TypeError),
-])
+@pytest.mark.parametrize(
+    "value, error",
+    [
+        (0, ValueError),
+        (-1, ValueError),
+        (65, ValueError),
+        (0.0, ValueError),
+        (1.01, ValueError),
+        (-0.5, ValueError),
+        (float("nan"), ValueError),
+        (float("inf"), ValueError),
+        (True, TypeError),
+        ("8", TypeError),
+        (None, TypeError),
+    ],
+)
 def test_other_ranks_are_refused_by_name(value, error):
     with pytest.raises(error, match="rank_v="):
         resolve_rank("rank_v", value, 64)

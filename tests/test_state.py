@@ -73,8 +73,10 @@ def whole():
 def test_walk_names_every_leaf_once():
     found = {path: (array.shape, info.axes, info.kind) for path, array, info in walk(whole())}
     assert found == {
-        "parts.0.a": ((2, 3), ("batch", "tokens"), "exact"), "parts.1.a": ((2, 1), ("batch", "tokens"), "exact"),
-        "parts.1.b": ((4,), (None,), "scales"), "n": ((), (), "indices"),
+        "parts.0.a": ((2, 3), ("batch", "tokens"), "exact"),
+        "parts.1.a": ((2, 1), ("batch", "tokens"), "exact"),
+        "parts.1.b": ((4,), (None,), "scales"),
+        "n": ((), (), "indices"),
     }
     assert len(found) == len(jax.tree.leaves(whole()))
 

@@ -19,8 +19,8 @@ def generate(
     """Prompts with their references and tokens; the random stream is that of the official generator.
 
     Args:
-        more_words: drawn from where a list has more different words than wonderwords knows (beyond about 100K tokens);
-            by default pairs of its adjectives and nouns.
+        more_words: drawn from where a list has more different words than wonderwords knows (beyond about 100K
+            tokens); by default pairs of its adjectives and nouns.
     """
     maker = _Maker(task, length, seed, more_words)
 

@@ -24,15 +24,15 @@ def generate(
         length: tokens of prompt and reserved answer together, at most.
         samples: how many.
         seed: everything random follows from it.
-        haystack: a text (or `Essay`) for the tasks with an essay haystack; by default Python's own language reference.
+        haystack: a text (or `Essay`) for the tasks with an essay haystack; by default Python's own language
+            reference.
         questions: for the qa tasks; by default from the hub.
         more_words: see `cwe.generate`.
 
     Raises:
         ValueError: an unknown task, less than one sample, a negative seed, more samples than questions.
         TooShort: the length is below the task's floor (a ValueError).
-        MissingWords: wonderwords is not installed.
-        FileNotFoundError: the questions cannot be loaded.
+        FileNotFoundError: wonderwords is not installed, or the questions cannot be loaded.
     """
     found = find_task(task)
     if samples < 1:

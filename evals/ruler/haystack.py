@@ -15,7 +15,8 @@ HUB_ESSAYS = "sgoel9/paul_graham_essays"
 def split_sentences(text: str) -> list[str]:
     """Sentences, cut after each full stop, question or exclamation mark that white space follows.
 
-    The official generator cuts with nltk's punkt model, which has to be downloaded; `Essay` takes any function.
+    The official generator cuts with nltk's punkt model, which has to be downloaded; `Essay` takes any
+    function.
     """
     return re.split(r"(?<=[.!?])\s+", text)
 
@@ -53,8 +54,9 @@ def load_haystack(source: str | os.PathLike | Sequence[str | os.PathLike] | None
     """The text of a haystack.
 
     Args:
-        source: as `load_corpus` takes it: files, built-in names or datasets of the hub; by default "pydoc", Python's
-            own language reference, which is always there. `HUB_ESSAYS` names the essays that RULER was published with.
+        source: as `load_corpus` takes it: files, built-in names or datasets of the hub; by default "pydoc",
+            Python's own language reference, which is always there. `HUB_ESSAYS` names the essays that RULER
+            was published with.
 
     Raises:
         FileNotFoundError, ValueError: as `load_corpus`.

@@ -18,7 +18,8 @@ HUB = {"squad": ("rajpurkar/squad_v2", None), "hotpotqa": ("hotpotqa/hotpot_qa",
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A question, its references, and indices of documents: those it needs, and others of the same article."""
+    """A question, its references, and indices of documents: those it needs, and others of the same
+    article."""
 
     query: str
     outputs: tuple[str, ...]
@@ -40,7 +41,8 @@ def generate(
     """Prompts with their references and tokens; the random stream is that of the official generator.
 
     Raises:
-        ValueError: fewer questions than samples; TooShort: the length holds not even the documents of a question.
+        ValueError: fewer questions than samples; TooShort: the length holds not even the documents of a
+            question.
     """
     if samples > len(data.questions):
         raise ValueError(f"samples={samples}: the data set of {task.name!r} has {len(data.questions)} questions")
@@ -85,8 +87,9 @@ def load_questions(dataset: str, path: str | os.PathLike | None = None) -> Quest
     """The questions of "squad" or "hotpotqa".
 
     Args:
-        path: the JSON file that RULER downloads (SQuAD's dev-v2.0.json, HotpotQA's hotpot_dev_distractor_v1.json); by
-            default the validation split of the hub's data set, in the same order.
+        path: the JSON file that RULER downloads (SQuAD's dev-v2.0.json or dev-v1.1.json, HotpotQA's
+            hotpot_dev_distractor_v1.json); by default the validation split of the hub's data set, in the same
+            order.
 
     Raises:
         FileNotFoundError: no such file, or the hub cannot be reached; ValueError: a file of another form.
@@ -101,7 +104,7 @@ def load_questions(dataset: str, path: str | os.PathLike | None = None) -> Quest
 
 
 def read_squad(data: Mapping[str, Any]) -> QuestionSet:
-    """From the content of SQuAD 2.0's JSON; unanswerable questions are left out."""
+    """From the content of SQuAD's JSON; unanswerable questions are left out."""
     articles = [article["paragraphs"] for article in data["data"]]
     documents, index = _indexed(paragraph["context"] for paragraphs in articles for paragraph in paragraphs)
     questions = []
@@ -111,7 +114,7 @@ def read_squad(data: Mapping[str, Any]) -> QuestionSet:
             related = tuple(i for i in members if i != own)
             questions += [
                 Question(qa["question"], tuple(a["text"] for a in qa["answers"]), (own,), related)
-                for qa in paragraph["qas"] if not qa["is_impossible"]
+                for qa in paragraph["qas"] if not qa.get("is_impossible", False)
             ]
     return QuestionSet(tuple(questions), documents)
 

@@ -41,7 +41,8 @@ class RulerSample:
 
 
 def split_context(task: str, text: str) -> tuple[str, str]:
-    """Cut a prompt in front of its last question, by the template of the task; the line breaks stay with the context.
+    """Cut a prompt in front of its last question, by the template of the task; the line breaks stay with the
+    context.
 
     Raises:
         ValueError: an unknown task, or a prompt that asks nothing in the words of its template.
@@ -61,9 +62,11 @@ def cut_prefix(task: str, prompt: str) -> tuple[str, str]:
 
 
 def load_task(path: str | os.PathLike, task: str | None = None) -> list[RulerSample]:
-    """Read a TASK.jsonl file in the official format: input, answer_prefix (or none), outputs, one object a line.
+    """Read a TASK.jsonl file in the official format: input, answer_prefix (or none), outputs, one object a
+    line.
 
-    Samples are numbered by their lines, since `index` is no number of the sample in the official needle tasks.
+    Samples are numbered by their lines, since `index` is no number of the sample in the official needle
+    tasks.
 
     Args:
         task: the name of the task; by default the stem of the file.

@@ -1,4 +1,5 @@
-"""How much haystack fits a length: the official search, ending with an error where the official one never ends."""
+"""How much haystack fits a length: the official search, ending with an error where the official one never
+ends."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,11 +14,12 @@ class TooShort(ValueError):
 
 def count_tokens(tokenizer: Any, text: str) -> int:
     """Tokens of a text, those that open or close a sequence not counted."""
-    return len(tokenizer.encode(text, add_special_tokens=False))
+    return len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
 def largest(lower: int, upper: int, tokens: Callable[[int], int], limit: int) -> int:
-    """The largest size in lower..upper whose trial sample takes at most `limit` tokens, by bisection; else `lower`."""
+    """The largest size in lower..upper whose trial sample takes at most `limit` tokens, by bisection; else
+    `lower`."""
     best = lower
     while lower <= upper:
         middle = (lower + upper) // 2

@@ -53,7 +53,8 @@ class _Maker:
         self.rng, self.values = random.Random(seed), np.random.RandomState(seed)
 
     def make(self, lines: int, example: bool) -> tuple[str, list[str]]:
-        """A prompt over so many lines of noise, and the variables of its first chain; examples have short names."""
+        """A prompt over so many lines of noise, and the variables of its first chain; examples have short
+        names."""
         names, chains = self._chains(example)
         value = chains[0][0].split("=")[-1].strip()
         sentences = [NOISE] * lines

@@ -6,23 +6,19 @@ import itertools
 from collections.abc import Sequence
 
 
-class MissingWords(ImportError):
-    """The package that brings the word lists is not installed."""
-
-
 @functools.cache
 def word_list(kind: str) -> tuple[str, ...]:
     """Words of one kind in the order of wonderwords' file: "noun", "adjective" or "verb".
 
     Raises:
-        MissingWords: wonderwords is not installed.
+        FileNotFoundError: wonderwords is not installed.
     """
     import importlib.resources
 
     try:
         assets = importlib.resources.files("wonderwords.assets")
     except ModuleNotFoundError as error:
-        raise MissingWords(
+        raise FileNotFoundError(
             "RULER's words come from the package wonderwords: install lowrank-kv-jax[evals], or wonderwords==3.0.1"
         ) from error
     lines = assets.joinpath(f"{kind}list.txt").read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""The program `lowrank-kv`. A command is a module with `add_parser(subparsers)` and `run(args)`, imported on use."""
+"""The program `lowrank-kv`: a command is a module with `add_parser` and `run`, imported when it is used."""
 
 import argparse
 import importlib
@@ -12,6 +12,8 @@ COMMANDS = {
     "generate": "generate text from a compressed cache",
     "calibrate": "fit the bases of a method to texts and save them",
     "diagnose": "how compressible the cache is, and how bases follow a shift of the text",
+    "eval": "benchmarks through compressed caches",
+    "report": "tables and figures from the records of evaluations",
     "bench": "speed: time to first token and decode tokens/s",
 }
 

@@ -87,7 +87,7 @@ def print_table(model, speeds, args: argparse.Namespace) -> None:
     from lowrank_kv_jax.cli.options import device_line
 
     table = Table(title=f"{model.name}, one row", header_style="bold")
-    heads = ("length", "method", "TTFT, s", "x first", "decode, tok/s", "x first", "cache, MiB", "of 16-bit full")
+    heads = ("length", "method", "TTFT, s", "x first", "decode, tok/s", "x first", "cache, MiB", "of 16-bit")
     for head in heads:
         table.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
     for speed in speeds:
@@ -96,8 +96,8 @@ def print_table(model, speeds, args: argparse.Namespace) -> None:
         sizes = ("", "") if size is None else (f"{size.total / 2**20:.1f}", f"{size.total / size.full:.2f}")
         table.add_row(
             str(speed.length), speed.name, f"{timing.ttft_s:.3f}", f"{timing.ttft_s / base.ttft_s:.2f}",
-            f"{timing.decode_tokens_per_s:.2f}", f"{timing.decode_tokens_per_s / base.decode_tokens_per_s:.2f}",
-            *sizes,
+            f"{timing.decode_tokens_per_s:.2f}",
+            f"{timing.decode_tokens_per_s / base.decode_tokens_per_s:.2f}", *sizes,
         )
     console = Console()
     if not console.is_terminal or console.width < 100:

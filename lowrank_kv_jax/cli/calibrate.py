@@ -35,20 +35,21 @@ def run(args: argparse.Namespace) -> int:
             `save_bases`.
     """
     import lowrank_kv_jax.methods  # noqa: F401 - fills the registry
-    from lowrank_kv_jax.cli.options import load_from
     from lowrank_kv_jax.calibrate import calibrate
+    from lowrank_kv_jax.cli.options import load_from
     from lowrank_kv_jax.corpus import load_corpus
     from lowrank_kv_jax.parse import parse_method, spell_method
-    from lowrank_kv_jax.saved_bases import save_bases
+    from lowrank_kv_jax.saved_bases import check_replaceable, save_bases
 
     method = parse_method(args.method)
     if not method.calibrated:
         raise ValueError(f"method {method.name!r} takes nothing from calibration: use it as it is")
+    check_replaceable(args.out)
     corpus = load_corpus(args.corpus)
     model = load_from(args)
     method.validate(model.config.attention)
-    bases = calibrate(model, method, corpus, args.length, args.windows, args.seed, args.bases_dtype, progress=True)
     settings = {"length": args.length, "windows": args.windows, "seed": args.seed}
+    bases = calibrate(model, method, corpus, **settings, dtype=args.bases_dtype, progress=True)
     save_bases(args.out, bases, model, method, corpus, settings)
     print(f"{spell_method(method)} for {model.name}: {_ranks(bases)}")
     print(f"calibrated on {corpus.name} (sha256 {corpus.sha256[:12]}), saved to {args.out}")

@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
     methods = parse_methods(args.methods)
     settings = Settings(
         lengths=tuple(args.lengths), samples=args.samples, seed=args.seed, rounds=args.rounds,
-        dtype=args.cache_dtype, calibrate=corpus_of(args.calibrate, "pydoc:first"), text=corpus_of(args.text, "pydoc:second"),
+        dtype=args.cache_dtype, calibrate=corpus_of(args.calibrate, "pydoc:first"),
+        text=corpus_of(args.text, "pydoc:second"),
     )
     for path in filter(None, (args.json, args.plot)):
         check_writable(path)
@@ -90,8 +91,8 @@ def print_table(model, results, settings) -> None:
     table = Table(title=f"{model.name}, context compressed before the question is seen", header_style="bold")
     table.add_column("method", no_wrap=True)
     heads = [f"needle\n{n}, %" for n in lengths]
-    heads += ["text\nppl", f"KiB/tok\n{longest}", f"MiB\n{longest}", "x smaller\nstored", "x smaller\nnominal"]
-    heads += [f"TTFT\n{longest}, s", f"decode\n{longest}, tok/s"]
+    heads += ["text\nppl", f"KiB/tok\n{longest}", f"MiB\n{longest}"]
+    heads += ["x smaller\nstored", "x smaller\nnominal", f"TTFT\n{longest}, s", f"decode\n{longest}, tok/s"]
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     for result in results:
@@ -112,10 +113,10 @@ def print_table(model, results, settings) -> None:
 
 def _caption(settings, scored: int, device: str) -> str:
     return (
-        f"needle: {settings.samples} samples a length, greedy. text: perplexity of {scored} tokens, scored in "
-        f"blocks through the cache of {min(settings.lengths)} tokens.\n"
+        f"needle: {settings.samples} samples a length, greedy. text: perplexity of {scored} tokens, scored "
+        f"in blocks through the cache of {min(settings.lengths)} tokens.\n"
         f"KiB/tok, MiB, x smaller: every leaf of a {settings.dtype} cache, bases and free slots included, "
         "against a full cache in 16 bits; nominal: of very long prompts.\n"
-        f"TTFT, decode: medians of {settings.rounds} alternating rounds, one row, {settings.cache_dtype_timed} "
-        f"caches for every method; {device}."
+        f"TTFT, decode: medians of {settings.rounds} alternating rounds, one row, "
+        f"{settings.cache_dtype_timed} caches for every method; {device}."
     )

@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
         ValueError, FileNotFoundError: as `load_from`, `load_corpus`, `token_windows` and the tables.
     """
     import lowrank_kv_jax.methods  # noqa: F401 - fills the registry
-    from lowrank_kv_jax.cli.options import load_from
     from lowrank_kv_jax.calibrate import collect_moments
+    from lowrank_kv_jax.cli.options import load_from
     from lowrank_kv_jax.corpus import load_corpus, token_windows
     from lowrank_kv_jax.evals import diagnostics
     from lowrank_kv_jax.evals.records import check_writable

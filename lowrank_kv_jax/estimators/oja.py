@@ -5,18 +5,23 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.estimators.svd import orthonormalise
 
-NORMALIZATIONS = ("spectral", "token", "none")
+NORMALIZATIONS = ("median", "largest", "residual", "token", "none")
 
 
 def oja_update(basis: jax.Array, x: jax.Array, weight: jax.Array, eta: float, normalize: str) -> jax.Array:
-    """One batch step U <- orth(U + eta (X - U Y) Y^T) with Y = U^T X.
+    """One batch step of Oja's rule from the basis U towards the principal subspace of C = sum_t w_t x_t x_t^T.
 
-    With raw activations the step as printed in the paper is far too long: once eta ||C|| >> 1 the term (I - P) C U
-    outweighs U and the orthonormalised basis spans the *complement* of the principal subspace. Hence:
+    The paper prints U <- orth(U + eta (X - U Y) Y^T) with Y = U^T X, that is U + eta (I - U U^T) C U. With raw
+    activations that step is far too long: once eta ||C|| >> 1 the residual term outweighs U, and the orthonormalised
+    basis spans the *complement* of the principal subspace. Since the basis is orthonormalised anyway, the subtraction
+    (Oja's decay of the norm) is not needed, and without it the step is stable at any length:
 
-    * "spectral" divides by the largest eigenvalue of Y Y^T: eta = 1 is one step of orthogonal iteration on the residual.
-    * "token" divides each token's outer product by its ||x||^2, so that large tokens do not outvote the rest.
-    * "none" is the paper's literal rule.
+    * "median": orth(U + eta C U / median(eig(U^T C U))). Half of the directions are led by the new tokens, half by the
+      old basis.
+    * "largest": the same with the largest eigenvalue: a short step for small batches.
+    * "residual": the printed rule divided by the largest eigenvalue of Y Y^T.
+    * "token": the printed rule with each token's outer product divided by its ||x||^2.
+    * "none": the printed rule.
 
     Args:
         basis: orthonormal `[B, J, W, R]`.
@@ -28,19 +33,25 @@ def oja_update(basis: jax.Array, x: jax.Array, weight: jax.Array, eta: float, no
     Returns:
         Orthonormal basis, float32.
     """
+    if normalize not in NORMALIZATIONS:
+        raise ValueError(f"normalize={normalize!r}: allowed are {', '.join(NORMALIZATIONS)}")
     u = basis.astype(jnp.float32)
-    x = x.astype(jnp.float32)
-    w = weight.astype(jnp.float32)[:, :, None]
+    x = x.astype(jnp.float32).swapaxes(1, 2)
+    weights = weight.astype(jnp.float32)[:, None, :, None]
     if normalize == "token":
-        norm = jnp.sum(x * x, axis=-1)
-        w = w / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny)
-    y = jnp.einsum("btjw,bjwr->btjr", x, u)
-    weighted = y * jnp.broadcast_to(w, y.shape[:3])[..., None]
-    inner = jnp.einsum("btjr,btjp->bjrp", weighted, y)
-    step = jnp.einsum("btjw,btjr->bjwr", x, weighted) - jnp.einsum("bjwr,bjrp->bjwp", u, inner)
-    if normalize == "spectral":
-        largest = jnp.linalg.eigvalsh(inner)[..., -1][..., None, None]
-        step = step / jnp.maximum(largest, jnp.finfo(jnp.float32).tiny)
+        weights = weights / jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    y = x @ u
+    weighted = y * weights
+    step = x.swapaxes(2, 3) @ weighted
+    inner = y.swapaxes(2, 3) @ weighted
+    if normalize in ("residual", "token", "none"):
+        step = step - u @ inner
+    if normalize not in ("token", "none"):
+        spectrum = jnp.linalg.eigvalsh(inner)
+        scale = jnp.median(spectrum, axis=-1) if normalize == "median" else spectrum[..., -1]
+        # a batch smaller than the rank has a median of zero: its step is bounded by its own largest eigenvalue
+        scale = jnp.maximum(scale, spectrum[..., -1] * 1e-3)
+        step = step / jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)[..., None, None]
     moved = orthonormalise(u + eta * step)
     fed = jnp.sum(weight, axis=1) > 0
     return jnp.where(fed[:, None, None, None], moved, u)

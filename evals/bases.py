@@ -1,0 +1,33 @@
+"""Bases of several methods from one run of the model over a corpus."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lowrank_kv_jax.calibrate import collect_moments, fit_bases
+from lowrank_kv_jax.corpus import Corpus, token_windows
+from lowrank_kv_jax.method import KVMethod
+
+LENGTH, WINDOWS = 2048, 4
+
+
+def bases_of(
+    model: Any, methods: Mapping[str, KVMethod], corpus: Corpus, *, length: int = LENGTH, windows: int = WINDOWS,
+    seed: int = 0, dtype: Any = "bfloat16", progress: bool = False,
+) -> dict[str, Any]:
+    """The bases of those methods that are calibrated; empty, without running the model, where none is.
+
+    Args:
+        length, windows, seed: see `token_windows`; no window is longer than the model's context.
+    """
+    calibrated = {spec: method for spec, method in methods.items() if method.calibrated}
+    if not calibrated:
+        return {}
+    tokens = token_windows(model.tokenizer, corpus.texts, min(length, model.config.context), windows, seed)
+    moments = collect_moments(model, tokens, progress)
+    return {spec: fit_bases(model, method, moments, dtype) for spec, method in calibrated.items()}
+
+
+def calibration_settings(corpus: Corpus, methods: Mapping[str, KVMethod]) -> dict[str, Any]:
+    """What records keep of the calibration; null where no method needs one."""
+    calibrated = any(method.calibrated for method in methods.values())
+    return {"calibration": {"corpus": corpus.name, "sha256": corpus.sha256} if calibrated else None}

@@ -1,0 +1,154 @@
+"""Figures of a section: quality against bytes, tasks, needles, times."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lowrank_kv_jax.evals.report.sections import Section
+
+MARKERS = "osD^vP*Xh<>p8d"
+
+
+def draw_figures(sections: Sequence[Section], folder: str | os.PathLike) -> dict[str, list[tuple[str, Path]]]:
+    """Draw all figures that the records allow, as PNG.
+
+    Returns:
+        By the title of a section, captions and files.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    folder = Path(folder).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn: dict[str, list[tuple[str, Path]]] = {}
+    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
+    with plt.rc_context(style):
+        for number, section in enumerate(sections, start=1):
+            figures = drawn.setdefault(section.title, [])
+            for name, caption, draw in (
+                ("pareto", "Quality against bytes; bars are 95% bootstrap intervals, the line is the Pareto front", _pareto),
+                ("tasks", "Score of each task", _tasks),
+                ("needles", "Needles found by depth and length", _needles),
+            ):
+                figure = draw(plt, section, sections)
+                if figure is not None:
+                    figures.append((caption, _save(plt, figure, folder / f"{number}-{name}.png")))
+        for name, caption, field, label in (
+            ("ttft", "Time to first token against length", "ttft_s", "seconds"),
+            ("throughput", "Decoding against length", "decode_tokens_per_s", "tokens per second"),
+        ):
+            for command in dict.fromkeys((s.command, s.model, s.protocol) for s in sections):
+                same = [s for s in sections if (s.command, s.model, s.protocol) == command]
+                figure = _by_length(plt, same, field, label)
+                if figure is not None:
+                    path = folder / f"{1 + list(sections).index(same[-1])}-{name}.png"
+                    drawn[same[-1].title].append((caption, _save(plt, figure, path)))
+    return drawn
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The points that no other one beats in both bytes (fewer) and score (more), by bytes."""
+    front: list[tuple[float, float]] = []
+    for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not front or y > front[-1][1]:
+            front.append((x, y))
+    return front
+
+
+def _save(plt, figure, path: Path) -> Path:
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
+    return path
+
+
+def _style(number: int, method: str) -> dict:
+    return {"color": "black" if method == "full" else f"C{number % 10}", "marker": MARKERS[number % len(MARKERS)]}
+
+
+def _pareto(plt, section: Section, _):
+    entries = [entry for entry in section.entries if entry.bytes_per_token is not None]
+    if not entries:
+        return None
+    figure, axis = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    points = []
+    for number, entry in enumerate(entries):
+        x, mean = (entry.bytes_per_token or 0) / 1024, entry.mean
+        points.append((x, mean.mean))
+        error = None if mean.low is None or mean.high is None else [[mean.mean - mean.low], [mean.high - mean.mean]]
+        axis.errorbar(x, mean.mean, error, **_style(number, entry.method), markersize=8, alpha=0.85, capsize=3,
+                      linestyle="none", label=entry.method)
+    front = pareto_front(points)
+    axis.step(*zip(*front, strict=True), where="post", color="0.6", linewidth=1, linestyle="--", zorder=0)
+    axis.set(xlabel="cache, KiB per token", ylabel="mean score", ylim=(-4, 104), title=section.title)
+    axis.set_xlim(left=0)
+    axis.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=min(3, len(entries)), frameon=False)
+    return figure
+
+
+def _tasks(plt, section: Section, _):
+    if len(section.tasks) < 2:
+        return None
+    count, width = len(section.entries), 0.8 / len(section.entries)
+    figure, axis = plt.subplots(figsize=(max(6.4, 0.25 * count * len(section.tasks)), 3.8), layout="constrained")
+    places = np.arange(len(section.tasks))
+    for number, entry in enumerate(section.entries):
+        heights = [entry.tasks.get(task, 0.0) for task in section.tasks]
+        color = _style(number, entry.method)["color"]
+        axis.bar(places + (number - (count - 1) / 2) * width, heights, width, color=color, label=entry.method)
+    axis.set(ylabel="score", ylim=(0, 104), title=section.title)
+    axis.set_xticks(places, section.tasks, rotation=30, ha="right")
+    axis.grid(axis="y", alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=min(3, count), frameon=False)
+    return figure
+
+
+def _needles(plt, section: Section, sections: Sequence[Section]):
+    """A map of depth by length for each method, once for all lengths: with the first section."""
+    same = [s for s in sections if (s.command, s.model, s.protocol) == (section.command, section.model, section.protocol)]
+    records = [record for s in same for record in s.records if record.get("depth") is not None]
+    if same[0] is not section or not records:
+        return None
+    methods = list(dict.fromkeys(record["method"] for record in records))
+    lengths = sorted({record["length"] for record in records})
+    depths = sorted({record["depth"] for record in records})
+    figure, axes = plt.subplots(1, len(methods), figsize=(1.2 + 2.6 * len(methods), 3.2), layout="constrained",
+                                squeeze=False, sharey=True)
+    shown = None
+    for axis, method in zip(axes[0], methods, strict=True):
+        grid = np.full((len(depths), len(lengths)), np.nan)
+        for i, depth in enumerate(depths):
+            for j, length in enumerate(lengths):
+                found = [r["score"] for r in records
+                         if (r["method"], r["length"], r["depth"]) == (method, length, depth)]
+                grid[i, j] = np.mean(found) if found else np.nan
+        shown = axis.imshow(grid, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
+        axis.set(title=method, xlabel="tokens")
+        axis.set_xticks(range(len(lengths)), lengths)
+        axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+    axes[0, 0].set_ylabel("depth of the needle")
+    figure.colorbar(shown, ax=axes[0], label="score")
+    return figure
+
+
+def _by_length(plt, sections: Sequence[Section], field: str, label: str):
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for section in sections:
+        for entry in section.entries:
+            value = getattr(entry, field)
+            if value is not None and isinstance(section.length, int):
+                lines.setdefault(entry.method, []).append((section.length, value))
+    if not lines:
+        return None
+    figure, axis = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+    for number, (method, points) in enumerate(lines.items()):
+        axis.plot(*zip(*sorted(points), strict=True), **_style(number, method), label=method, alpha=0.85)
+    axis.set(xlabel="tokens", ylabel=label, title=f"{sections[0].command}, {sections[0].model}")
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=min(3, len(lines)), frameon=False)
+    return figure

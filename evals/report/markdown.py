@@ -1,0 +1,73 @@
+"""Tables as Markdown and as rows of cells."""
+
+from collections.abc import Mapping, Sequence
+
+from lowrank_kv_jax.evals.report.sections import Entry, Section
+from lowrank_kv_jax.evals.report.statistics import Interval
+from lowrank_kv_jax.evals.ruler.tasks import RULER_6
+
+
+def markdown(sections: Sequence[Section]) -> str:
+    """One table for each section, ready for a README."""
+    parts = []
+    for section in sections:
+        header, rows = cells(section)
+        lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+        parts.append(f"### {section.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n"
+                     + legend(section) + "\n")
+    return "\n".join(parts)
+
+
+def legend(section: Section) -> str:
+    """What the columns mean."""
+    text = (f"{section.samples} samples in {len(section.tasks)} task{'s' if len(section.tasks) > 1 else ''}. Sizes: times "
+            "smaller than a 16-bit full cache, from the bytes stored, and nominal, as papers count (each further token of "
+            "a long prompt). Scores 0-100; brackets: 95% bootstrap intervals")
+    if section.baseline is None:
+        return text + "."
+    return text + f", paired for the difference to {section.baseline}; p: Wilcoxon signed-rank test."
+
+
+def cells(section: Section) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of a section's table."""
+    compared = section.baseline is not None and len(section.entries) > 1
+    six = set(RULER_6) < set(section.tasks)
+    header = ["method", "stored", "nominal", "mean"]
+    header += [f"vs {section.baseline}", "p"] if compared else []
+    header += ["ruler-6"] if six else []
+    header += list(section.tasks) if len(section.tasks) > 1 else []
+    rows = []
+    for entry in section.entries:
+        row = [f"`{entry.method}`", _times(entry.smaller), _times(entry.nominal_smaller), interval_text(entry.mean)]
+        row += [interval_text(entry.difference, sign=True), _p(entry.p)] if compared else []
+        row += [_ruler_6(entry)] if six else []
+        row += [_number(entry.tasks.get(task)) for task in section.tasks] if len(section.tasks) > 1 else []
+        rows.append(row)
+    return header, rows
+
+
+def interval_text(value: Interval | None, sign: bool = False) -> str:
+    if value is None:
+        return ""
+    form = "+.1f" if sign else ".1f"
+    bounds = "" if value.low is None or value.high is None else f" [{value.low:{form}}, {value.high:{form}}]"
+    return f"{value.mean:{form}}{bounds}"
+
+
+def _ruler_6(entry: Entry) -> str:
+    found: Mapping[str, float] = entry.tasks
+    if not set(RULER_6) <= set(found):
+        return ""
+    return f"{sum(found[task] for task in RULER_6) / len(RULER_6):.1f}"
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _p(value: float | None) -> str:
+    return "" if value is None else "<0.001" if value < 0.001 else f"{value:.3f}"

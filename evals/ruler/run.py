@@ -1,0 +1,149 @@
+"""RULER through compressed caches."""
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowrank_kv_jax.corpus import Corpus, load_corpus
+from lowrank_kv_jax.evals.bases import bases_of, calibration_settings
+from lowrank_kv_jax.evals.prompts import Question
+from lowrank_kv_jax.evals.ruler.generate import SEED, generate
+from lowrank_kv_jax.evals.ruler.haystack import load_haystack
+from lowrank_kv_jax.evals.ruler.qa import QuestionSet, load_questions
+from lowrank_kv_jax.evals.ruler.samples import RulerSample, load_task
+from lowrank_kv_jax.evals.ruler.scoring import score
+from lowrank_kv_jax.evals.ruler.tasks import QA, expand_tasks, find_task
+from lowrank_kv_jax.evals.suite import Suite, evaluate
+from lowrank_kv_jax.method import KVMethod
+
+COMMAND = "eval ruler"
+
+
+def evaluate_ruler(
+    model: Any, methods: Mapping[str, KVMethod], tasks: Sequence[str], lengths: Sequence[int] | None = None,
+    samples: int | None = None, protocol: str = "query-agnostic", seed: int = SEED, *,
+    data: str | os.PathLike | None = None, haystack: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
+    questions: Mapping[str, str | os.PathLike] | None = None, json: str | os.PathLike | None = None,
+    style: str = "base", rows: int = 5, dtype: str = "bfloat16", calibrate: Corpus | None = None, progress: bool = False,
+    mesh: Any = None,
+) -> list[dict[str, Any]]:
+    """Score methods on RULER.
+
+    Args:
+        model: a `LoadedModel` with a tokenizer.
+        methods: by spec.
+        tasks: names of tasks and of groups of them.
+        lengths: in tokens, the answer included; by default 1024, or whatever `data` holds.
+        samples: of each task and length; by default 10, or all that `data` holds.
+        protocol, style, rows, dtype: see `Suite`.
+        seed: of the samples.
+        data: a folder of TASK.jsonl or LENGTH/TASK.jsonl in the official format, instead of generating.
+        haystack: of the essay tasks, see `load_haystack`.
+        questions: files of the qa tasks by data set, see `load_questions`; by default from the hub.
+        json: records are appended to it; those that it holds are not computed again.
+        calibrate: what bases are fitted to, by default the first half of Python's language reference.
+        progress: show progress bars.
+        mesh: see `evaluate`.
+
+    Returns:
+        One record for each sample and method.
+
+    Raises:
+        ValueError, OSError: as `expand_tasks`, `generate`, `load_task`, `evaluate`.
+    """
+    names = expand_tasks(tuple(tasks))
+    if data is not None:
+        drawn = read_samples(data, names, lengths, samples)
+        source: dict[str, Any] = {"source": "data"}
+    else:
+        drawn, source = draw_samples(model.tokenizer, names, lengths or (1024,), samples, seed, haystack, questions)
+    corpus = calibrate or load_corpus("pydoc:first")
+    suite = Suite(
+        COMMAND, tuple(_question(sample, length) for length, sample in drawn), protocol, style, seed, rows, dtype,
+        {**source, **calibration_settings(corpus, methods)},
+    )
+    return evaluate(
+        model, methods, suite, json=json, progress=progress, mesh=mesh,
+        bases=lambda needed: bases_of(model, needed, corpus, dtype=dtype, progress=progress),
+    )
+
+
+def draw_samples(
+    tokenizer: Any, tasks: Sequence[str], lengths: Sequence[int], samples: int | None, seed: int, haystack: Any = None,
+    questions: Mapping[str, str | os.PathLike] | None = None,
+) -> tuple[list[tuple[int, RulerSample]], dict[str, Any]]:
+    """Generated samples with their lengths, and what records keep of where they come from."""
+    essays = [name for name in tasks if find_task(name).parameters.get("haystack") == "essay"]
+    text = load_haystack(haystack) if essays else ""
+    sets: dict[str, QuestionSet] = {}
+    for name in tasks:
+        if find_task(name).family is QA:
+            dataset = find_task(name).parameters["dataset"]
+            sets[name] = load_questions(dataset, (questions or {}).get(dataset))
+    drawn = [
+        (length, sample) for length in lengths for name in tasks
+        for sample in generate(name, tokenizer, length, 10 if samples is None else samples, seed, haystack=text,
+                               questions=sets.get(name))
+    ]
+    return drawn, {"source": "generated", "haystack": _name(haystack, text) if essays else None}
+
+
+def read_samples(
+    data: str | os.PathLike, tasks: Sequence[str], lengths: Sequence[int] | None, samples: int | None
+) -> list[tuple[int, RulerSample]]:
+    """Samples of the files in a folder, with their lengths.
+
+    Without `lengths`, those of the folder's numbered subfolders are read, or the files of the folder itself,
+    whose length is that of their longest sample.
+
+    Raises:
+        FileNotFoundError: a task has no file; ValueError: as `load_task`, or several lengths and no
+            subfolders.
+    """
+    folder = Path(data).expanduser()
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such folder")
+    numbered = sorted(int(path.name) for path in folder.iterdir() if path.is_dir() and path.name.isdecimal())
+    folders: list[tuple[int | None, Path]]
+    if numbered:
+        missing = sorted(set(lengths or ()) - set(numbered))
+        if missing:
+            raise FileNotFoundError(f"{folder}: has no samples of length {missing[0]}, only of "
+                                    f"{', '.join(map(str, numbered))}")
+        folders = [(length, folder / str(length)) for length in lengths or numbered]
+    elif lengths and len(lengths) > 1:
+        raise ValueError(f"{folder}: has no subfolder for each of the lengths {', '.join(map(str, lengths))}")
+    else:
+        folders = [(lengths[0] if lengths else None, folder)]
+    drawn = []
+    for length, place in folders:
+        for name in tasks:
+            if not (place / f"{name}.jsonl").is_file():
+                held = sorted(path.stem for path in place.glob("*.jsonl"))
+                raise FileNotFoundError(f"{place}: has no {name}.jsonl, only {', '.join(held) or 'no .jsonl file at all'}")
+            found = load_task(place / f"{name}.jsonl")
+            label = length if length is not None else max(sample.length or 0 for sample in found)
+            drawn += [(label, sample) for sample in found[:samples]]
+    return drawn
+
+
+def _question(sample: RulerSample, length: int) -> Question:
+    task = find_task(sample.task)
+
+    def right(answer: str) -> float:
+        return score(sample.task, answer, sample.outputs)
+
+    prefix = sample.answer_prefix
+    asked = sample.question.removesuffix(prefix) if prefix else sample.question
+    return Question(
+        sample.task, length, sample.index, sample.context, asked, prefix, task.new_tokens, right,
+        lambda answer: right(answer) == 1, {"outputs": list(sample.outputs), "sample_length": sample.length},
+    )
+
+
+def _name(haystack: Any, text: str) -> dict[str, str]:
+    parts = [haystack] if haystack is None or isinstance(haystack, str | os.PathLike) else list(haystack)
+    names = ["pydoc" if part is None else os.path.basename(os.fspath(part)) for part in parts]
+    return {"name": "+".join(names), "sha256": hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]}

@@ -1,0 +1,274 @@
+"""Running questions through caches: one prefill of a context serves all of its questions and all methods.
+
+Records are written one by one as they are known, and a run that was interrupted goes on where it stopped:
+batches are formed in the same way again, so that what is computed anew is what would have been computed then.
+"""
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowrank_kv_jax.cache import Cache, fork
+from lowrank_kv_jax.evals.answer import answer
+from lowrank_kv_jax.evals.batches import Batch, make_batches
+from lowrank_kv_jax.evals.prefill_many import pad_rows, prefill_many
+from lowrank_kv_jax.evals.prompts import PROTOCOLS, STYLES, Question
+from lowrank_kv_jax.evals.records import append_record, check_writable, make_record, read_records
+from lowrank_kv_jax.evals.sizes import Size, size_of
+from lowrank_kv_jax.method import KVMethod
+from lowrank_kv_jax.progress import ProgressBar
+
+Key = tuple[Any, ...]
+
+KEY = ("command", "fingerprint", "method", "task", "length", "index", "protocol", "seed")
+"""The fields of a record that name it: a file holds each at most once."""
+
+ANSWER_WORK = 0.02  # an answer's share of the work, in thousands of prefilled tokens for each new token
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """What is asked, and under which conditions.
+
+    Attributes:
+        command: e.g. "eval ruler".
+        questions: all of them.
+        protocol: one of `PROTOCOLS`.
+        style: one of `STYLES`.
+        seed: of the questions.
+        rows: contexts that share a batch.
+        dtype: of the caches.
+        settings: whatever else decides the results; kept in every record and compared when a run goes on.
+    """
+
+    command: str
+    questions: tuple[Question, ...]
+    protocol: str = PROTOCOLS[0]
+    style: str = STYLES[0]
+    seed: int = 0
+    rows: int = 5
+    dtype: str = "bfloat16"
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.protocol not in PROTOCOLS:
+            raise ValueError(f"protocol={self.protocol!r}: must be {' or '.join(PROTOCOLS)}")
+        if self.style not in STYLES:
+            raise ValueError(f"style={self.style!r}: must be {' or '.join(STYLES)}")
+        if self.rows < 1:
+            raise ValueError(f"rows={self.rows}: must be at least 1")
+        if not self.questions:
+            raise ValueError(f"{self.command}: there is nothing to ask")
+
+    def conditions(self) -> dict[str, Any]:
+        """What a record of this run holds beside its key; records of other conditions are not this run's."""
+        return {"style": self.style, "cache_dtype": self.dtype, **self.settings}
+
+    def key(self, model: Any, spec: str, question: Question) -> Key:
+        return (self.command, model.fingerprint, spec, question.task, question.length, question.index, self.protocol,
+                self.seed)
+
+
+def evaluate(
+    model: Any, methods: Mapping[str, KVMethod], suite: Suite, *, json: str | os.PathLike | None = None,
+    bases: Callable[[Mapping[str, KVMethod]], Mapping[str, Any]] | None = None, progress: bool = False,
+    mesh: Any = None,
+) -> list[dict[str, Any]]:
+    """Ask every question of every method's cache.
+
+    Args:
+        model: a `LoadedModel` with a tokenizer.
+        methods: by spec.
+        suite: what is asked.
+        json: the file that records are appended to; those it holds already are not computed again.
+        bases: called, once, with the methods that still have to answer; returns the bases of the calibrated
+            ones.
+        progress: show a progress bar with the time that is left.
+        mesh: lay contexts out over its axis "data" and kv heads over "model"; the weights must lie on it.
+
+    Returns:
+        One record for each question and method, those of an earlier run included, in the order of the
+        questions.
+
+    Raises:
+        ValueError: a method that does not suit the model, a prompt beyond its context, no tokenizer, or a
+            file that holds the same questions under other conditions.
+    """
+    if model.tokenizer is None:
+        raise ValueError(f"model {model.name!r} has no tokenizer: {suite.command} needs one")
+    for spec, method in methods.items():
+        try:
+            method.validate(model.config.attention)
+        except ValueError as error:
+            raise ValueError(f"{spec}: {error}") from error
+    batches = make_batches(
+        model.tokenizer, suite.questions, suite.protocol, suite.style, suite.rows, model.config.context
+    )
+    known = {} if json is None else finished(json, model, methods, suite)
+    pending = [(batch, left) for batch in batches if (left := _left(model, methods, suite, batch, known))]
+    if pending:
+        needed = {spec: method for spec, method in methods.items() if any(spec in left for _, left in pending)}
+        runner = _Runner(model, suite, dict(bases(needed)) if bases else {}, mesh)
+        total = sum(_work(batch, left) for batch, left in pending)
+        with ProgressBar(suite.command, total, progress) as bar:
+            for batch, left in pending:
+                for record in runner.run(batch, left, bar):
+                    key = _key_of(record)
+                    if key in known:
+                        continue
+                    if json is not None:
+                        append_record(json, record)
+                    known[key] = record
+    return [known[suite.key(model, spec, question)] for question in suite.questions for spec in methods]
+
+
+def finished(
+    path: str | os.PathLike, model: Any, methods: Mapping[str, KVMethod], suite: Suite
+) -> dict[Key, dict[str, Any]]:
+    """The records of a file that are this run's, by key.
+
+    Raises:
+        ValueError: a record of the same key was made under other conditions or from another prompt; OSError:
+            the file cannot be written.
+    """
+    check_writable(path)
+    wanted = {suite.key(model, spec, question): question for question in suite.questions for spec in methods}
+    conditions, found = suite.conditions(), {}
+    for record in read_records(Path(path)):
+        key = _key_of(record)
+        if key not in wanted:
+            continue
+        differ = [f"{name} was {record.get(name)!r} and is now {value!r}" for name, value in conditions.items()
+                  if record.get(name) != value]
+        if not differ and record.get("prompt_sha256") != wanted[key].sha256:
+            differ = [f"the prompt of {key[3]} sample {key[5]} is another one"]
+        if differ:
+            raise ValueError(f"{path} holds results of another run ({'; '.join(differ)}): give another file")
+        found.setdefault(key, record)
+    return found
+
+
+def _key_of(record: Mapping[str, Any]) -> Key:
+    return tuple(record.get(field) for field in KEY)
+
+
+def _left(model, methods, suite: Suite, batch: Batch, known) -> dict[str, KVMethod]:
+    """The methods that a batch still needs."""
+    return {
+        spec: method for spec, method in methods.items()
+        if any(suite.key(model, spec, question) not in known for question in batch.all_questions)
+    }
+
+
+def _work(batch: Batch, methods: Mapping[str, KVMethod]) -> float:
+    """In thousands of prefilled tokens; only the progress bar depends on it."""
+    return len(batch.contexts) * batch.width / 1000 + len(methods) * _answer_work(batch)
+
+
+def _answer_work(batch: Batch) -> float:
+    return ANSWER_WORK * batch.rounds * max(q.new_tokens for q in batch.all_questions)
+
+
+class _Runner:
+    """Runs batches; remembers which programs are compiled, since a time that includes compiling says
+    nothing."""
+
+    def __init__(self, model: Any, suite: Suite, bases: Mapping[str, Any], mesh: Any):
+        self.model, self.suite, self.bases, self.mesh = model, suite, bases, mesh
+        self.warm: set[tuple[str, int, int]] = set()
+        self.sizes: dict[tuple[str, int, int], Size] = {}
+
+    def run(self, batch: Batch, methods: Mapping[str, KVMethod], bar: ProgressBar):
+        """Yields the records of one batch, method by method."""
+        model = self.model
+        tokens, lengths = pad_rows(batch.contexts, batch.width)
+        begin = time.perf_counter()
+        caches, logits = prefill_many(
+            methods, model.config, model.params, tokens, lengths, bases=self.bases, capacity=batch.capacity,
+            dtype=self.suite.dtype, mesh=self.mesh,
+        )
+        logits.block_until_ready()
+        prefill_s = time.perf_counter() - begin
+        bar.advance(len(batch.contexts) * batch.width / 1000)
+        warm = {spec: (spec, batch.width, batch.capacity) in self.warm for spec in methods}
+        for spec, method in methods.items():
+            cache = caches.pop(spec)
+            shape = (spec, batch.width, batch.capacity)
+            if shape not in self.sizes:
+                self.sizes[shape] = size_of(cache, self.bases.get(spec))
+            for turn in range(batch.rounds):
+                last = turn + 1 == batch.rounds
+                asked = cache if last else fork(cache)
+                timed = prefill_s if all(warm.values()) else None
+                yield from self._ask(batch, turn, spec, method, asked, timed, len(methods))
+            self.warm.add(shape)
+            bar.advance(_answer_work(batch))
+
+    def _ask(
+        self, batch: Batch, turn: int, spec: str, method: KVMethod, cache: Cache, prefill_s: float | None, sharing: int
+    ):
+        """Asks the `turn`-th question of every context; contexts that have fewer are asked nothing that
+        counts."""
+        entries = [row[turn] if turn < len(row) else None for row in batch.questions]
+        filler = next(entry for entry in entries if entry is not None)
+        ids = [(entry or filler)[1] for entry in entries]
+        clock = _Clock([None if entry is None else entry[0] for entry in entries])
+        texts = answer(
+            method, self.model, cache, ids, max(e[0].new_tokens for e in entries if e is not None),
+            bases=self.bases.get(spec), enough=clock.enough,
+        )
+        size = self.sizes[spec, batch.width, batch.capacity]
+        times = clock.times(prefill_s)
+        for row, entry in enumerate(entries):
+            if entry is not None:
+                yield self._record(spec, entry[0], texts[row], size, times, {
+                    "context_tokens": len(batch.contexts[row]), "question_tokens": len(entry[1]),
+                    "answer_tokens": clock.tokens[row], "rows": len(entries), "methods_sharing_prefill": sharing,
+                })
+
+    def _record(self, spec, question: Question, text: str, size: Size, times, counts) -> dict[str, Any]:
+        suite, model = self.suite, self.model
+        return make_record(
+            suite.command, model=model.name, fingerprint=model.fingerprint, method=spec, task=question.task,
+            length=question.length, index=question.index, samples=1, seed=suite.seed, protocol=suite.protocol,
+            score=100 * question.score(text), prediction=text, cache_bytes=size.total, full_cache_bytes=size.full,
+            bytes_per_token=size.per_token, bytes_by_kind=size.by_kind, smaller=size.smaller,
+            nominal_smaller=size.nominal_smaller, compressed_fraction=size.compressed, **times, **counts,
+            **suite.conditions(), prompt_sha256=question.sha256, **question.details,
+        )
+
+
+class _Clock:
+    """Ends rows and takes times while a batch is answered."""
+
+    def __init__(self, questions: Sequence[Question | None]):
+        self.questions, self.tokens = questions, [0] * len(questions)
+        self.begin, self.first, self.last, self.drawn = time.perf_counter(), None, None, 0
+
+    def enough(self, row: int, text: str) -> bool:
+        """Whether a row's answer ends here: it is as long as it may be, or its score cannot change any
+        more."""
+        question, now = self.questions[row], time.perf_counter()
+        if question is None:
+            return True
+        self.first = now if self.first is None else self.first
+        self.last = now
+        self.drawn += 1
+        self.tokens[row] += 1
+        return self.tokens[row] >= question.new_tokens or question.complete(text)
+
+    def times(self, prefill_s: float | None) -> dict[str, float | None]:
+        """Of the whole batch; None where programs were compiled meanwhile or no token was drawn.
+
+        The time to the first token includes the prefill with the compressions of all methods that share it.
+        """
+        if prefill_s is None or self.first is None or self.last is None:
+            return {"ttft_s": None, "decode_tokens_per_s": None}
+        drawn, seconds = self.drawn - sum(n > 0 for n in self.tokens), self.last - self.first
+        return {
+            "ttft_s": prefill_s + self.first - self.begin,
+            "decode_tokens_per_s": drawn / seconds if drawn > 0 and seconds > 0 else None,
+        }

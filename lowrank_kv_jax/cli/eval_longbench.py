@@ -1,0 +1,49 @@
+"""`lowrank-kv eval longbench`: 16 English tasks through compressed caches."""
+
+import argparse
+
+HELP = "16 English tasks: question answering, summaries, few-shot learning, retrieval, code"
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Declare the command."""
+    from lowrank_kv_jax.cli.eval_options import add_suite_options
+
+    parser = subparsers.add_parser(
+        "longbench", help=HELP,
+        description="LongBench (Bai et al., 2024) with its own prompts, truncation and metrics. With --prompt chat the "
+                    "few-shot and code tasks keep the base prompt, as published.",
+    )
+    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="by default all 16")
+    parser.add_argument("--samples", type=int, help="the first of each task; by default all")
+    parser.add_argument("--data", metavar="DIR",
+                        help="a folder of TASK.jsonl files, or a hub dataset with a configuration for each task; by "
+                             "default LongBench on the hub")
+    parser.add_argument("--max-length", type=int, metavar="N",
+                        help="tokens that longer prompts are cut to, out of the middle (the model's context less 640)")
+    add_suite_options(parser, seed=0)
+    parser.set_defaults(run=run, rows=2)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate and print the scores.
+
+    Raises:
+        ValueError, OSError: as `load_model`, `parse_methods` and `evaluate_longbench`.
+    """
+    from lowrank_kv_jax.cli.eval_options import print_scores, suite_arguments
+    from lowrank_kv_jax.cli.options import load_from
+    from lowrank_kv_jax.evals.compare import parse_methods
+    from lowrank_kv_jax.evals.longbench import all_tasks, evaluate_longbench, find_task
+    from lowrank_kv_jax.evals.records import check_writable
+
+    methods = parse_methods(args.methods)
+    tasks = [find_task(name).name for name in args.tasks or all_tasks()]
+    if args.json:
+        check_writable(args.json)
+    records = evaluate_longbench(
+        load_from(args), methods, tasks, args.samples, data=args.data, max_length=args.max_length, **suite_arguments(args)
+    )
+    print_scores(records, f"LongBench, {args.protocol}: score (0-100)", {"mean": tasks} if len(tasks) > 1 else None)
+    return 0

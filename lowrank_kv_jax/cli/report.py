@@ -1,0 +1,46 @@
+"""`lowrank-kv report`: tables and figures from the records of evaluations."""
+
+import argparse
+
+HELP = "tables and figures from the records of evaluations"
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        "report", help=HELP,
+        description="From files of records (--json of the other commands): a Markdown table on standard output and, with "
+                    "--out, report.md, report.html (one file, figures inside) and the figures as PNG.",
+    )
+    parser.add_argument("results", nargs="+", metavar="RESULTS", help="files of records, together one report")
+    parser.add_argument("--out", metavar="DIR", help="write the report there")
+    parser.add_argument("--baseline", default="full", metavar="SPEC",
+                        help="method that the others are compared with (%(default)s)")
+    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="only these tasks, or RULER's groups, e.g. ruler-6")
+    parser.add_argument("--title", default="Compressed KV caches: quality and bytes", help="of the page")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table and write the report.
+
+    Raises:
+        ValueError, OSError: as `read_sections`.
+    """
+    from pathlib import Path
+
+    from lowrank_kv_jax.evals.report import draw_figures, markdown, page, read_sections
+    from lowrank_kv_jax.evals.ruler.tasks import GROUPS
+
+    tasks = None if args.tasks is None else [t for name in args.tasks for t in GROUPS.get(name, (name,))]
+    sections = read_sections(args.results, args.baseline, tasks)
+    text = markdown(sections)
+    print(text)
+    if args.out:
+        out = Path(args.out).expanduser()
+        figures = draw_figures(sections, out)
+        (out / "report.md").write_text(text, encoding="utf-8")
+        (out / "report.html").write_text(page(sections, figures, args.title), encoding="utf-8")
+        print(f"wrote {out / 'report.html'}, report.md and {sum(map(len, figures.values()))} figures")
+    return 0

@@ -1,0 +1,64 @@
+"""Groups of adjacent layers, and the ranks of the bases that they share."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+
+from lowrank_kv_jax.rank import resolve_rank
+
+
+class Ranks(NamedTuple):
+    """Columns of the bases of keys and values."""
+
+    k: int
+    v: int
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class LayerGroup:
+    """What a cross-layer method is told of one of its groups, in the place of calibrated bases: no array at all.
+
+    Attributes:
+        layers: number of layers; the last group of a model may have fewer.
+        ranks: of its bases, where the fields of the method settle them.
+    """
+
+    layers: int
+    ranks: Ranks | None = None
+
+
+def stride_groups(num_layers: int, size: int, first: int = 0) -> tuple[tuple[int, ...], ...]:
+    """Contiguous groups of `size` layers from layer `first` on; the layers before stay alone, the last group may be
+    smaller."""
+    alone = tuple((layer,) for layer in range(first))
+    starts = range(first, num_layers, size)
+    return alone + tuple(tuple(range(s, min(s + size, num_layers))) for s in starts)
+
+
+def split_rank(mean: int, width: int, ratio: float) -> Ranks:
+    """Ranks of keys and values of a given mean, as 1 : `ratio` (xKV, section 5.1); neither exceeds the width."""
+    v = min(round(2 * mean * ratio / (1 + ratio)), width, 2 * mean - 1)
+    return Ranks(min(2 * mean - v, width), v)
+
+
+def read_table(text: str, groups: int) -> tuple[tuple[int, int], ...]:
+    """Ranks of every group from "k:v/k:v/..", one entry for each of `groups`.
+
+    Raises:
+        ValueError: another form, or another number of entries.
+    """
+    entries = text.split("/")
+    try:
+        table = tuple((int(k), int(v)) for k, v in (entry.split(":") for entry in entries))
+    except ValueError:
+        raise ValueError(f"table={text!r}: expected ranks of keys and values, as 96:144/80:120, one pair a group") from None
+    if len(table) != groups:
+        raise ValueError(f"table={text!r}: has {len(table)} entries, this model has {groups} groups of layers")
+    return table
+
+
+def resolve_pair(width: int, k: tuple[str, int | float], v: tuple[str, int | float]) -> Ranks:
+    """Ranks from two fields (name, value), each an int or a fraction of the width."""
+    return Ranks(resolve_rank(*k, width), resolve_rank(*v, width))

@@ -1,0 +1,197 @@
+"""MiniCache: adjacent layers share the directions of their tokens (Liu et al., 2024, "MiniCache")."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from lowrank_kv_jax.layer_groups import LayerGroup, stride_groups
+from lowrank_kv_jax.method import KVMethod, Layout, register
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
+from lowrank_kv_jax.partial import merge
+from lowrank_kv_jax.segments import exact as exact_tokens
+from lowrank_kv_jax.segments.merged import Listed, Merged, angle, empty_merged, layer_tokens, slerp
+from lowrank_kv_jax.spec import AttentionSpec, Taps
+from lowrank_kv_jax.state import leaf, state
+
+
+@state
+class Retained:
+    """Prompt tokens of one layer that are not merged.
+
+    Attributes:
+        k, v: keys (after RoPE) and values `[B, K, S, D]`.
+    """
+
+    k: jax.Array = leaf("batch", "kv_heads", "tokens", "head_dim", kind="exact")
+    v: jax.Array = leaf("batch", "kv_heads", "tokens", "head_dim", kind="exact")
+
+
+@state
+class MiniCachePair:
+    """The cache of two merged layers.
+
+    Attributes:
+        tails: of each layer, the tokens appended after the prompt.
+        retained: of each layer, the prompt's tokens that were not merged.
+        counts: int32 `[B]`, retained tokens of each row.
+        positions: of the retained tokens.
+        merged: all other tokens of the prompt.
+    """
+
+    tails: tuple[exact_tokens.Exact, exact_tokens.Exact]
+    retained: tuple[Retained, Retained]
+    counts: jax.Array = leaf("batch", kind="indices")
+    positions: Listed
+    merged: Merged
+
+
+@register("minicache")
+@dataclasses.dataclass(frozen=True)
+class MiniCache(KVMethod):
+    """SLERP merge of each pair of adjacent layers from the middle of the model up.
+
+    Of a token and head in two layers one direction is kept, interpolated on the sphere, with both magnitudes; keys
+    and values apart. Tokens whose directions differ most are retained in both layers, and so is all that is appended
+    after the prompt. With every upper pair merged the cache is about 1.3 times smaller.
+
+    The paper's formula for the retained set, read literally, keeps the tokens that are *most similar*, and so does
+    the re-implementation in circulation; `retain="similar"` does that. The paper's text, and the default here, keep
+    those of the largest angular distance. A fixed share of tokens replaces its threshold, which gives no static shape.
+
+    Attributes:
+        start: first layer that is merged, a number (int) or a share of the depth (float).
+        t: how far the direction lies from the first layer's towards the second's.
+        keep: share of the prompt's tokens that is retained, gamma; 0.05 where `keep` and `budget` are None.
+        budget: instead of `keep`: number of retained tokens.
+        retain: "distant", or "similar".
+    """
+
+    start: int | float = 0.5
+    t: float = 0.6
+    keep: float | None = None
+    budget: int | None = None
+    retain: str = "distant"
+
+    def __post_init__(self):
+        if isinstance(self.start, bool) or self.start < 0 or (isinstance(self.start, float) and self.start > 1):
+            raise ValueError(f"start={self.start!r}: must be a layer, or a fraction in [0, 1]")
+        if not 0 <= self.t <= 1:
+            raise ValueError(f"t={self.t!r}: must lie in [0, 1]")
+        if self.keep is not None and self.budget is not None:
+            raise ValueError(f"keep={self.keep!r}, budget={self.budget!r}: give at most one of them")
+        if self.keep is not None and not 0 <= self.keep <= 1:
+            raise ValueError(f"keep={self.keep!r}: must lie in [0, 1]")
+        if self.budget is not None and (type(self.budget) is not int or self.budget < 0):
+            raise ValueError(f"budget={self.budget!r}: must be an int of at least 0")
+        if self.retain not in ("distant", "similar"):
+            raise ValueError(f"retain={self.retain!r}: allowed are distant, similar")
+
+    # ---- groups -------------------------------------------------------------------------------------------------
+
+    def layer_groups(self, spec: AttentionSpec) -> tuple[tuple[int, ...], ...]:
+        first = int(self.start * spec.num_layers) if isinstance(self.start, float) else self.start
+        if first > spec.num_layers:
+            raise ValueError(f"start={self.start!r}: the model has {spec.num_layers} layers")
+        return stride_groups(spec.num_layers, 2, first)
+
+    def validate(self, spec: AttentionSpec) -> None:
+        self.layer_groups(spec)
+
+    def default_bases(self, spec):
+        """How many layers each group has: nothing is fitted."""
+        return tuple(LayerGroup(len(group)) for group in self.layer_groups(spec))
+
+    def _retained(self, lengths):
+        """How many tokens of prompts of these lengths are retained; for arrays and numbers."""
+        if self.budget is not None:
+            return jnp.minimum(lengths, self.budget)
+        keep = 0.05 if self.keep is None else self.keep
+        return jnp.floor(keep * lengths + 1e-4).astype(jnp.int32)
+
+    # ---- the contract -------------------------------------------------------------------------------------------
+
+    def init(self, layout: Layout, bases: LayerGroup):
+        spec, dtype = layout.spec, jnp.dtype(layout.dtype)
+
+        def exact(size):
+            return exact_tokens.empty_exact(layout.batch, spec.kv_heads, size, spec.head_dim, dtype, gaps=(0, size))
+
+        if bases.layers == 1:
+            return exact(layout.capacity)
+        tail = exact(max(layout.capacity - layout.prompt, layout.block))
+        kept = self._slots(layout)
+        buffer = jnp.zeros((layout.batch, spec.kv_heads, max(kept, 1), spec.head_dim), dtype)
+        merged = empty_merged(layout.batch, spec.kv_heads, max(layout.prompt - kept, 1), spec.head_dim, dtype)
+        return MiniCachePair(
+            (tail, tail), (Retained(buffer, buffer),) * 2, jnp.zeros((layout.batch,), jnp.int32),
+            Listed(jnp.zeros(buffer.shape[::2][:2], jnp.int32)), merged,
+        )
+
+    def _slots(self, layout: Layout) -> int:
+        """Static number of retained tokens."""
+        if self.budget is not None:
+            return min(self.budget, layout.prompt)
+        return int((0.05 if self.keep is None else self.keep) * layout.prompt + 1e-4)
+
+    def compress(self, layout, bases, state, taps, lengths):
+        if len(taps) == 1:
+            return exact_tokens.hold_prompt(state, taps[0].k, taps[0].v, lengths, sinks=layout.capacity, recent=0)
+        kept, rest = self._choose(taps, lengths)
+        counts = self._retained(lengths)
+        retained = tuple(
+            Retained(*(_gather(x, kept, old) for x, old in ((tap.k, state.retained[0].k), (tap.v, state.retained[0].v))))
+            for tap in taps
+        )
+        tails = tuple(dataclasses.replace(t, positions=t.positions.skip(0, lengths)) for t in state.tails)
+        slots = state.positions.position.shape[1]
+        positions = Listed(kept[:, :slots].astype(jnp.int32))
+        return MiniCachePair(tails, retained, counts, positions, self._merge(state.merged, taps, rest, lengths - counts))
+
+    def _choose(self, taps: tuple[Taps, ...], lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Token indices `[B, S]`: retained ones first, and merged ones first, both in the order of the text."""
+        first, second = taps
+        distance = (angle(first.k, second.k) + angle(first.v, second.v)).sum(-1)
+        valid = jnp.arange(distance.shape[1])[None] < lengths[:, None]
+        score = jnp.where(valid, distance if self.retain == "distant" else -distance, -jnp.inf)
+        order = jnp.argsort(jnp.argsort(-score, axis=1), axis=1)
+        kept = valid & (order < self._retained(lengths)[:, None])
+        rest = valid & ~kept
+        return jnp.argsort(~kept, axis=1, stable=True), jnp.argsort(~rest, axis=1, stable=True)
+
+    def _merge(self, segment: Merged, taps: tuple[Taps, ...], index: jax.Array, counts: jax.Array) -> Merged:
+        sides = {}
+        for side in ("k", "v"):
+            x, y = (getattr(tap, side).astype(jnp.float32) for tap in taps)
+            norms = jnp.stack([jnp.linalg.norm(z, axis=-1) for z in (x, y)], axis=-1)
+            sides[side] = _gather(slerp(x, y, self.t), index, getattr(segment, side))
+            sides[f"{side}_norm"] = _gather(norms, index, getattr(segment, f"{side}_norm"))
+        positions = index[:, : segment.k.shape[2]].astype(jnp.int32)
+        return Merged(**sides, length=counts, positions=Listed(positions))
+
+    def append(self, layout, bases, state, taps, counts, positions, place):
+        if isinstance(state, exact_tokens.Exact):
+            return exact_tokens.append(state, taps.k, taps.v, counts)
+        tails = list(state.tails)
+        tails[place.index] = exact_tokens.append(tails[place.index], taps.k, taps.v, counts)
+        return dataclasses.replace(state, tails=tuple(tails))
+
+    def attend(self, layout, bases, state, q, positions, place):
+        scale, window = layout.spec.scale, place.window
+        if isinstance(state, exact_tokens.Exact):
+            return exact_tokens.attend(state, q, positions, scale=scale, window=window)
+        held = state.retained[place.index]
+        retained = CachedTokens(held.k, held.v, state.counts, state.positions)
+        parts = [exact_tokens.attend(state.tails[place.index], q, positions, scale=scale, window=window)]
+        for tokens in (retained, layer_tokens(state.merged, place.index)):
+            parts.append(
+                coefficient_attention(q, tokens, scale=scale, q_positions=positions, causal=False, window=window)
+            )
+        return merge(parts)
+
+
+def _gather(x: jax.Array, index: jax.Array, like: jax.Array) -> jax.Array:
+    """Tokens `[B, S, K, ..]` at `index` `[B, S]`, as many as `like` `[B, K, slots, ..]` has slots, in its dtype."""
+    index = index[:, : like.shape[2]]
+    picked = jax.vmap(lambda row, i: jnp.take(row, i, axis=0))(x, index)
+    return picked.swapaxes(1, 2).astype(like.dtype)

@@ -1,0 +1,71 @@
+"""What keeps a new method to one file, and the core light."""
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowrank_kv_jax.methods import REGISTRY
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("lowrank_kv_jax", "pallas_kernels", "models", "evals", "examples")
+SOURCES = sorted({path.resolve() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")})
+
+
+def names_in_code(path):
+    """Identifiers of a module; words of docstrings and comments do not count."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.alias):
+            yield node.name.rpartition(".")[2]
+
+
+def test_no_method_is_named_outside_of_its_own_file():
+    own = {cls.__name__: Path(sys.modules[cls.__module__].__file__).resolve() for cls in REGISTRY.values()}
+    listing = (ROOT / "lowrank_kv_jax" / "methods" / "__init__.py").resolve()
+    examples = (ROOT / "examples").resolve()
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in SOURCES
+        if path != listing and examples not in path.parents
+        for name in sorted(set(names_in_code(path)) & set(own))
+        if own[name] != path
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_every_method_says_what_it_is_and_takes_only_plain_fields(name):
+    cls = REGISTRY[name]
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name)
+    assert cls.__doc__ and not cls.__doc__.startswith(f"{cls.__name__}(")  # not the dataclass signature
+    for field in dataclasses.fields(cls):
+        assert field.default is None or isinstance(field.default, bool | int | float | str), field.name
+
+
+def test_nothing_is_left_to_do():
+    word = "TO" + "DO"
+    assert not [path.name for path in SOURCES if re.search(rf"\b({word}|FIXME|XXX)\b", path.read_text())]
+
+
+def test_import_names_follow_the_folders():
+    for folder in ("models", "evals", "pallas_kernels"):
+        link = ROOT / "lowrank_kv_jax" / folder
+        assert link.is_symlink() and link.readlink() == Path("..") / folder
+
+
+@pytest.mark.parametrize(
+    "module", ["lowrank_kv_jax.forward", "lowrank_kv_jax.generate", "lowrank_kv_jax.methods"]
+)
+def test_the_core_never_imports_torch(module):
+    heavy = "torch", "transformers", "datasets", "matplotlib", "lm_eval"
+    code = f"import sys, {module}; print([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
