@@ -11,7 +11,8 @@ LENGTH, WINDOWS = 2048, 4
 
 
 def bases_of(
-    model: Any, methods: Mapping[str, KVMethod], corpus: Corpus, *, length: int = LENGTH, windows: int = WINDOWS,
+    model: Any, methods: Mapping[str, KVMethod], corpus: Corpus, *, length: int = LENGTH,
+    windows: int = WINDOWS,
     seed: int = 0, dtype: Any = "bfloat16", progress: bool = False,
 ) -> dict[str, Any]:
     """The bases of those methods that are calibrated; empty, without running the model, where none is.

@@ -88,7 +88,9 @@ def _round_up(tokens: int, step: int) -> int:
 def _check(question: Question, head: Sequence[int], tail: Sequence[int], longest: int) -> None:
     total = len(head) + len(tail) + question.new_tokens
     if total > longest:
-        raise ValueError(f"{question.task} sample {question.index}: {total} tokens, the answer included, are more than "
-                         f"the model's context of {longest}")
+        raise ValueError(f"{question.task} sample {question.index}: {total} tokens, the answer included, are "
+                         f"more than the model's context of "
+                         f"{longest}")
     if not head or not tail:
-        raise ValueError(f"{question.task} sample {question.index}: context and question need at least one token each")
+        raise ValueError(f"{question.task} sample {question.index}: context and question need at least one "
+                         f"token each")

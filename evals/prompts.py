@@ -81,7 +81,8 @@ def chat_parts(tokenizer: Any, question: Question) -> tuple[str, str]:
     context = question.context.strip()  # templates strip what they are given
     at = text.find(context)
     if at < 0:
-        raise ValueError("this model's chat template does not keep the context as it is: ask for the base prompt")
+        raise ValueError("this model's chat template does not keep the context as it is: ask for the base "
+                         "prompt")
     trailing = len(question.context.rstrip()) - len(question.context)
     end = at + len(context) - trailing
     return text[:end], text[end:] + question.answer_prefix

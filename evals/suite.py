@@ -68,8 +68,8 @@ class Suite:
         return {"style": self.style, "cache_dtype": self.dtype, **self.settings}
 
     def key(self, model: Any, spec: str, question: Question) -> Key:
-        return (self.command, model.fingerprint, spec, question.task, question.length, question.index, self.protocol,
-                self.seed)
+        return (self.command, model.fingerprint, spec, question.task, question.length, question.index,
+                self.protocol, self.seed)
 
 
 def evaluate(
@@ -110,7 +110,8 @@ def evaluate(
     known = {} if json is None else finished(json, model, methods, suite)
     pending = [(batch, left) for batch in batches if (left := _left(model, methods, suite, batch, known))]
     if pending:
-        needed = {spec: method for spec, method in methods.items() if any(spec in left for _, left in pending)}
+        needed = {spec: method for spec, method in methods.items()
+                  if any(spec in left for _, left in pending)}
         runner = _Runner(model, suite, dict(bases(needed)) if bases else {}, mesh)
         total = sum(_work(batch, left) for batch, left in pending)
         with ProgressBar(suite.command, total, progress) as bar:
@@ -141,8 +142,10 @@ def finished(
         key = _key_of(record)
         if key not in wanted:
             continue
-        differ = [f"{name} was {record.get(name)!r} and is now {value!r}" for name, value in conditions.items()
-                  if record.get(name) != value]
+        differ = [
+            f"{name} was {record.get(name)!r} and is now {value!r}"
+            for name, value in conditions.items() if record.get(name) != value
+        ]
         if not differ and record.get("prompt_sha256") != wanted[key].sha256:
             differ = [f"the prompt of {key[3]} sample {key[5]} is another one"]
         if differ:
@@ -208,7 +211,8 @@ class _Runner:
             bar.advance(_answer_work(batch))
 
     def _ask(
-        self, batch: Batch, turn: int, spec: str, method: KVMethod, cache: Cache, prefill_s: float | None, sharing: int
+        self, batch: Batch, turn: int, spec: str, method: KVMethod, cache: Cache, prefill_s: float | None,
+        sharing: int
     ):
         """Asks the `turn`-th question of every context; contexts that have fewer are asked nothing that
         counts."""
@@ -226,7 +230,8 @@ class _Runner:
             if entry is not None:
                 yield self._record(spec, entry[0], texts[row], size, times, {
                     "context_tokens": len(batch.contexts[row]), "question_tokens": len(entry[1]),
-                    "answer_tokens": clock.tokens[row], "rows": len(entries), "methods_sharing_prefill": sharing,
+                    "answer_tokens": clock.tokens[row], "rows": len(entries),
+                    "methods_sharing_prefill": sharing,
                 })
 
     def _record(self, spec, question: Question, text: str, size: Size, times, counts) -> dict[str, Any]:
@@ -234,7 +239,8 @@ class _Runner:
         return make_record(
             suite.command, model=model.name, fingerprint=model.fingerprint, method=spec, task=question.task,
             length=question.length, index=question.index, samples=1, seed=suite.seed, protocol=suite.protocol,
-            score=100 * question.score(text), prediction=text, cache_bytes=size.total, full_cache_bytes=size.full,
+            score=100 * question.score(text), prediction=text, cache_bytes=size.total,
+            full_cache_bytes=size.full,
             bytes_per_token=size.per_token, bytes_by_kind=size.by_kind, smaller=size.smaller,
             nominal_smaller=size.nominal_smaller, compressed_fraction=size.compressed, **times, **counts,
             **suite.conditions(), prompt_sha256=question.sha256, **question.details,

@@ -15,7 +15,9 @@ def mean_scores(records: Sequence[Record]) -> dict[str, dict[tuple[Any, str], fl
         if record.get("score") is not None:
             cell = scores.setdefault(record["method"], {}).setdefault((record["length"], record["task"]), [])
             cell.append(record["score"])
-    return {method: {key: float(np.mean(cell)) for key, cell in cells.items()} for method, cells in scores.items()}
+    return {
+        method: {key: float(np.mean(cell)) for key, cell in cells.items()} for method, cells in scores.items()
+    }
 
 
 def mean_smaller(records: Sequence[Record], method: str) -> float | None:

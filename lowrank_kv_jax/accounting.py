@@ -53,7 +53,7 @@ def cache_bytes(cache: Cache, bases: Any = None) -> CacheBytes:
 
     Buffers count in full, the slots still free included: they are what the device has to hold.
     """
-    by_kind = dict.fromkeys(KINDS, 0)
+    by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
     for _, array, info in walk(cache):
         by_kind[info.kind] += _nbytes(array)
     by_kind["bases"] += sum(_nbytes(x) for x in jax.tree.leaves(bases))

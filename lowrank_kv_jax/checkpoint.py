@@ -37,9 +37,11 @@ def save_arrays(path: str | Path, kind: str, arrays: Mapping[str, jax.Array], me
         versions = {name: version(name) for name in ("jax", "orbax-checkpoint")}
         description = {"format": FORMAT, "kind": kind, "versions": versions, **metadata}
         (scratch / METADATA).write_text(json.dumps(description, indent=1, sort_keys=True))
-        if path.exists():
-            shutil.rmtree(path)
+        replaced = path.with_name(f"{scratch.name}.old")
+        if path.exists():  # set aside, not removed: a crash between the two renames loses nothing
+            path.rename(replaced)
         scratch.rename(path)
+        shutil.rmtree(replaced, ignore_errors=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

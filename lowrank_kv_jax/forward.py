@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from lowrank_kv_jax.cache import Cache, bases_of_group, check_method
 from lowrank_kv_jax.method import KVMethod, Layout, Place
@@ -126,7 +127,8 @@ def prefill(
         ValueError: shapes, lengths, capacity, method or bases do not fit; see `make_layout`.
     """
     tokens, lengths = _checked_tokens(tokens, lengths)
-    layout = make_layout(config, *tokens.shape, capacity, block, dtype, mesh)
+    batch, width = tokens.shape
+    layout = make_layout(config, batch, width, capacity, block, dtype, mesh)
     method.validate(config.attention)
     bases = bases_of_group(method, config.attention, replicate(layout.mesh, bases))
     tokens, lengths = shard_rows(layout.mesh, tokens, lengths)
@@ -220,7 +222,7 @@ def refresh(method: KVMethod, cache: Cache, *, bases: Any = None) -> Cache:
 
 def _together(*trees):
     leaves, treedef = jax.tree.flatten(trees)
-    if not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+    if not any(isinstance(leaf, Tracer) for leaf in leaves):
         return trees
     return treedef.unflatten(jax.lax.optimization_barrier(leaves))
 
@@ -232,7 +234,7 @@ def _checked_tokens(tokens, lengths):
         return jnp.asarray(tokens, jnp.int32), jnp.full((tokens.shape[0],), tokens.shape[1], jnp.int32)
     if lengths.shape != tokens.shape[:1]:
         raise ValueError(f"lengths: expected one for each of the {tokens.shape[0]} rows, got shape {lengths.shape}")
-    if not isinstance(lengths, jax.core.Tracer):
+    if not isinstance(lengths, Tracer):
         host = np.asarray(lengths)
         if (host < 1).any() or (host > tokens.shape[1]).any():
             row = int(np.argmax((host < 1) | (host > tokens.shape[1])))

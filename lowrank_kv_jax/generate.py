@@ -131,8 +131,8 @@ def decode(
         logits: `[B, V]` of the last token.
     """
     batch = cache.layout.batch
-    seeds = np.broadcast_to(np.asarray(seeds, np.uint32), (batch,))
-    keys = jax.vmap(jax.random.key)(jnp.asarray(seeds))
+    row_seeds = np.broadcast_to(np.asarray(seeds, np.uint32), (batch,))
+    keys = jax.vmap(jax.random.key)(jnp.asarray(row_seeds))
     eos = tuple(eos)
     token = sample(sampler, logits, keys, jnp.zeros((batch,), jnp.int32))
     done = jnp.any(token[:, None] == jnp.asarray(eos, jnp.int32)[None], axis=1)

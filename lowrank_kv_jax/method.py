@@ -2,8 +2,8 @@
 
 import abc
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
 
 import jax
 
@@ -42,6 +42,7 @@ class Place:
     window: int | None = None
 
 
+@dataclasses.dataclass(frozen=True)
 class KVMethod(abc.ABC):
     """A compressed KV cache as pure functions; subclasses are frozen dataclasses, abstract or final.
 
@@ -136,10 +137,13 @@ class KVMethod(abc.ABC):
 REGISTRY: dict[str, type[KVMethod]] = {}
 
 
-def register(name: str):
+_Method = TypeVar("_Method", bound=KVMethod)
+
+
+def register(name: str) -> Callable[[type[_Method]], type[_Method]]:
     """Class decorator: make a method known to the CLI, the evals and the contract tests under `name`."""
 
-    def add(cls: type[KVMethod]) -> type[KVMethod]:
+    def add(cls: type[_Method]) -> type[_Method]:
         if name in REGISTRY:
             raise ValueError(f"method name {name!r} is taken by {REGISTRY[name].__qualname__}")
         cls.name = name

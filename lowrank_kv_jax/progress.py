@@ -14,7 +14,8 @@ class ProgressBar:
 
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
                        TimeElapsedColumn(), TextColumn("elapsed, left"), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=300)
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True,
+                                 speed_estimate_period=300)
             self._bar.start()
             self._task = self._bar.add_task(self._title, total=self._total)
         return self

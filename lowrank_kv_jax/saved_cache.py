@@ -81,8 +81,9 @@ def abstract_cache(method: KVMethod, layout: Layout, bases: Any = None) -> Cache
     """The shapes, dtypes and shardings of a cache, nothing allocated; `cache_bytes` reads it as it reads a cache."""
     bases = bases_of_group(method, layout.spec, bases)
     groups = tuple(jax.eval_shape(lambda b=b: method.init(layout, b)) for b in bases)
-    rows = jax.ShapeDtypeStruct((layout.batch,), jnp.int32)
-    cache = Cache(groups, rows, rows, jax.ShapeDtypeStruct((), jnp.int32), method, layout)
+    rows: Any = jax.ShapeDtypeStruct((layout.batch,), jnp.int32)
+    scalar: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    cache = Cache(groups, rows, rows, scalar, method, layout)
     mesh = layout.mesh
 
     def place(info, x):

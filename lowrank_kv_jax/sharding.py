@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowrank_kv_jax.spec import AttentionSpec
@@ -20,7 +21,7 @@ def make_mesh(text: str) -> Mesh:
     Raises:
         ValueError: unknown axes, sizes below 1, or more devices than there are.
     """
-    sizes = dict.fromkeys(MESH_AXES, 1)
+    sizes: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
     for item in text.split(","):
         axis, _, size = item.partition("=")
         if axis.strip() not in sizes or not size.strip().isdigit() or int(size) < 1:
@@ -65,7 +66,7 @@ def constrain(mesh: Mesh | None, state: Any) -> Any:
 
     def hold(info, x):
         sharding = leaf_sharding(mesh, info, x.shape)
-        if isinstance(x, jax.core.Tracer):
+        if isinstance(x, Tracer):
             return jax.lax.with_sharding_constraint(x, sharding)
         return jax.device_put(x, sharding)
 
@@ -78,7 +79,7 @@ def shard_rows(mesh: Mesh | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         return arrays
     place = NamedSharding(mesh, PartitionSpec("data" if mesh.shape.get("data", 1) > 1 else None))
     return tuple(
-        jax.lax.with_sharding_constraint(x, place) if isinstance(x, jax.core.Tracer) else jax.device_put(x, place)
+        jax.lax.with_sharding_constraint(x, place) if isinstance(x, Tracer) else jax.device_put(x, place)
         for x in arrays
     )
 
@@ -88,4 +89,4 @@ def replicate(mesh: Mesh | None, tree: Any) -> Any:
     if mesh is None:
         return tree
     place = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(lambda x: x if isinstance(x, jax.core.Tracer) else jax.device_put(x, place), tree)
+    return jax.tree.map(lambda x: x if isinstance(x, Tracer) else jax.device_put(x, place), tree)

@@ -7,6 +7,7 @@ from lowrank_kv_jax.evals.longbench.samples import LongBenchSample, load_samples
 from lowrank_kv_jax.evals.longbench.tasks import all_tasks, find_task
 
 __all__ = [
-    "LongBenchSample", "all_tasks", "evaluate_longbench", "find_task", "load_samples", "make_question", "score",
+    "LongBenchSample", "all_tasks", "evaluate_longbench", "find_task", "load_samples", "make_question",
+    "score",
     "truncate",
 ]

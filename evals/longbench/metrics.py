@@ -49,7 +49,8 @@ def rouge_l(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
     try:
         from rouge import Rouge
     except ModuleNotFoundError as error:
-        raise FileNotFoundError("LongBench's ROUGE-L comes from the package rouge: install lowrank-kv-jax[evals]") from error
+        raise FileNotFoundError("LongBench's ROUGE-L comes from the package rouge: install "
+                                "lowrank-kv-jax[evals]") from error
     try:
         return Rouge(metrics=["rouge-l"]).get_scores([prediction], [answer], avg=True)["rouge-l"]["f"]
     except (ValueError, RecursionError):
@@ -59,7 +60,8 @@ def rouge_l(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
 def classification(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
     """One over the number of classes that are named, if the right one is among them."""
     named = [name for name in classes if name in prediction]
-    # The published scorer removes from the list it walks through, so that the name behind a removed one stays.
+    # The published scorer removes from the list it walks through, so that the name behind a removed one
+    # stays.
     i = 0
     while i < len(named):
         if named[i] in answer and named[i] != answer:
@@ -88,7 +90,9 @@ def edit_similarity(prediction: str, answer: str, classes: Sequence[str] = ()) -
     line = next((line for line in prediction.lstrip("\n").split("\n") if _is_code(line)), "")
     if line == answer:
         return 1.0
-    return int(round(100 * difflib.SequenceMatcher(None, line, answer).ratio())) / 100 if line and answer else 0.0
+    if not line or not answer:
+        return 0.0
+    return round(100 * difflib.SequenceMatcher(None, line, answer).ratio()) / 100
 
 
 def _is_code(line: str) -> bool:
@@ -100,6 +104,7 @@ def _words(text: str) -> list[str]:
 
 
 METRICS: dict[str, Callable[[str, str, Sequence[str]], float]] = {
-    "qa_f1": qa_f1, "rouge_l": rouge_l, "classification": classification, "count": count, "retrieval": retrieval,
+    "qa_f1": qa_f1, "rouge_l": rouge_l, "classification": classification, "count": count,
+    "retrieval": retrieval,
     "edit_similarity": edit_similarity,
 }

@@ -19,7 +19,8 @@ RESERVED = 640
 
 
 def evaluate_longbench(
-    model: Any, methods: Mapping[str, KVMethod], tasks: Sequence[str] | None = None, samples: int | None = None,
+    model: Any, methods: Mapping[str, KVMethod], tasks: Sequence[str] | None = None,
+    samples: int | None = None,
     protocol: str = "query-agnostic", *, data: str | os.PathLike | None = None, max_length: int | None = None,
     json: str | os.PathLike | None = None, style: str = "base", rows: int = 2, dtype: str = "bfloat16",
     calibrate: Corpus | None = None, progress: bool = False, seed: int = 0, mesh: Any = None,
@@ -53,7 +54,8 @@ def evaluate_longbench(
     loaded = [sample for name in names for sample in load_samples(name, data, samples)]
     questions = tuple(make_question(model.tokenizer, sample, limit) for sample in loaded)
     corpus = calibrate or load_corpus("pydoc:first")
-    suite = Suite(COMMAND, questions, protocol, style, seed, rows, dtype, calibration_settings(corpus, methods))
+    suite = Suite(COMMAND, questions, protocol, style, seed, rows, dtype,
+                  calibration_settings(corpus, methods))
     return evaluate(
         model, methods, suite, json=json, progress=progress, mesh=mesh,
         bases=lambda needed: bases_of(model, needed, corpus, dtype=dtype, progress=progress),

@@ -37,7 +37,8 @@ class LongBenchSample:
     id: str | None = None
 
 
-def load_samples(task: str, data: str | os.PathLike | None = None, samples: int | None = None) -> list[LongBenchSample]:
+def load_samples(task: str, data: str | os.PathLike | None = None,
+                 samples: int | None = None) -> list[LongBenchSample]:
     """The first samples of a task.
 
     Args:
@@ -60,7 +61,8 @@ def load_samples(task: str, data: str | os.PathLike | None = None, samples: int 
         path = folder / f"{task}.jsonl"
         if not path.is_file():
             held = sorted(path.stem for path in folder.glob("*.jsonl"))
-            raise FileNotFoundError(f"{folder}: has no {task}.jsonl, only {', '.join(held) or 'no .jsonl file at all'}")
+            raise FileNotFoundError(f"{folder}: has no {task}.jsonl, only "
+                                    f"{', '.join(held) or 'no .jsonl file at all'}")
         with open(path, encoding="utf-8") as file:
             return read_lines(task, file, str(path), samples)
     name = os.fspath(data)
@@ -70,7 +72,8 @@ def load_samples(task: str, data: str | os.PathLike | None = None, samples: int 
     return [_sample(task, i, row) for i, row in zip(range(samples or len(rows)), rows, strict=False)]
 
 
-def read_lines(task: str, lines: Iterable[str], source: str, samples: int | None = None) -> list[LongBenchSample]:
+def read_lines(task: str, lines: Iterable[str], source: str,
+               samples: int | None = None) -> list[LongBenchSample]:
     """Samples of JSONL lines.
 
     Raises:
@@ -113,7 +116,8 @@ def _hub_lines(task: str) -> Iterable[str]:
     try:
         archive = huggingface_hub.hf_hub_download(HUB, HUB_FILE, repo_type="dataset")
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise FileNotFoundError(f"{HUB} is not in the cache and the hub cannot be reached: give a folder of TASK.jsonl "
+        raise FileNotFoundError(f"{HUB} is not in the cache and the hub cannot be reached: give a folder of "
+                                f"TASK.jsonl "
                                 "files") from error
     with zipfile.ZipFile(archive) as opened, opened.open(f"data/{task}.jsonl") as file:
         return io.TextIOWrapper(file, encoding="utf-8").read().split("\n")
@@ -125,4 +129,5 @@ def _dataset_rows(name: str, task: str) -> Any:
     try:
         return datasets.load_dataset(name, task, split="test")
     except (OSError, ValueError, RuntimeError) as error:
-        raise FileNotFoundError(f"{name}: no such folder here, and as a dataset it cannot be loaded: {error}") from error
+        raise FileNotFoundError(f"{name}: no such folder here, and as a dataset it cannot be loaded: "
+                                f"{error}") from error

@@ -9,8 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 METRICS = {
-    "narrativeqa": "qa_f1", "qasper": "qa_f1", "multifieldqa_en": "qa_f1", "hotpotqa": "qa_f1", "2wikimqa": "qa_f1",
-    "musique": "qa_f1", "gov_report": "rouge_l", "qmsum": "rouge_l", "multi_news": "rouge_l", "trec": "classification",
+    "narrativeqa": "qa_f1", "qasper": "qa_f1", "multifieldqa_en": "qa_f1", "hotpotqa": "qa_f1",
+    "2wikimqa": "qa_f1",
+    "musique": "qa_f1", "gov_report": "rouge_l", "qmsum": "rouge_l", "multi_news": "rouge_l",
+    "trec": "classification",
     "triviaqa": "qa_f1", "samsum": "rouge_l", "passage_count": "count", "passage_retrieval_en": "retrieval",
     "lcc": "edit_similarity", "repobench-p": "edit_similarity",
 }

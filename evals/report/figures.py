@@ -30,7 +30,8 @@ def draw_figures(sections: Sequence[Section], folder: str | os.PathLike) -> dict
         for number, section in enumerate(sections, start=1):
             figures = drawn.setdefault(section.title, [])
             for name, caption, draw in (
-                ("pareto", "Quality against bytes; bars are 95% bootstrap intervals, the line is the Pareto front", _pareto),
+                ("pareto", "Quality against bytes; bars are 95% bootstrap intervals, the line is the Pareto "
+                           "front", _pareto),
                 ("tasks", "Score of each task", _tasks),
                 ("needles", "Needles found by depth and length", _needles),
             ):
@@ -41,8 +42,8 @@ def draw_figures(sections: Sequence[Section], folder: str | os.PathLike) -> dict
             ("ttft", "Time to first token against length", "ttft_s", "seconds"),
             ("throughput", "Decoding against length", "decode_tokens_per_s", "tokens per second"),
         ):
-            for command in dict.fromkeys((s.command, s.model, s.protocol) for s in sections):
-                same = [s for s in sections if (s.command, s.model, s.protocol) == command]
+            for benchmark in dict.fromkeys(s.benchmark for s in sections):
+                same = [s for s in sections if s.benchmark == benchmark]
                 figure = _by_length(plt, same, field, label)
                 if figure is not None:
                     path = folder / f"{1 + list(sections).index(same[-1])}-{name}.png"
@@ -66,7 +67,8 @@ def _save(plt, figure, path: Path) -> Path:
 
 
 def _style(number: int, method: str) -> dict:
-    return {"color": "black" if method == "full" else f"C{number % 10}", "marker": MARKERS[number % len(MARKERS)]}
+    return {"color": "black" if method == "full" else f"C{number % 10}",
+            "marker": MARKERS[number % len(MARKERS)]}
 
 
 def _pareto(plt, section: Section, _):
@@ -78,8 +80,11 @@ def _pareto(plt, section: Section, _):
     for number, entry in enumerate(entries):
         x, mean = (entry.bytes_per_token or 0) / 1024, entry.mean
         points.append((x, mean.mean))
-        error = None if mean.low is None or mean.high is None else [[mean.mean - mean.low], [mean.high - mean.mean]]
-        axis.errorbar(x, mean.mean, error, **_style(number, entry.method), markersize=8, alpha=0.85, capsize=3,
+        error = None
+        if mean.low is not None and mean.high is not None:
+            error = [[mean.mean - mean.low], [mean.high - mean.mean]]
+        axis.errorbar(x, mean.mean, error, **_style(number, entry.method), markersize=8, alpha=0.85,
+                      capsize=3,
                       linestyle="none", label=entry.method)
     front = pareto_front(points)
     axis.step(*zip(*front, strict=True), where="post", color="0.6", linewidth=1, linestyle="--", zorder=0)
@@ -94,7 +99,8 @@ def _tasks(plt, section: Section, _):
     if len(section.tasks) < 2:
         return None
     count, width = len(section.entries), 0.8 / len(section.entries)
-    figure, axis = plt.subplots(figsize=(max(6.4, 0.25 * count * len(section.tasks)), 3.8), layout="constrained")
+    figure, axis = plt.subplots(figsize=(max(6.4, 0.25 * count * len(section.tasks)), 3.8),
+                                layout="constrained")
     places = np.arange(len(section.tasks))
     for number, entry in enumerate(section.entries):
         heights = [entry.tasks.get(task, 0.0) for task in section.tasks]
@@ -109,14 +115,15 @@ def _tasks(plt, section: Section, _):
 
 def _needles(plt, section: Section, sections: Sequence[Section]):
     """A map of depth by length for each method, once for all lengths: with the first section."""
-    same = [s for s in sections if (s.command, s.model, s.protocol) == (section.command, section.model, section.protocol)]
+    same = [s for s in sections if s.benchmark == section.benchmark]
     records = [record for s in same for record in s.records if record.get("depth") is not None]
     if same[0] is not section or not records:
         return None
     methods = list(dict.fromkeys(record["method"] for record in records))
     lengths = sorted({record["length"] for record in records})
     depths = sorted({record["depth"] for record in records})
-    figure, axes = plt.subplots(1, len(methods), figsize=(1.2 + 2.6 * len(methods), 3.2), layout="constrained",
+    figure, axes = plt.subplots(1, len(methods), figsize=(1.2 + 2.6 * len(methods), 3.2),
+                                layout="constrained",
                                 squeeze=False, sharey=True)
     shown = None
     for axis, method in zip(axes[0], methods, strict=True):

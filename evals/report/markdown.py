@@ -13,15 +13,18 @@ def markdown(sections: Sequence[Section]) -> str:
     for section in sections:
         header, rows = cells(section)
         lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-        parts.append(f"### {section.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n"
+        parts.append(f"### {section.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+                     + "\n\n"
                      + legend(section) + "\n")
     return "\n".join(parts)
 
 
 def legend(section: Section) -> str:
     """What the columns mean."""
-    text = (f"{section.samples} samples in {len(section.tasks)} task{'s' if len(section.tasks) > 1 else ''}. Sizes: times "
-            "smaller than a 16-bit full cache, from the bytes stored, and nominal, as papers count (each further token of "
+    text = (f"{section.samples} samples in {len(section.tasks)} task{'s' if len(section.tasks) > 1 else ''}. "
+            f"Sizes: times smaller than a 16-bit full cache, from the bytes stored, and nominal, as papers "
+            "count (each further token of "
+            ""
             "a long prompt). Scores 0-100; brackets: 95% bootstrap intervals")
     if section.baseline is None:
         return text + "."
@@ -38,7 +41,8 @@ def cells(section: Section) -> tuple[list[str], list[list[str]]]:
     header += list(section.tasks) if len(section.tasks) > 1 else []
     rows = []
     for entry in section.entries:
-        row = [f"`{entry.method}`", _times(entry.smaller), _times(entry.nominal_smaller), interval_text(entry.mean)]
+        row = [f"`{entry.method}`", _times(entry.smaller), _times(entry.nominal_smaller),
+               interval_text(entry.mean)]
         row += [interval_text(entry.difference, sign=True), _p(entry.p)] if compared else []
         row += [_ruler_6(entry)] if six else []
         row += [_number(entry.tasks.get(task)) for task in section.tasks] if len(section.tasks) > 1 else []

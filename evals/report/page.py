@@ -49,7 +49,8 @@ def _contents(sections: Sequence[Section]) -> str:
 def _table(section: Section) -> str:
     header, rows = cells(section)
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    lines = ("<tr>" + "".join(f"<td>{html.escape(cell.strip('`'))}</td>" for cell in row) + "</tr>" for row in rows)
+    lines = ("<tr>" + "".join(f"<td>{html.escape(cell.strip('`'))}</td>" for cell in row) + "</tr>"
+             for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 

@@ -64,6 +64,11 @@ class Section:
     records: tuple[Record, ...]
 
     @property
+    def benchmark(self) -> tuple[str, str, str | None]:
+        """What the sections of several lengths have in common."""
+        return self.command, self.model, self.protocol
+
+    @property
     def title(self) -> str:
         parts = [self.command, self.model, *([f"{self.length} tokens"] if self.length is not None else []),
                  *([self.protocol] if self.protocol else [])]
@@ -116,7 +121,8 @@ def _scores(records: list[Record], method: str, tasks: tuple[str, ...]) -> dict[
     found: dict[str, dict[Any, float]] = {task: {} for task in tasks}
     for record in records:
         if record["method"] == method:
-            found[record["task"]][record.get("seed"), record.get("index"), record.get("depth")] = record["score"]
+            sample = tuple(record.get(field) for field in ("seed", "index", "depth"))
+            found[record["task"]][sample] = record["score"]
     return {task: values for task, values in found.items() if values}
 
 
@@ -130,8 +136,10 @@ def _entry(records: list[Record], method: str, scores, baseline: str | None) -> 
             difference, p = interval(pairs), wilcoxon_p(np.concatenate(pairs))
     stored, full = (_total(own, field) for field in ("cache_bytes", "full_cache_bytes"))
     return Entry(
-        method, scores[method], {task: float(np.mean(list(v.values()))) for task, v in scores[method].items()},
-        interval(arrays), difference, p, full / stored if stored and full else None, _mean(own, "nominal_smaller"),
+        method, scores[method], dict(zip(scores[method], (float(array.mean()) for array in arrays),
+                                         strict=True)),
+        interval(arrays), difference, p, full / stored if stored and full else None,
+        _mean(own, "nominal_smaller"),
         _mean(own, "bytes_per_token"), _median(own, "ttft_s"), _median(own, "decode_tokens_per_s"),
     )
 
@@ -139,7 +147,10 @@ def _entry(records: list[Record], method: str, scores, baseline: str | None) -> 
 def _differences(own: Mapping, other: Mapping) -> list[np.ndarray]:
     """By task, over the samples that both have."""
     shared = {task: [name for name in values if name in other.get(task, ())] for task, values in own.items()}
-    return [np.array([own[task][name] - other[task][name] for name in names]) for task, names in shared.items() if names]
+    return [
+        np.array([own[task][name] - other[task][name] for name in names])
+        for task, names in shared.items() if names
+    ]
 
 
 def _values(records: list[Record], field: str) -> list[float]:

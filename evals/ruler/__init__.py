@@ -18,5 +18,6 @@ from lowrank_kv_jax.evals.ruler.tasks import GROUPS, RULER_6, TASKS, expand_task
 
 __all__ = [
     "GROUPS", "RULER_6", "SEED", "TASKS", "Essay", "QuestionSet", "RulerSample", "TooShort", "evaluate_ruler",
-    "expand_tasks", "find_task", "generate", "load_haystack", "load_questions", "load_task", "save_task", "score", "split_context",
+    "expand_tasks", "find_task", "generate", "load_haystack", "load_questions", "load_task", "save_task",
+    "score", "split_context",
 ]

@@ -13,7 +13,8 @@ SEED = 42
 
 
 def generate(
-    task: str, tokenizer: Any, length: int, samples: int, seed: int = SEED, *, haystack: str | Essay | None = None,
+    task: str, tokenizer: Any, length: int, samples: int, seed: int = SEED, *,
+    haystack: str | Essay | None = None,
     questions: qa.QuestionSet | None = None, more_words: Sequence[str] | None = None,
 ) -> list[RulerSample]:
     """The first samples of a task, equal to those of the official generator given the same inputs.
@@ -40,7 +41,8 @@ def generate(
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed}: must lie in 0..{2**32 - 1}")
     if length <= found.new_tokens:
-        raise TooShort(f"length={length} is below the floor of RULER task {task!r}: its answers alone reserve "
+        raise TooShort(f"length={length} is below the floor of RULER task {task!r}: its answers alone "
+                       f"reserve "
                        f"{found.new_tokens} tokens")
     args, extra = (found, tokenizer, length, samples, seed), _extra(found, haystack, questions, more_words)
     module = {"niah": niah, "vt": vt, "cwe": cwe, "fwe": fwe, "qa": qa}[found.family.name]

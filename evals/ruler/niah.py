@@ -54,7 +54,8 @@ class _Maker:
                 values[-1].append(self._draw(p["value"]))
                 needles.append(self._needle(keys[-1], values[-1][-1]))
         random.Random(self.seed).shuffle(needles)
-        context = self._in_essay(needles, pieces) if p["haystack"] == "essay" else self._in_lines(needles, pieces)
+        hide = self._in_essay if p["haystack"] == "essay" else self._in_lines
+        context = hide(needles, pieces)
         asked = rng.sample(range(p["keys"]), p["queries"])
         return self._prompt(context, [keys[i] for i in asked]), [value for i in asked for value in values[i]]
 
@@ -81,7 +82,8 @@ class _Maker:
         if self.p["haystack"] == "noise":
             lines = [NOISE] * count
         else:
-            lines = [self._needle(self._draw(self.p["key"]), self._draw(self.p["value"])) for _ in range(count)]
+            lines = [self._needle(self._draw(self.p["key"]), self._draw(self.p["value"]))
+                     for _ in range(count)]
         places = sorted(self.rng.sample(range(count), len(needles)), reverse=True)
         for place, needle in zip(places, needles, strict=True):
             lines.insert(place, needle)

@@ -45,7 +45,8 @@ def generate(
             question.
     """
     if samples > len(data.questions):
-        raise ValueError(f"samples={samples}: the data set of {task.name!r} has {len(data.questions)} questions")
+        raise ValueError(f"samples={samples}: the data set of {task.name!r} has {len(data.questions)} "
+                         f"questions")
     rng = random.Random(seed)
 
     def make(index: int, count: int) -> tuple[str, list[str]]:
@@ -80,7 +81,7 @@ def _choose(rng: random.Random, data: QuestionSet, question: Question, count: in
     return [documents[i] for i in chosen]
 
 
-# ---- data sets ----------------------------------------------------------------------------------------------------------
+# ---- data sets ---------------------------------------------------------------------------------------------
 
 
 def load_questions(dataset: str, path: str | os.PathLike | None = None) -> QuestionSet:
@@ -143,10 +144,12 @@ def _from_hub(dataset: str) -> Any:
     try:
         rows = datasets.load_dataset(repository, config, split="validation")
     except (OSError, ValueError, RuntimeError) as error:
-        raise FileNotFoundError(f"the data set {repository} cannot be loaded here ({error}); give the file that RULER "
-                                f"downloads for {dataset}") from error
+        raise FileNotFoundError(f"the data set {repository} cannot be loaded here ({error}); give the file "
+                                f"that RULER downloads for "
+                                f"{dataset}") from error
     if dataset == "hotpotqa":
-        return [row | {"context": list(zip(row["context"]["title"], row["context"]["sentences"], strict=True))}
+        return [row | {"context": list(zip(row["context"]["title"], row["context"]["sentences"],
+                                           strict=True))}
                 for row in rows]
     articles: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in rows:

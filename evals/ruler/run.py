@@ -24,9 +24,11 @@ COMMAND = "eval ruler"
 def evaluate_ruler(
     model: Any, methods: Mapping[str, KVMethod], tasks: Sequence[str], lengths: Sequence[int] | None = None,
     samples: int | None = None, protocol: str = "query-agnostic", seed: int = SEED, *,
-    data: str | os.PathLike | None = None, haystack: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
+    data: str | os.PathLike | None = None,
+    haystack: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
     questions: Mapping[str, str | os.PathLike] | None = None, json: str | os.PathLike | None = None,
-    style: str = "base", rows: int = 5, dtype: str = "bfloat16", calibrate: Corpus | None = None, progress: bool = False,
+    style: str = "base", rows: int = 5, dtype: str = "bfloat16", calibrate: Corpus | None = None,
+    progress: bool = False,
     mesh: Any = None,
 ) -> list[dict[str, Any]]:
     """Score methods on RULER.
@@ -58,10 +60,12 @@ def evaluate_ruler(
         drawn = read_samples(data, names, lengths, samples)
         source: dict[str, Any] = {"source": "data"}
     else:
-        drawn, source = draw_samples(model.tokenizer, names, lengths or (1024,), samples, seed, haystack, questions)
+        drawn, source = draw_samples(model.tokenizer, names, lengths or (1024,), samples, seed, haystack,
+                                     questions)
     corpus = calibrate or load_corpus("pydoc:first")
     suite = Suite(
-        COMMAND, tuple(_question(sample, length) for length, sample in drawn), protocol, style, seed, rows, dtype,
+        COMMAND, tuple(_question(sample, length) for length, sample in drawn), protocol, style, seed, rows,
+        dtype,
         {**source, **calibration_settings(corpus, methods)},
     )
     return evaluate(
@@ -71,7 +75,8 @@ def evaluate_ruler(
 
 
 def draw_samples(
-    tokenizer: Any, tasks: Sequence[str], lengths: Sequence[int], samples: int | None, seed: int, haystack: Any = None,
+    tokenizer: Any, tasks: Sequence[str], lengths: Sequence[int], samples: int | None, seed: int,
+    haystack: Any = None,
     questions: Mapping[str, str | os.PathLike] | None = None,
 ) -> tuple[list[tuple[int, RulerSample]], dict[str, Any]]:
     """Generated samples with their lengths, and what records keep of where they come from."""
@@ -84,7 +89,8 @@ def draw_samples(
             sets[name] = load_questions(dataset, (questions or {}).get(dataset))
     drawn = [
         (length, sample) for length in lengths for name in tasks
-        for sample in generate(name, tokenizer, length, 10 if samples is None else samples, seed, haystack=text,
+        for sample in generate(name, tokenizer, length, 10 if samples is None else samples, seed,
+                               haystack=text,
                                questions=sets.get(name))
     ]
     return drawn, {"source": "generated", "haystack": _name(haystack, text) if essays else None}
@@ -122,7 +128,8 @@ def read_samples(
         for name in tasks:
             if not (place / f"{name}.jsonl").is_file():
                 held = sorted(path.stem for path in place.glob("*.jsonl"))
-                raise FileNotFoundError(f"{place}: has no {name}.jsonl, only {', '.join(held) or 'no .jsonl file at all'}")
+                raise FileNotFoundError(f"{place}: has no {name}.jsonl, only "
+                                        f"{', '.join(held) or 'no .jsonl file at all'}")
             found = load_task(place / f"{name}.jsonl")
             label = length if length is not None else max(sample.length or 0 for sample in found)
             drawn += [(label, sample) for sample in found[:samples]]
@@ -146,4 +153,5 @@ def _question(sample: RulerSample, length: int) -> Question:
 def _name(haystack: Any, text: str) -> dict[str, str]:
     parts = [haystack] if haystack is None or isinstance(haystack, str | os.PathLike) else list(haystack)
     names = ["pydoc" if part is None else os.path.basename(os.fspath(part)) for part in parts]
-    return {"name": "+".join(names), "sha256": hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]}
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    return {"name": "+".join(names), "sha256": digest[:16]}

@@ -50,7 +50,8 @@ def split_context(task: str, text: str) -> tuple[str, str]:
     marker = find_task(task).family.question
     at = text.rfind(marker)
     if at < 0:
-        raise ValueError(f"task {task!r}: the input has no question that starts with {marker.strip()!r} on its own line")
+        raise ValueError(f"task {task!r}: the input has no question that starts with {marker.strip()!r} on "
+                         f"its own line")
     at += len(marker) - len(marker.lstrip("\n"))
     return text[:at], text[at:]
 
@@ -105,7 +106,8 @@ def save_task(path: str | os.PathLike, samples: list[RulerSample]) -> None:
 
 def _sample(task: str, index: int, row: Any) -> RulerSample:
     if not isinstance(row, dict):
-        raise ValueError(f"expected an object with the fields input, answer_prefix and outputs, got {type(row).__name__}")
+        raise ValueError(f"expected an object with the fields input, answer_prefix and outputs, got "
+                         f"{type(row).__name__}")
     for field in ("input", "outputs"):
         if field not in row:
             raise ValueError(f"the field {field!r} is missing")

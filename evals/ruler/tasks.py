@@ -47,8 +47,8 @@ class Task:
 
 NIAH = Family(
     "niah",
-    "Some special magic {type_needle_v} are hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the {type_needle_v} afterwards.\n{context}\n"
+    "Some special magic {type_needle_v} are hidden within the following text. Make sure to memorize it. I "
+    "will quiz you about the {type_needle_v} afterwards.\n{context}\n"
     "What are all the special magic {type_needle_v} for {query} mentioned in the provided text?",
     " The special magic {type_needle_v} for {query} mentioned in the provided text are",
     new_tokens=128, question="\nWhat ",
@@ -57,37 +57,42 @@ VT = Family(
     "vt",
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\n"
     "Question: Find all variables that are assigned the value {query} in the text above.",
-    " Answer: According to the chain(s) of variable assignment in the text above, {num_v} variables are assigned the "
-    "value {query}, they are: ",
+    " Answer: According to the chain(s) of variable assignment in the text above, {num_v} variables are "
+    "assigned the value {query}, they are: ",
     new_tokens=30, question="\nQuestion: ",
 )
 CWE = Family(
     "cwe",
-    "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
-    "appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list?",
+    "Below is a numbered list of words. In these words, some appear more often than others. Memorize the "
+    "ones that appear most often.\n{context}\n"
+    "Question: What are the 10 most common words in the above list?",
     " Answer: The top 10 words that appear most often in the list are:",
     new_tokens=120, question="\nQuestion: ",
 )
 FWE = Family(
     "fwe",
-    "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared "
-    "coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three "
+    "Read the following coded text and track the frequency of each coded word. Find the three most "
+    "frequently appeared coded words. {context}\n"
+    "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three "
     "most frequently appeared words in the above coded text?",
     " Answer: According to the coded text above, the three most frequently appeared words are:",
     new_tokens=50, question="\nQuestion: ",
 )
 QA = Family(
     "qa",
-    "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"
+    "Answer the question based on the given documents. Only give me the answer and do not output any other "
+    "words.\n\n"
     "The following are given documents.\n\n{context}\n\n"
-    "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"
+    "Answer the question based on the given documents. Only give me the answer and do not output any other "
+    "words.\n\n"
     "Question: {query}",
     " Answer:",
     new_tokens=32, question="\n\nQuestion: ", match="any",
 )
 
 
-def _niah(name: str, haystack: str, key: str = "words", value: str = "numbers", k: int = 1, v: int = 1, q: int = 1):
+def _niah(name: str, haystack: str, key: str = "words", value: str = "numbers", k: int = 1, v: int = 1,
+          q: int = 1):
     return Task(name, NIAH, MappingProxyType(
         {"haystack": haystack, "key": key, "value": value, "keys": max(k, q), "values": v, "queries": q}
     ))
@@ -110,7 +115,8 @@ TASKS: Mapping[str, Task] = MappingProxyType({task.name: task for task in (
 )})
 
 RULER_6 = (
-    "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery",
+    "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue",
+    "niah_multiquery",
 )
 """The tasks that a small model can do at all: their mean is `ruler-6`."""
 
@@ -132,7 +138,8 @@ def find_task(name: str) -> Task:
         return TASKS[name]
     close = difflib.get_close_matches(name, list(TASKS), n=1, cutoff=0.4)
     hint = f", did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"unknown RULER task {name!r}{hint}; tasks: {', '.join(TASKS)}; groups: {', '.join(GROUPS)}")
+    raise ValueError(f"unknown RULER task {name!r}{hint}; tasks: {', '.join(TASKS)}; groups: "
+                     f"{', '.join(GROUPS)}")
 
 
 def expand_tasks(names: list[str] | tuple[str, ...]) -> tuple[str, ...]:

@@ -26,11 +26,13 @@ def generate(
     def sized(limit: int, step: int, extra: int, example: bool) -> int:
         per_line = count_tokens(tokenizer, maker.make(step, example)[0]) / step
         upper = max(int(limit / per_line * 3), 2 * step)
-        return largest(step, upper, lambda n: count_tokens(tokenizer, maker.make(n, example)[0]) + extra, limit)
+        return largest(step, upper, lambda n: count_tokens(tokenizer, maker.make(n, example)[0]) + extra,
+                       limit)
 
     size = sized(EXAMPLE_LENGTH, 5, 0, True)
     text, outputs, _ = draw(
-        task.name, EXAMPLE_LENGTH, size, 5, lambda n: maker.make(n, True), lambda text: count_tokens(tokenizer, text)
+        task.name, EXAMPLE_LENGTH, size, 5, lambda n: maker.make(n, True),
+        lambda text: count_tokens(tokenizer, text)
     )
     example = f"{text} {' '.join(outputs)}\n"
     step = 5 if length < 4096 else 10
@@ -81,7 +83,8 @@ class _Maker:
             here = pool[begin : begin + per_chain]
             names.append(here)
             first = f"VAR {here[0]} = {EXAMPLE_VALUE if example else self._value()}"
-            chains.append([first, *(f"VAR {new} = VAR {old} " for old, new in zip(here, here[1:], strict=False))])
+            links = zip(here, here[1:], strict=False)
+            chains.append([first, *(f"VAR {new} = VAR {old} " for old, new in links)])
         return names, chains
 
     def _name(self, width: int) -> str:

@@ -19,7 +19,8 @@ def word_list(kind: str) -> tuple[str, ...]:
         assets = importlib.resources.files("wonderwords.assets")
     except ModuleNotFoundError as error:
         raise FileNotFoundError(
-            "RULER's words come from the package wonderwords: install lowrank-kv-jax[evals], or wonderwords==3.0.1"
+            "RULER's words come from the package wonderwords: install lowrank-kv-jax[evals], or "
+            "wonderwords==3.0.1"
         ) from error
     lines = assets.joinpath(f"{kind}list.txt").read_text(encoding="utf-8").splitlines()
     return tuple(line.rstrip() for line in lines)

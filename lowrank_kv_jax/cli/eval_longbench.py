@@ -11,16 +11,19 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
     parser = subparsers.add_parser(
         "longbench", help=HELP,
-        description="LongBench (Bai et al., 2024) with its own prompts, truncation and metrics. With --prompt chat the "
-                    "few-shot and code tasks keep the base prompt, as published.",
+        description="LongBench (Bai et al., 2024) with its own prompts, truncation and metrics. With "
+                    "--prompt chat the few-shot and code tasks keep the base prompt, as "
+                    "published.",
     )
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="by default all 16")
     parser.add_argument("--samples", type=int, help="the first of each task; by default all")
     parser.add_argument("--data", metavar="DIR",
-                        help="a folder of TASK.jsonl files, or a hub dataset with a configuration for each task; by "
-                             "default LongBench on the hub")
+                        help="a folder of TASK.jsonl files, or a hub dataset with a configuration for each "
+                             "task; by default LongBench on the "
+                             "hub")
     parser.add_argument("--max-length", type=int, metavar="N",
-                        help="tokens that longer prompts are cut to, out of the middle (the model's context less 640)")
+                        help="tokens that longer prompts are cut to, out of the middle (the model's context "
+                             "less 640)")
     add_suite_options(parser, seed=0)
     parser.set_defaults(run=run, rows=2)
     return parser
@@ -43,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         check_writable(args.json)
     records = evaluate_longbench(
-        load_from(args), methods, tasks, args.samples, data=args.data, max_length=args.max_length, **suite_arguments(args)
+        load_from(args), methods, tasks, args.samples, data=args.data, max_length=args.max_length,
+        **suite_arguments(args)
     )
-    print_scores(records, f"LongBench, {args.protocol}: score (0-100)", {"mean": tasks} if len(tasks) > 1 else None)
+    print_scores(records, f"LongBench, {args.protocol}: score (0-100)",
+                 {"mean": tasks} if len(tasks) > 1 else None)
     return 0

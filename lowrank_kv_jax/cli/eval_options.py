@@ -18,12 +18,15 @@ def add_suite_options(parser: argparse.ArgumentParser, seed: int) -> None:
                         help="the prompt as it is, or in the model's chat template (%(default)s)")
     parser.add_argument("--seed", type=int, default=seed, help="of the samples (%(default)s)")
     parser.add_argument("--rows", type=int, default=5, help="contexts that share a batch (%(default)s)")
-    parser.add_argument("--cache-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
+    parser.add_argument("--cache-dtype", choices=("bfloat16", "float32"), default="bfloat16",
+                        help="(%(default)s)")
     parser.add_argument("--calibrate", nargs="+", metavar="TEXT",
-                        help="what bases are fitted to: files, built-in names, hub datasets; by default the first half "
-                             "of Python's language reference")
+                        help="what bases are fitted to: files, built-in names, hub datasets; by default the "
+                             "first half of Python's language "
+                             "reference")
     parser.add_argument("--json", metavar="FILE",
-                        help="append each record as soon as it is known; with a file that holds some already, go on there")
+                        help="append each record as soon as it is known; with a file that holds some "
+                             "already, go on there")
 
 
 def suite_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -62,7 +65,9 @@ def print_scores(
     for length, name in [*groups, *columns]:
         table.add_column(name if len(lengths) == 1 else f"{name}\n{length}", justify="right")
     for method, cells in scores.items():
-        means = [sum(cells[length, task] for task in tasks) / len(tasks) for (length, _), tasks in groups.items()]
+        means = [
+            sum(cells[length, task] for task in tasks) / len(tasks) for (length, _), tasks in groups.items()
+        ]
         row = [*means, *(cells[column] for column in columns)]
         table.add_row(method, size_text(records, method), *(f"{value:.1f}" for value in row))
     Console().print(table)

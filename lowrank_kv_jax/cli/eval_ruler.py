@@ -11,19 +11,25 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
     parser = subparsers.add_parser(
         "ruler", help=HELP,
-        description="RULER (Hsieh et al., 2024): samples as the official generator makes them, or from its files.",
+        description="RULER (Hsieh et al., 2024): samples as the official generator makes them, or from its "
+                    "files.",
     )
     parser.add_argument("--tasks", nargs="+", default=["ruler-11"], metavar="TASK",
-                        help="tasks, or groups of them: all, ruler-11 (without question answering), ruler-6 (%(default)s)")
-    parser.add_argument("--lengths", nargs="+", type=int, metavar="N", help="in tokens, the answer included (1024)")
+                        help="tasks, or groups of them: all, ruler-11 (without question answering), ruler-6 "
+                             "(%(default)s)")
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="N",
+                        help="in tokens, the answer included (1024)")
     parser.add_argument("--samples", type=int, help="of each task and length (10, or all that --data holds)")
     parser.add_argument("--data", metavar="DIR",
-                        help="score TASK.jsonl or LENGTH/TASK.jsonl files in the official format instead of generating")
+                        help="score TASK.jsonl or LENGTH/TASK.jsonl files in the official format instead of "
+                             "generating")
     parser.add_argument("--haystack", nargs="+", metavar="TEXT",
-                        help="what needles are hidden in, where the task has essays: files, built-in names, hub datasets; "
-                             "by default Python's language reference")
+                        help="what needles are hidden in, where the task has essays: files, built-in names, "
+                             "hub datasets; by default Python's language "
+                             "reference")
     parser.add_argument("--squad", metavar="FILE", help="SQuAD's JSON for qa_1; by default from the hub")
-    parser.add_argument("--hotpotqa", metavar="FILE", help="HotpotQA's JSON for qa_2; by default from the hub")
+    parser.add_argument("--hotpotqa", metavar="FILE",
+                        help="HotpotQA's JSON for qa_2; by default from the hub")
     add_suite_options(parser, seed=42)
     parser.set_defaults(run=run)
     return parser
@@ -50,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     shared = suite_arguments(args)
     records = evaluate_ruler(
         load_from(args), methods, tasks, args.lengths, args.samples, data=args.data, haystack=args.haystack,
-        questions={name: path for name, path in (("squad", args.squad), ("hotpotqa", args.hotpotqa)) if path}, **shared,
+        questions={name: path for name, path in (("squad", args.squad), ("hotpotqa", args.hotpotqa)) if path},
+        **shared,
     )
     print_scores(records, f"RULER, {args.protocol}: score (0-100)", {"ruler-6": GROUPS["ruler-6"]})
     return 0

@@ -9,14 +9,16 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
     parser = subparsers.add_parser(
         "report", help=HELP,
-        description="From files of records (--json of the other commands): a Markdown table on standard output and, with "
-                    "--out, report.md, report.html (one file, figures inside) and the figures as PNG.",
+        description="From files of records (--json of the other commands): a Markdown table on standard "
+                    "output and, with --out, report.md, report.html (one file, figures inside) and the "
+                    "figures as PNG.",
     )
     parser.add_argument("results", nargs="+", metavar="RESULTS", help="files of records, together one report")
     parser.add_argument("--out", metavar="DIR", help="write the report there")
     parser.add_argument("--baseline", default="full", metavar="SPEC",
                         help="method that the others are compared with (%(default)s)")
-    parser.add_argument("--tasks", nargs="+", metavar="TASK", help="only these tasks, or RULER's groups, e.g. ruler-6")
+    parser.add_argument("--tasks", nargs="+", metavar="TASK",
+                        help="only these tasks, or RULER's groups, e.g. ruler-6")
     parser.add_argument("--title", default="Compressed KV caches: quality and bytes", help="of the page")
     parser.set_defaults(run=run)
     return parser

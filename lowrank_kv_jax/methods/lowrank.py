@@ -115,8 +115,9 @@ class LowRank(KVMethod):
     def ranks(self, spec: AttentionSpec) -> tuple[int, int]:
         """Ranks of keys and values that the fields ask for."""
         width = spec.kv_heads // self.basis_heads(spec) * spec.head_dim
-        pairs = (("rank_k", self.rank_k), ("rank_v", self.rank_v))
-        k, v = (resolve_rank(f, x, width) if x is not None else resolve_rank("rank", self.rank, width) for f, x in pairs)
+        fields = (("rank_k", self.rank_k), ("rank_v", self.rank_v))
+        named = [("rank", self.rank) if value is None else (field, value) for field, value in fields]
+        k, v = (resolve_rank(field, value, width) for field, value in named if value is not None)
         return k, v
 
     def validate(self, spec: AttentionSpec) -> None:
@@ -158,8 +159,10 @@ class LowRank(KVMethod):
 
     def fit_key(self, spec: AttentionSpec) -> dict[str, Any]:
         """Methods with the same ranks, RoPE side and heads share their bases, whatever they do with them."""
-        asked = {"energy": self.energy} if self.energy else dict(zip(("rank_k", "rank_v"), self.ranks(spec), strict=True))
-        return {"fit": "pca of [q; k] and v", "rope": self.rope, "heads": self.heads, **asked}
+        key: dict[str, Any] = {"fit": "pca of [q; k] and v", "rope": self.rope, "heads": self.heads}
+        if self.energy:
+            return key | {"energy": self.energy}
+        return key | dict(zip(("rank_k", "rank_v"), self.ranks(spec), strict=True))
 
     # ---- the contract -------------------------------------------------------------------------------------------
 
@@ -180,6 +183,7 @@ class LowRank(KVMethod):
     def init(self, layout: Layout, bases: Bases | None) -> LowRankState:
         spec, dtype = layout.spec, jnp.dtype(layout.dtype)
         start = self.starting_bases(layout, bases) if self.adapts else bases
+        assert start is not None
         held = self.sinks + self.recent
         if self.decoded == "coded":
             exact_size, coded_size = held + layout.block, layout.capacity - held
@@ -209,8 +213,8 @@ class LowRank(KVMethod):
         if end > self.sinks:
             use = self.bases_of(bases, state)
             keys = tap.k_pre if self.rope == "pre" else tap.k
-            codes = (project(u, x[:, self.sinks : end]) for u, x in ((use.k, keys), (use.v, tap.v)))
-            coded = coded_tokens.hold(coded, *codes, counts, positions)
+            k, v = (project(u, x[:, self.sinks : end]) for u, x in ((use.k, keys), (use.v, tap.v)))
+            coded = coded_tokens.hold(coded, k, v, counts, positions)
         else:
             coded = dataclasses.replace(coded, positions=positions)
         return dataclasses.replace(state, exact=exact, coded=coded)
@@ -229,7 +233,7 @@ class LowRank(KVMethod):
     ) -> AttnPartial:
         """Attention over the coefficients; every coded token lies before every query."""
         spec, tokens = layout.spec, coded_tokens.cached_tokens(state.coded)
-        common = dict(scale=spec.scale, q_positions=positions, causal=False, window=place.window)
+        common: dict[str, Any] = dict(scale=spec.scale, q_positions=positions, causal=False, window=place.window)
         if self.rope == "post" and self.order == "reduced":
             out, lse = coefficient_attention(fold_query(bases.k, q, spec.kv_heads), tokens, **common)
         else:
@@ -248,7 +252,7 @@ class LowRank(KVMethod):
         keep = self.recent if self.recent_of == "ring" else 0
         exact, flushed = exact_tokens.flush(state.exact, self._pinned(), keep, layout.block)
         k, v = (x.swapaxes(1, 2) for x in (flushed.k, flushed.v))
-        if self.rope == "pre":
+        if self.rope == "pre" and layout.spec.rope is not None:
             cos, sin = rope_angles(layout.spec.rope, flushed.positions[:, :, None])
             k = rotate(k.astype(jnp.float32), cos, -sin)
         if self.adapts:
@@ -262,10 +266,9 @@ class LowRank(KVMethod):
 
     def bases_of(self, bases: Bases | None, state: LowRankState) -> Bases:
         """The bases in which the coefficients of `state` are to be read."""
-        if self.adapts:
-            return Bases(state.k_basis, state.v_basis)
-        assert bases is not None
-        return bases
+        own = bases if state.k_basis is None or state.v_basis is None else Bases(state.k_basis, state.v_basis)
+        assert own is not None
+        return own
 
     def prompt_bases(self, layout: Layout, state: LowRankState, taps: Taps, lengths: jax.Array) -> Bases:
         """Bases `[B, J, W, R]` for a prompt, orthonormal float32; only asked of methods that adapt."""

@@ -74,7 +74,8 @@ class OjaKV(LowRank):
 
     def prompt_bases(self, layout, state, taps, lengths):
         keys = taps.k_pre if self.rope == "pre" else taps.k
-        sides = [(state.k_basis, self._by_basis(layout, keys)), (state.v_basis, self._by_basis(layout, taps.v))]
+        start = self.bases_of(None, state)
+        sides = [(start.k, self._by_basis(layout, keys)), (start.v, self._by_basis(layout, taps.v))]
         if self.top == 1:
             weight = (jnp.arange(layout.prompt)[None] < lengths[:, None]).astype(jnp.float32)
         else:
