@@ -43,6 +43,8 @@ def bases_of_group(method: KVMethod, spec, bases: Sequence[Any] | None) -> tuple
         if method.calibrated:
             raise ValueError(f"method {method.name!r} needs calibrated bases: pass bases=calibrate(model, method, texts)")
         return method.default_bases(spec)
+    if not method.calibrated and all(b is None for b in bases):
+        bases = method.default_bases(spec)
     if len(bases) != len(groups):
         raise ValueError(f"bases hold {len(bases)} groups, method {method.name!r} has {len(groups)} on this model")
     return tuple(bases)

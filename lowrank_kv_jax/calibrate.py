@@ -77,7 +77,7 @@ def calibrate(
 
     Args:
         model: a `LoadedModel`.
-        method: what the bases are for; one that needs none gets None for each group, and the model does not
+        method: what the bases are for; one that needs none gets its `default_bases`, and the model does not
             run.
         texts: a corpus (see `load_corpus`) or documents; by default Python's own language reference.
         length, windows, seed: tokens of a window, and how many (see `token_windows`). No window is longer
@@ -93,7 +93,7 @@ def calibrate(
     """
     method.validate(model.config.attention)
     if not method.calibrated:
-        return (None,) * len(method.layer_groups(model.config.attention))
+        return method.default_bases(model.config.attention)
     corpus = texts if isinstance(texts, Corpus) else load_corpus() if texts is None else Corpus.of(texts)
     length = min(length, model.config.context)
     tokens = token_windows(model.tokenizer, corpus.texts, length, windows, seed)

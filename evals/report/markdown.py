@@ -41,7 +41,7 @@ def cells(section: Section) -> tuple[list[str], list[list[str]]]:
     header += list(section.tasks) if len(section.tasks) > 1 else []
     rows = []
     for entry in section.entries:
-        row = [f"`{entry.method}`", _times(entry.smaller), _times(entry.nominal_smaller),
+        row = [f"`{entry.method}`".replace("|", "\\|"), _times(entry.smaller), _times(entry.nominal_smaller),
                interval_text(entry.mean)]
         row += [interval_text(entry.difference, sign=True), _p(entry.p)] if compared else []
         row += [_ruler_6(entry)] if six else []

@@ -14,6 +14,7 @@ COMMANDS = {
     "diagnose": "how compressible the cache is, and how bases follow a shift of the text",
     "eval": "benchmarks through compressed caches",
     "report": "tables and figures from the records of evaluations",
+    "cross-layer": "what the layers' caches share (CKA, cosine, ranks), and what sharing a basis costs",
     "bench": "speed: time to first token and decode tokens/s",
 }
 
@@ -53,7 +54,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     asked = argv[0] if argv else None
     for name, summary in COMMANDS.items():
         if name == asked:
-            module = importlib.import_module(f"lowrank_kv_jax.cli.{name}")
+            module = importlib.import_module(f"lowrank_kv_jax.cli.{name.replace('-', '_')}")
             module.add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=summary)

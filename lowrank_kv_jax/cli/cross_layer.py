@@ -1,0 +1,144 @@
+"""`lowrank-kv cross-layer`: what the caches of different layers share, and what sharing a basis costs."""
+
+import argparse
+
+HELP = "what the layers' caches share (CKA, cosine, ranks), and what sharing a basis costs"
+COST_METHODS = (
+    "xkv:group=1", "xkv:group=2", "xkv:group=5", "xkv:group=5,bits=8,basis_dtype=int8",
+    "xkv:group=5,rank=0.1,bits=8,basis_dtype=int8",
+)
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Declare the command."""
+    parser = subparsers.add_parser("cross-layer", help=HELP, description=HELP)
+    parser.add_argument("--model", default="smollm2-135m", help="name, directory, .gguf file or hub id (%(default)s)")
+    parser.add_argument("--text", nargs="+", default=None, metavar="TEXT",
+                        help="what to read, as for `calibrate --corpus`; by default Python's language reference")
+    parser.add_argument("--length", type=int, default=2048, help="tokens read (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="shifts where reading starts (%(default)s)")
+    parser.add_argument("--groups", nargs="+", type=int, default=[1, 2, 3, 5, 6], metavar="G",
+                        help="group sizes (%(default)s)")
+    parser.add_argument("--energy", type=float, default=0.95, help="share that ranks must keep (%(default)s)")
+    parser.add_argument("--costs", nargs="*", metavar="SPEC", default=None,
+                        help="also show prompt lengths from which these methods pay, time of the fit at prefill and of "
+                             "decoding against its floor; without a SPEC, those of a few xkv configurations")
+    parser.add_argument("--cost-length", type=int, default=4096, help="tokens of the timed prompts (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds (%(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="append records")
+    parser.add_argument("--plot", metavar="PNG", help="draw figure 2 of the xKV paper for this model")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print.
+
+    Raises:
+        ValueError, OSError: as `load_model`, `load_corpus`, `analyse`, `parse_method`.
+    """
+    from lowrank_kv_jax.corpus import load_corpus, token_windows
+    from lowrank_kv_jax.evals.cross_layer import analyse
+    from lowrank_kv_jax.evals.records import append_record, check_writable, make_record
+    from lowrank_kv_jax.models.load import load_model
+    from lowrank_kv_jax.parse import parse_method
+
+    if args.json:
+        check_writable(args.json)
+    costs = None if args.costs is None else {s: parse_method(s) for s in args.costs or COST_METHODS}
+    corpus = load_corpus(args.text)
+    model = load_model(args.model)
+    for method in (costs or {}).values():
+        method.validate(model.config.attention)
+    tokens = token_windows(model.tokenizer, corpus.texts, args.length, 1, args.seed)[0]
+    analysis = analyse(model, tokens, args.groups, args.energy)
+    _print_analysis(analysis, model.name, corpus.name)
+    records = _analysis_records(analysis)
+    if costs:
+        records += _costs(model, costs, args.cost_length, args.rounds)
+    if args.plot:
+        from lowrank_kv_jax.evals.cross_layer_plot import plot_analysis
+
+        plot_analysis(args.plot, analysis, f"{model.name} on {corpus.name}, {args.length} tokens")
+        print(f"drew {args.plot}")
+    if args.json:
+        for record in records:
+            common = {"model": model.name, "length": args.length, "seed": args.seed, "corpus": corpus.name}
+            append_record(args.json, make_record("cross-layer", **{**common, **record}))
+    return 0
+
+
+def _print_analysis(analysis, model: str, corpus: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=f"{model} on {corpus}: adjacent layers")
+    for column in ("side", "CKA", "token-wise cosine"):
+        table.add_column(column, justify="left" if column == "side" else "right")
+    for side in analysis.cka:
+        table.add_row(side, *(f"{value:.3f}" for value in analysis.neighbours(side)))
+    console.print(table)
+    table = Table(title=f"Rank for {analysis.energy:.0%} of the energy, % of the width")
+    table.add_column("layers of a group")
+    for side in analysis.ranks:
+        table.add_column(side, justify="right")
+    for size in analysis.ranks["keys"]:
+        table.add_row(str(size), *(f"{100 * analysis.rank_ratio(side, size):.1f}" for side in analysis.ranks))
+    console.print(table)
+    for size in analysis.ranks["keys"]:
+        print(f"xkv:group={size},table={analysis.table(size)}")
+
+
+def _analysis_records(analysis) -> list[dict]:
+    records = []
+    for side in analysis.cka:
+        cka, cosine = analysis.neighbours(side)
+        records.append({
+            "task": f"similarity of {side}", "adjacent_cka": cka, "adjacent_cosine": cosine,
+            "cka": analysis.cka[side].tolist(), "cosine": analysis.cosine[side].tolist(),
+        })
+        for size in analysis.ranks[side]:
+            records.append({
+                "task": f"ranks of {side}", "group": size, "energy": analysis.energy,
+                "rank_ratio": analysis.rank_ratio(side, size), "ranks": [rank for rank, _ in analysis.ranks[side][size]],
+            })
+    return records
+
+
+def _costs(model, methods, length: int, rounds: int) -> list[dict]:
+    """Print and return what each method costs."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from lowrank_kv_jax.evals.cross_layer_cost import break_even, decode_cost, fit_cost, smaller_at
+    from lowrank_kv_jax.method import Layout
+
+    spec, records = model.config.attention, []
+    table = Table(title=f"Costs at {length} tokens")
+    for column in ("method", "smaller", "1x from", "2x from", "4x from", "fit, % of prefill", "decode ms", "floor ms",
+                   "x floor", "full ms"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for name, method in methods.items():
+        fixed = getattr(method, "smaller", None) is None
+        pays = [break_even(method, spec, ratio) if fixed else None for ratio in (1.0, 2.0, 4.0)]
+        layout = Layout(spec, 1, length, length + 32, 32, "bfloat16")
+        groups = method.default_bases(spec)
+        ranks = [method.ranks(layout, group) for group in groups] if hasattr(method, "ranks") else [(0, 0)]
+        mean = tuple(round(sum(r[i] for r in ranks) / len(ranks)) for i in (0, 1))
+        fit, decode = fit_cost(model, method, length, rounds), decode_cost(model, method, mean, length, rounds=rounds)
+        smaller = smaller_at(method, spec, length)
+        table.add_row(
+            name, f"{smaller:.2f}", *("-" if p is None else str(p) for p in pays), f"{100 * fit.overhead:.1f}",
+            f"{1e3 * decode.measured:.1f}", f"{1e3 * decode.floor:.1f}", f"{decode.measured / decode.floor:.2f}",
+            f"{1e3 * decode.full:.1f}",
+        )
+        records.append({
+            "task": "cost", "method": name, "length": length, "smaller": smaller,
+            "break_even": dict(zip(("1", "2", "4"), pays, strict=True)), "ttft_s": fit.method, "fit_overhead": fit.overhead,
+            "decode_tokens_per_s": 1 / decode.measured, "decode_s": decode.measured, "floor_s": decode.floor,
+            "layers_s": decode.layers, "full_decode_s": decode.full, "flops": decode.flops, "bytes": decode.bytes,
+            "matmul_rate": decode.matmul_rate, "copy_rate": decode.copy_rate,
+        })
+    Console().print(table)
+    return records

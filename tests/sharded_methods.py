@@ -1,0 +1,75 @@
+"""Run by test_sharding.py in a process of its own with 8 devices: every method, unsharded and on a mesh.
+
+Prints one JSON object a method: the largest difference of logits, whether the decoded tokens agree, and the largest
+collective of the compiled decode block.
+"""
+
+import dataclasses
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import BLOCK, PLAIN, bases_for, model, prompts, small_configuration
+
+from lowrank_kv_jax.forward import prefill
+from lowrank_kv_jax.generate import Progress, decode_block
+from lowrank_kv_jax.methods import REGISTRY
+from lowrank_kv_jax.models.sharding import param_shardings
+from lowrank_kv_jax.sharding import make_mesh
+from lowrank_kv_jax.state import walk
+
+CONFIG = dataclasses.replace(PLAIN, context=2048)
+PROMPT, CAPACITY = 96, 1184  # a capacity that no other dimension has, and more than one block of the attention loop
+COLLECTIVE = re.compile(r"= (\(?.*?\)?) (all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter)(?:-start)?\(")
+
+
+def largest_collective(hlo: str) -> int:
+    """Elements of the largest array that any collective of the program moves."""
+    sizes = [0]
+    for line in hlo.splitlines():
+        if found := COLLECTIVE.search(line):
+            for dims in re.findall(r"\[([\d,]*)\]", found.group(1)):
+                sizes.append(math.prod(int(d) for d in dims.split(",") if d))
+    return max(sizes)
+
+
+def decode(method, params, mesh, lengths):
+    bases = bases_for(method, CONFIG)
+    cache, logits = prefill(
+        method, CONFIG, params, prompts(4, PROMPT), lengths, bases=bases, capacity=CAPACITY, block=BLOCK,
+        dtype=jnp.float32, mesh=mesh,
+    )
+    token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    progress = Progress(token, jnp.zeros((4,), bool), jnp.ones((4,), jnp.int32))
+    keys = jax.vmap(jax.random.key)(jnp.zeros((4,), jnp.uint32))
+    args = (method, CONFIG, params, cache, progress, keys, jnp.int32(BLOCK))
+    compiled = decode_block.lower(*args, bases=bases).compile()
+    cache, progress, first = decode_block(*args, bases=bases)
+    cache, _, second = decode_block(*args[:3], cache, progress, *args[5:], bases=bases)
+    placed = {name: str(x.sharding.spec) for name, x, info in walk(cache) if "batch" in info.axes} if mesh else {}
+    return np.asarray(logits), np.concatenate([first, second], 1), largest_collective(compiled.as_text()), placed
+
+
+def main():
+    mesh = make_mesh("data=2,model=4")
+    plain = model(CONFIG).params
+    sharded = jax.device_put(plain, param_shardings(CONFIG, mesh))
+    lengths = jnp.asarray([96, 70, 96, 33], jnp.int32)
+    for name, cls in sorted(REGISTRY.items()):
+        method = small_configuration(cls)
+        logits, tokens, _, _ = decode(method, plain, None, lengths)
+        on_mesh, mesh_tokens, moved, placed = decode(method, sharded, mesh, lengths)
+        print(json.dumps({
+            "method": name, "difference": float(np.abs(logits - on_mesh).max()), "rows": 4, "capacity": CAPACITY,
+            "same_tokens": bool((tokens == mesh_tokens).all()), "largest_collective": moved,
+            "over_data": all("data" in spec for spec in placed.values()),
+            "over_model": any("model" in spec for spec in placed.values()),
+        }), flush=True)
+
+
+if __name__ == "__main__":
+    with jax.default_matmul_precision("highest"):
+        main()

@@ -1,0 +1,381 @@
+"""Running benchmarks: protocols, shared prefills, records, and going on after an interruption."""
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import PLAIN
+from helpers import model as tiny
+
+from lowrank_kv_jax.cli import main
+from lowrank_kv_jax.evals import longbench, ruler, suite
+from lowrank_kv_jax.evals.batches import coarse, make_batches
+from lowrank_kv_jax.evals.compare import parse_methods
+from lowrank_kv_jax.evals.prompts import Question, chat_parts, encode
+from lowrank_kv_jax.evals.records import read_records
+from lowrank_kv_jax.evals.report import markdown, page, read_sections
+from lowrank_kv_jax.evals.report.figures import draw_figures, pareto_front
+from lowrank_kv_jax.evals.report.statistics import interval, wilcoxon_p
+from lowrank_kv_jax.evals.suite import KEY, Suite, evaluate
+
+METHODS = parse_methods(["full", "streamingllm:budget=24,keep=none,sinks=4", "static-pca:rank=0.5,sinks=4,recent=8"])
+
+
+class Letters:
+    """A tokenizer of characters that can be turned back."""
+
+    bos_token_id = None
+    chat_template = None
+
+    def __call__(self, text, add_special_tokens=True, verbose=True):
+        return type("Encoded", (), {"input_ids": [ord(c) % 64 for c in text]})
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(chr(64 + i) for i in ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What the evaluations read of a `LoadedModel`."""
+
+    config: Any = PLAIN
+    params: Any = dataclasses.field(default_factory=lambda: tiny().params)
+    tokenizer: Any = dataclasses.field(default_factory=Letters)
+    name: str = "tiny"
+    fingerprint: str = "f" * 8
+
+
+def questions(count=5, task="a", new_tokens=4):
+    """Two questions on each context, of different lengths."""
+    return tuple(
+        Question(task, 64, i, f"{task} context {i // 2} " * (3 + i // 2), f"question {i}", "?", new_tokens,
+                 lambda answer: len(set(answer)) / 8, details={"outputs": [str(i)]})
+        for i in range(count)
+    )
+
+
+def some(protocol="query-agnostic", count=5, **settings):
+    return Suite("eval test", questions(count) + questions(2, "b", 3), protocol, rows=2, seed=1,
+                 settings=settings)
+
+
+def without_times(records):
+    drop = ("ttft_s", "decode_tokens_per_s", "peak_bytes", "methods_sharing_prefill")
+    return [{name: value for name, value in record.items() if name not in drop} for record in records]
+
+
+def fit(needed):
+    from helpers import bases_for
+
+    return {spec: bases_for(method) for spec, method in needed.items() if method.calibrated}
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return evaluate(Loaded(), METHODS, some(), bases=fit)
+
+
+# ---- one run -----------------------------------------------------------------------------------------------
+
+
+def test_every_question_gets_one_record_for_each_method(whole):
+    assert [(r["task"], r["index"], r["method"]) for r in whole] == [
+        (q.task, q.index, spec) for q in some().questions for spec in METHODS
+    ]
+    for record in whole:
+        assert record["command"] == "eval test" and record["protocol"] == "query-agnostic"
+        assert 0 <= record["score"] <= 100 and record["answer_tokens"] <= 4
+        assert record["cache_bytes"] == sum(record["bytes_by_kind"].values())
+        assert record["context_tokens"] > 16 and record["question_tokens"] == len("question 0?")
+        assert (record["smaller"] == 1) == False or record["method"] == "full"  # noqa: E712
+        json.dumps(record, allow_nan=False)
+
+
+def test_sharing_changes_no_answer(whole):
+    """Alone, a question on a context of its own batch is answered as among all others."""
+    for question in some().questions[:3]:
+        alone = Suite("eval test", (question,), rows=1, seed=1)
+        for record in evaluate(Loaded(), METHODS, alone, bases=fit):
+            match, = (r for r in whole if r["prompt_sha256"] == record["prompt_sha256"]
+                      and r["method"] == record["method"])
+            assert match["prediction"] == record["prediction"]
+
+
+def test_one_prefill_serves_all_questions_and_methods(monkeypatch):
+    prefilled = []
+    original = suite.prefill_many
+
+    def counted(methods, config, params, tokens, *args, **kwargs):
+        prefilled.append((len(methods), tokens.shape[0]))
+        return original(methods, config, params, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(suite, "prefill_many", counted)
+    asked = questions(6)
+    evaluate(Loaded(), METHODS, Suite("eval test", asked, rows=3), bases=fit)
+    assert prefilled == [(len(METHODS), 3)]  # 6 questions on 3 contexts
+
+
+def test_both_protocols_agree_with_the_full_cache():
+    only = {"full": METHODS["full"]}
+    both = [evaluate(Loaded(), only, some(p)) for p in ("query-agnostic", "query-aware")]
+    assert [r["prediction"] for r in both[0]] == [r["prediction"] for r in both[1]]
+    assert both[1][0]["question_tokens"] == 1
+
+
+def test_answers_end_at_their_own_limit_or_when_complete(whole):
+    assert {r["answer_tokens"] for r in whole if r["task"] == "b"} == {3}
+    ending = [dataclasses.replace(q, complete=lambda answer: len(answer) >= 2) for q in questions(2)]
+    records = evaluate(Loaded(), {"full": METHODS["full"]}, Suite("eval test", tuple(ending), rows=2))
+    assert {r["answer_tokens"] for r in records} == {2}
+
+
+def test_batches_have_few_shapes():
+    many = [dataclasses.replace(q, index=i, context="x" * (100 + 3 * i)) for i, q in enumerate(questions(40))]
+    batches = make_batches(Letters(), many, "query-agnostic", "base", 4, 512)
+    assert len({(b.width, b.capacity) for b in batches}) <= 3
+    assert sum(len(b.all_questions) for b in batches) == 40
+    assert all(len(b.contexts) == 4 and b.capacity <= 512 for b in batches)
+    assert [coarse(n) for n in (1, 65, 512, 513, 850, 1025)] == [64, 128, 512, 640, 896, 1280]
+    with pytest.raises(ValueError, match="more than the model's context of 128"):
+        make_batches(Letters(), many, "query-agnostic", "base", 4, 128)
+
+
+# ---- going on ----------------------------------------------------------------------------------------------
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_killed_run_loses_and_repeats_nothing(monkeypatch, tmp_path, whole, seed):
+    """Killed again and again at random records, some of them half written."""
+    rng, path, append = random.Random(seed), tmp_path / "r.jsonl", suite.append_record
+    computed = []
+
+    def killed(file, record):
+        if rng.random() < 0.15:
+            if rng.random() < 0.5:
+                with open(file, "ab") as out:
+                    line = json.dumps(record).encode()
+                    out.write(line[: rng.randrange(1, len(line) - 1)])
+            raise Killed
+        append(file, record)
+        computed.append(tuple(record[field] for field in KEY))
+
+    monkeypatch.setattr(suite, "append_record", killed)
+    runs, records = 0, None
+    while records is None:
+        runs += 1
+        try:
+            records = evaluate(Loaded(), METHODS, some(), json=path, bases=fit)
+        except Killed:
+            assert runs < 60
+    assert runs > 1
+    assert len(computed) == len(set(computed)) == len(whole)
+    assert len(read_records(path)) == len(whole)
+    assert without_times(records) == without_times(whole)
+
+
+def test_a_finished_run_computes_nothing(monkeypatch, tmp_path, whole):
+    path = tmp_path / "r.jsonl"
+    evaluate(Loaded(), METHODS, some(), json=path, bases=fit)
+    before = path.read_bytes()
+
+    def never(*args, **kwargs):
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(suite, "prefill_many", never)
+    records = evaluate(Loaded(), METHODS, some(), json=path, bases=never)
+    assert without_times(records) == without_times(whole) and path.read_bytes() == before
+
+
+def test_results_of_another_run_are_refused(tmp_path):
+    path, only = tmp_path / "r.jsonl", {"full": METHODS["full"]}
+    evaluate(Loaded(), only, some(count=1, haystack="a"), json=path)
+    with pytest.raises(ValueError, match="another run .haystack was 'a' and is now 'b'.*another file"):
+        evaluate(Loaded(), only, some(count=1, haystack="b"), json=path)
+    other = some(count=1, haystack="a")
+    changed = dataclasses.replace(other.questions[0], question="another")
+    with pytest.raises(ValueError, match="the prompt of a sample 0 is another one"):
+        evaluate(Loaded(), only, dataclasses.replace(other, questions=(changed,)), json=path)
+    # other weights, seeds, protocols and methods are other records of the same file
+    evaluate(Loaded(fingerprint="g"), only, some(count=1, haystack="b"), json=path)
+    assert len(read_records(path)) == 2 * 3
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+import test_eval_run as t
+t.evaluate(t.Loaded(), t.METHODS, t.some(), json=sys.argv[1], bases=t.fit)
+"""
+
+
+def test_a_process_that_is_killed_leaves_whole_records(tmp_path, whole):
+    path = tmp_path / "r.jsonl"
+    script = tmp_path / "run.py"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
+    root = str(Path(__file__).parent.parent)
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": root, "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    process = subprocess.Popen([sys.executable, str(script), str(path)], env=env)
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if path.exists() and path.read_bytes().count(b"\n") >= 4:
+            break
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept = read_records(path)
+    assert len(kept) >= 4
+    records = evaluate(Loaded(), METHODS, some(), json=path, bases=fit)
+    assert read_records(path)[: len(kept)] == kept
+    assert len(read_records(path)) == len(records) == len(whole)
+    assert without_times(records) == without_times(whole)
+
+
+# ---- prompt styles -----------------------------------------------------------------------------------------
+
+
+class Chatting(Letters):
+    chat_template = "there is one"
+
+    def apply_chat_template(self, turns, tokenize, add_generation_prompt):
+        return f"<user>{turns[0]['content'].strip()}</user><model>"
+
+
+def test_chat_prompts_are_cut_behind_the_context():
+    question = Question("a", 1, 0, " the context\n", "what?", " It is", 3, lambda answer: 0.0)
+    assert chat_parts(Chatting(), question) == ("<user>the context\n", "what?</user><model> It is")
+    head, tail = encode(Chatting(), question, "query-aware", "chat")
+    assert len(head) + len(tail) == len("<user>the context\nwhat?</user><model> It is") and len(tail) == 1
+    base = dataclasses.replace(question, style="base")
+    assert len(encode(Chatting(), base, "query-agnostic", "chat")[0]) == len(" the context\n")
+    with pytest.raises(ValueError, match="no chat template"):
+        evaluate(Loaded(), METHODS, dataclasses.replace(some(), style="chat"), bases=fit)
+
+
+def test_impossible_conditions_are_refused():
+    for change, message in (({"protocol": "agnostic"}, "protocol='agnostic'"), ({"style": "x"}, "style='x'"),
+                            ({"rows": 0}, "rows=0"), ({"questions": ()}, "nothing to ask")):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(some(), **change)
+    with pytest.raises(ValueError, match="no tokenizer"):
+        evaluate(Loaded(tokenizer=None), METHODS, some())
+
+
+# ---- benchmarks --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = [{"index": 0, "input": f"VAR A{i} = {i}\nQuestion: Find {i}.", "answer_prefix": " Answer: ",
+             "outputs": [f"A{i}"], "length": 60 + i} for i in range(3)]
+    (folder / "vt.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_ruler_from_files(files, tmp_path):
+    only = {"full": METHODS["full"]}
+    records = ruler.evaluate_ruler(Loaded(), only, ["vt"], data=files, json=tmp_path / "r.jsonl", rows=2)
+    assert [(r["task"], r["length"], r["index"], r["command"]) for r in records] == [
+        ("vt", 62, i, "eval ruler") for i in range(3)
+    ]
+    assert len(ruler.evaluate_ruler(Loaded(), only, ["vt"], [64], 2, data=files, rows=2)) == 2
+    (files / "128").mkdir()
+    (files / "128" / "vt.jsonl").write_text((files / "vt.jsonl").read_text())
+    assert {r["length"] for r in ruler.evaluate_ruler(Loaded(), only, ["vt"], data=files, rows=2)} == {128}
+    with pytest.raises(FileNotFoundError, match="no samples of length 64, only of 128"):
+        ruler.evaluate_ruler(Loaded(), only, ["vt"], [64], data=files)
+    with pytest.raises(FileNotFoundError, match="has no fwe.jsonl, only vt"):
+        ruler.evaluate_ruler(Loaded(), only, ["fwe"], data=files)
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        ruler.evaluate_ruler(Loaded(), only, ["vt"], data=files / "none")
+
+
+def test_longbench_from_files(tmp_path):
+    row = {"context": "some text " * 30, "input": "what?", "answers": ["a", "b"], "all_classes": None}
+    for task in ("hotpotqa", "triviaqa"):
+        (tmp_path / f"{task}.jsonl").write_text(json.dumps(row) + "\n")
+    only, tasks = {"full": METHODS["full"]}, ["hotpotqa", "triviaqa"]
+    records = longbench.evaluate_longbench(
+        Loaded(), only, tasks, data=tmp_path, max_length=200, json=tmp_path / "r.jsonl"
+    )
+    assert [(r["task"], r["length"], r["truncated"]) for r in records] == [(task, 200, True) for task in tasks]
+    with pytest.raises(ValueError, match="max_length=1000: must lie in 2..512"):
+        longbench.evaluate_longbench(Loaded(), only, tasks, data=tmp_path, max_length=1000)
+
+
+@pytest.mark.parametrize(("argv", "message"), [
+    (["ruler", "--tasks", "niah"], "unknown RULER task 'niah'"),
+    (["ruler", "--methods", "ful"], "unknown method 'ful', did you mean 'full'"),
+    (["ruler", "--samples", "0"], "samples=0"),
+    (["ruler", "--json", "/nowhere/r.jsonl"], "/nowhere/r.jsonl"),
+    (["longbench", "--tasks", "x"], "unknown LongBench task 'x'"),
+])
+def test_mistakes_on_the_command_line_take_one_line(capsys, argv, message):
+    assert main(["eval", *argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("lowrank-kv: error: ") and error.count("\n") == 1 and message in error
+
+
+# ---- report ------------------------------------------------------------------------------------------------
+
+
+def test_report_of_a_run(tmp_path, whole, capsys):
+    path = tmp_path / "r.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in whole))
+    section, = read_sections([path])
+    assert section.samples == 7 and section.tasks == ("a", "b") and section.baseline == "full"
+    full, *others = section.entries
+    assert full.difference is None and all(entry.difference is not None for entry in others)
+    assert all(entry.mean.low <= entry.mean.mean <= entry.mean.high for entry in section.entries)
+    text = markdown([section])
+    assert text.count("\n| `") == len(METHODS) and "vs full" in text
+    assert main(["report", str(path), "--out", str(tmp_path / "out")]) == 0
+    assert text in capsys.readouterr().out
+    html = (tmp_path / "out" / "report.html").read_text()
+    assert html.count("data:image/png;base64,") == len(list((tmp_path / "out").glob("*.png"))) >= 2
+    assert "src=\"http" not in html and "eval test, tiny, 64 tokens, query-agnostic" in html
+    assert main(["report", str(tmp_path / "none")]) == 2
+    path.write_text('{"a": 1}\n')
+    assert main(["report", str(path)]) == 2 and "no record with a score" in capsys.readouterr().err
+
+
+def test_report_maps_needles_and_survives_odd_names(tmp_path):
+    path = tmp_path / "r.jsonl"
+    rows = [{"command": "eval needle", "model": "<m&m>", "method": method, "task": "niah", "length": length,
+             "depth": depth, "index": 0, "seed": 0, "protocol": None, "score": 50.0, "ttft_s": 1.0,
+             "cache_bytes": 10, "full_cache_bytes": 20, "bytes_per_token": 5.0}
+            for method in ("full", "a|b") for length in (64, 128) for depth in (0.0, 0.5, 1.0)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sections = read_sections([path])
+    figures = draw_figures(sections, tmp_path)
+    assert {file.name for entries in figures.values() for _, file in entries} >= {
+        "1-needles.png", "1-pareto.png", "2-pareto.png", "2-ttft.png"
+    }
+    assert "&lt;m&amp;m&gt;" in page(sections, figures, "t") and "<m&m>" not in page(sections, figures, "t")
+    assert "`a\\|b`" in markdown(sections)
+
+
+def test_statistics():
+    import numpy as np
+
+    same = interval([np.full(8, 3.0), np.full(4, 5.0)])
+    assert (same.mean, same.low, same.high) == (4.0, 4.0, 4.0)
+    wide = interval([np.array([0.0, 100.0] * 10)])
+    assert wide.mean == 50 and 20 < wide.low < 40 < 60 < wide.high < 80
+    assert interval([np.array([1.0])]).low is None
+    assert wilcoxon_p(np.zeros(5)) == 1 and wilcoxon_p(np.array([1.0])) is None
+    assert wilcoxon_p(np.arange(1.0, 11)) < 0.01
+    assert pareto_front([(1, 1), (2, 0), (3, 5), (1, 0), (4, 5)]) == [(1, 1), (3, 5)]

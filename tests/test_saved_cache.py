@@ -1,0 +1,78 @@
+"""Caches saved and restored."""
+
+import dataclasses
+import types
+
+import jax
+import numpy as np
+import pytest
+from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, model, prompts, small_configuration
+
+from lowrank_kv_jax.accounting import cache_bytes
+from lowrank_kv_jax.cache import fork
+from lowrank_kv_jax.checkpoint import METADATA, load_metadata
+from lowrank_kv_jax.forward import decode_step, prefill
+from lowrank_kv_jax.methods import REGISTRY
+from lowrank_kv_jax.saved_cache import abstract_cache, load_cache, save_cache
+
+MODEL = types.SimpleNamespace(name="tiny", config=PLAIN, fingerprint="f" * 64)
+
+
+def made_by(method):
+    bases = bases_for(method, PLAIN)
+    cache, _ = prefill(
+        method, PLAIN, model().params, prompts(2, PROMPT), bases=bases, capacity=CAPACITY, block=BLOCK
+    )
+    return cache, bases
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_a_restored_cache_continues_as_the_saved_one(name, tmp_path):
+    method = small_configuration(REGISTRY[name])
+    cache, bases = made_by(method)
+    save_cache(tmp_path / "cache", cache, MODEL, bases=bases)
+    restored = load_cache(tmp_path / "cache", method, MODEL, bases=bases)
+    assert jax.tree.structure(restored) == jax.tree.structure(cache)
+    assert cache_bytes(restored) == cache_bytes(cache) == cache_bytes(abstract_cache(method, cache.layout, bases))
+    token = prompts(2, 1)[:, 0]
+    for ours, theirs in zip(
+        *(jax.tree.leaves(decode_step(method, PLAIN, model().params, fork(c), token, bases=bases))
+          for c in (restored, cache)), strict=True,
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_refusals_name_the_reason(tmp_path):
+    method = small_configuration(REGISTRY["ojakv"])
+    cache, bases = made_by(method)
+    path = tmp_path / "cache"
+    save_cache(path, cache, MODEL, bases=bases)
+    other = dataclasses.replace(method, rank=0.25)
+    with pytest.raises(ValueError, match="was made by"):
+        load_cache(path, other, MODEL, bases=bases_for(other, PLAIN))
+    stranger = types.SimpleNamespace(name="other", config=PLAIN, fingerprint="0" * 64)
+    with pytest.raises(ValueError, match="belongs to model 'tiny'"):
+        load_cache(path, method, stranger, bases=bases)
+    with pytest.raises(ValueError, match="other calibrated bases"):
+        load_cache(path, method, MODEL, bases=jax.tree.map(lambda u: u[::-1], bases))
+    with pytest.raises(FileNotFoundError, match="no saved cache"):
+        load_cache(tmp_path / "nothing", method, MODEL, bases=bases)
+    (path / METADATA).write_text("{")
+    with pytest.raises(ValueError, match="damaged"):
+        load_metadata(path, "cache")
+
+
+def test_nothing_is_overwritten_or_left_half_written(tmp_path, monkeypatch):
+    method = small_configuration(REGISTRY["full"])
+    cache, _ = made_by(method)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep me")
+    with pytest.raises(FileExistsError, match="not a saved cache"):
+        save_cache(tmp_path / "mine", cache, MODEL)
+    save_cache(tmp_path / "cache", cache, MODEL)
+    monkeypatch.setattr("lowrank_kv_jax.checkpoint.version", lambda name: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save_cache(tmp_path / "cache", cache, MODEL)
+    monkeypatch.undo()
+    load_cache(tmp_path / "cache", method, MODEL)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["cache", "mine"]

@@ -1,0 +1,55 @@
+"""A cache on a mesh of 8 devices is the cache on one, and no collective moves it."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from helpers import PLAIN
+
+from lowrank_kv_jax.methods import REGISTRY
+from lowrank_kv_jax.sharding import check_mesh, make_mesh
+
+HERE = Path(__file__).parent
+
+
+@functools.cache
+def results():
+    """One process with 8 devices for all methods; the device count cannot change after JAX has started."""
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parent)}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "sharded_methods.py")], env=env, capture_output=True, text=True, timeout=1200
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {record["method"]: record for record in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_sharded_equals_unsharded(name):
+    record = results()[name]
+    assert record["difference"] < 1e-4 and record["same_tokens"]
+    assert record["over_data"] and record["over_model"]
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_no_collective_moves_the_cache(name):
+    """Activations of a token and coefficients of a block may travel; nothing with the capacity among its axes may."""
+    record = results()[name]
+    assert record["largest_collective"] < record["capacity"] * PLAIN.head_dim
+
+
+def test_mesh_errors_name_what_is_wrong():
+    with pytest.raises(ValueError, match="needs 4096 devices"):
+        make_mesh("data=64,model=64")
+    with pytest.raises(ValueError, match="axis=size"):
+        make_mesh("rows=2")
+    mesh = make_mesh("data=1,model=1")
+    assert check_mesh(mesh, PLAIN.attention, 3).shape == {"data": 1, "model": 1}
+    abstract = jax.sharding.AbstractMesh((3, 1), ("data", "model"))
+    with pytest.raises(ValueError, match="data=3 must divide the batch of 4"):
+        check_mesh(abstract, PLAIN.attention, 4)
