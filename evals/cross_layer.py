@@ -46,8 +46,8 @@ def _cross_energy(x: jax.Array, y: jax.Array) -> jax.Array:
 def cka_matrix(x: np.ndarray) -> np.ndarray:
     """Linear centred kernel alignment between layers, `[L, L]`, of `x` `[L, S, W]`.
 
-    trace(G_a G_b) / sqrt(trace(G_a^2) trace(G_b^2)) with G = H X X^T H (section 3.2), without forming the S x S
-    matrices.
+    trace(G_a G_b) / sqrt(trace(G_a^2) trace(G_b^2)) with G = H X X^T H (section 3.2), without forming the S
+    x S matrices.
     """
     centred = jnp.asarray(x - x.mean(axis=1, keepdims=True))
     energy = np.zeros((len(x), len(x)))

@@ -28,8 +28,8 @@ def smaller_at(method: KVMethod, spec: AttentionSpec, prompt: int, dtype: str = 
 def break_even(method: KVMethod, spec: AttentionSpec, ratio: float = 1.0, dtype: str = "bfloat16") -> int | None:
     """The shortest prompt whose cache is `ratio` times smaller; None where none below 131,072 tokens is.
 
-    Bases do not grow with the prompt, so that they dominate below this length. Not for methods whose rank follows
-    the length (`smaller`).
+    Bases do not grow with the prompt, so that they dominate below this length. Not for methods whose rank
+    follows the length (`smaller`).
     """
     if smaller_at(method, spec, LONGEST, dtype) < ratio:
         return None

@@ -81,10 +81,10 @@ def take_rows(cache: Cache, rows: Sequence[int]) -> Cache:
 
 
 def insert_rows(cache: Cache, other: Cache) -> Cache:
-    """The rows of both caches, those of `other` last.
+    """The rows of both caches, those of `other` last; the next refresh is due when the nearer of the two was.
 
     Raises:
-        ValueError: the two differ in method or layout, or are not equally far from their refresh.
+        ValueError: the two differ in method or layout.
     """
     check_method(cache, other.method)
     batch = cache.layout.batch + other.layout.batch

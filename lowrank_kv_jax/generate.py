@@ -26,7 +26,7 @@ class Generation:
         tokens: generated ids of each row, the end-of-sequence token excluded.
         texts: the same, decoded; None without a tokenizer.
         cache: the compressed cache. It holds the prompt and the generated tokens but the last one of each row.
-        last: int32 `[B]`, that last token of each row.
+        last: int32 `[B]`, that last token of each row; it goes before the next turn.
     """
 
     tokens: list[list[int]]
@@ -151,7 +151,7 @@ def decode(
 def generate(
     model: Any, method: KVMethod, prompts: str | Sequence[str] | Sequence[Sequence[int]], *, bases: Any = None,
     max_new_tokens: int = 64, temperature: float = 0.0, top_k: int | None = None, top_p: float = 1.0,
-    seeds: Sequence[int] | int = 0, stop_at_eos: bool = True, cache: Cache | None = None, block: int = DEFAULT_BLOCK,
+    seeds: Sequence[int] | int = 0, stop_at_eos: bool = True, cache: Cache | Generation | None = None, block: int = DEFAULT_BLOCK,
     capacity: int | None = None, dtype: Any = None, on_tokens: Callable[[np.ndarray], None] | None = None,
 ) -> Generation:
     """Generate from a compressed cache.
@@ -165,7 +165,9 @@ def generate(
         temperature, top_k, top_p: see `Sampler`; the default is greedy.
         seeds: one for all rows or one a row; a row's text depends on its own seed only.
         stop_at_eos: end a row at the model's end-of-sequence tokens.
-        cache: continue this conversation: `prompts` is the next turn. The cache is kept, not consumed.
+        cache: continue a conversation: `prompts` is the next turn. With the `Generation` of the turn before, its last
+            token, which no cache holds yet, is put in front; with a bare cache, `prompts` must hold all that is new. The
+            cache is kept, not consumed.
         block: decode steps between two refreshes.
         capacity: longest sequence; the padded prompts and `max_new_tokens` by default.
         dtype: of the cache, bfloat16 by default.
@@ -178,6 +180,13 @@ def generate(
         raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
     rows = encode_prompts(model, prompts)
     config, params = model.config, model.params
+    if cache is not None:
+        held = (cache.cache if isinstance(cache, Generation) else cache).layout.batch
+        if len(rows) != held:
+            raise ValueError(f"prompts has {len(rows)} rows: the conversation that they continue has {held}")
+    if isinstance(cache, Generation):
+        rows = [[int(token), *row] for token, row in zip(cache.last, rows, strict=True)]
+        cache = cache.cache
     if cache is not None:
         state, logits = ingest(method, config, params, fork(cache), rows, bases=bases)
     else:

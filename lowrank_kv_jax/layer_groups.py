@@ -30,8 +30,8 @@ class LayerGroup:
 
 
 def stride_groups(num_layers: int, size: int, first: int = 0) -> tuple[tuple[int, ...], ...]:
-    """Contiguous groups of `size` layers from layer `first` on; the layers before stay alone, the last group may be
-    smaller."""
+    """Contiguous groups of `size` layers from layer `first` on; the layers before stay alone, the last group
+    may be smaller."""
     alone = tuple((layer,) for layer in range(first))
     starts = range(first, num_layers, size)
     return alone + tuple(tuple(range(s, min(s + size, num_layers))) for s in starts)

@@ -19,10 +19,11 @@ from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.evals import longbench, ruler, suite
 from lowrank_kv_jax.evals.batches import coarse, make_batches
 from lowrank_kv_jax.evals.compare import parse_methods
+from lowrank_kv_jax.evals.needle_grid import evaluate_needles
 from lowrank_kv_jax.evals.prompts import Question, chat_parts, encode
 from lowrank_kv_jax.evals.records import read_records
 from lowrank_kv_jax.evals.report import markdown, page, read_sections
-from lowrank_kv_jax.evals.report.figures import draw_figures, pareto_front
+from lowrank_kv_jax.evals.report.figures import draw_figures, draw_needles, pareto_front
 from lowrank_kv_jax.evals.report.statistics import interval, wilcoxon_p
 from lowrank_kv_jax.evals.suite import KEY, Suite, evaluate
 
@@ -95,7 +96,6 @@ def test_every_question_gets_one_record_for_each_method(whole):
         assert 0 <= record["score"] <= 100 and record["answer_tokens"] <= 4
         assert record["cache_bytes"] == sum(record["bytes_by_kind"].values())
         assert record["context_tokens"] > 16 and record["question_tokens"] == len("question 0?")
-        assert (record["smaller"] == 1) == False or record["method"] == "full"  # noqa: E712
         json.dumps(record, allow_nan=False)
 
 
@@ -155,14 +155,14 @@ class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", (1, 2, 3))
 def test_a_killed_run_loses_and_repeats_nothing(monkeypatch, tmp_path, whole, seed):
     """Killed again and again at random records, some of them half written."""
     rng, path, append = random.Random(seed), tmp_path / "r.jsonl", suite.append_record
     computed = []
 
     def killed(file, record):
-        if rng.random() < 0.15:
+        if rng.random() < 0.2:
             if rng.random() < 0.5:
                 with open(file, "ab") as out:
                     line = json.dumps(record).encode()
@@ -301,6 +301,19 @@ def test_ruler_from_files(files, tmp_path):
         ruler.evaluate_ruler(Loaded(), only, ["fwe"], data=files)
     with pytest.raises(FileNotFoundError, match="no such folder"):
         ruler.evaluate_ruler(Loaded(), only, ["vt"], data=files / "none")
+
+
+def test_needles_at_every_depth(tmp_path):
+    long = dataclasses.replace(PLAIN, context=2048)
+    only = {"full": METHODS["full"]}
+    records = evaluate_needles(Loaded(long), only, [512, 640], 3, 2, json=tmp_path / "r.jsonl")
+    assert [(r["length"], r["depth"]) for r in records] == [
+        (length, depth) for length in (512, 640) for depth in (0.0, 0.5, 1.0) for _ in range(2)
+    ]
+    draw_needles(records, tmp_path / "map.png")
+    assert (tmp_path / "map.png").stat().st_size > 5000
+    with pytest.raises(ValueError, match="depths=1"):
+        evaluate_needles(Loaded(long), only, depths=1)
 
 
 def test_longbench_from_files(tmp_path):

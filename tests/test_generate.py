@@ -89,8 +89,10 @@ def test_another_turn_equals_a_fresh_prompt_of_everything():
         for prompt, tokens, last, turn in zip(ROWS, before.tokens, before.last.tolist(), turns, strict=True)
     ]
     assert after.tokens == gen(chat, FULL, whole, max_new_tokens=10, capacity=128).tokens
-    # the conversation was kept, not consumed
-    assert gen(chat, FULL, said, max_new_tokens=10, cache=before.cache).tokens == after.tokens
+    # the conversation was kept, not consumed; given whole, it puts its last token in front by itself
+    assert gen(chat, FULL, turns, max_new_tokens=10, cache=before).tokens == after.tokens
+    with pytest.raises(ValueError, match="prompts has 1 rows: the conversation that they continue has 2"):
+        gen(chat, FULL, turns[:1], max_new_tokens=10, cache=before)
 
 
 def test_seeds_belong_to_rows_not_to_the_batch():
@@ -174,5 +176,5 @@ def test_a_turn_that_does_not_fit_is_refused():
     cache = gen(model(), FULL, ROWS, max_new_tokens=4, capacity=80).cache
     with pytest.raises(ValueError, match="row 1 would outgrow the cache by 2 tokens"):
         gen(model(), FULL, [[1], [1] * 15], cache=cache, max_new_tokens=1)
-    with pytest.raises(ValueError, match="expected 2 rows"):
+    with pytest.raises(ValueError, match="prompts has 1 rows"):
         gen(model(), FULL, [[1]], cache=cache, max_new_tokens=1)

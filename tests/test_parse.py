@@ -65,9 +65,9 @@ def test_one_column_and_full_rank_are_different_methods():
         ("eigenattention:heads=joint", "heads='joint'"),
         ("streamingllm:sinks=0", "sinks=0"),
         ("streamingllm:positions=none", "positions='none'"),
-        ("streamingllm:budget=4,keep=none", "budget=4: must exceed the 4 sinks"),
+        ("streamingllm:budget=4", "budget=4: must exceed the 4 sinks"),
         ("sliding-window:keep=1.5", "keep=1.5"),
-        ("sliding-window:keep=none", "give exactly one"),
+        ("sliding-window:keep=0.5,budget=8", "give one of them"),
     ],
 )
 def test_errors_name_what_is_wrong_and_what_is_allowed(text, message):

@@ -18,7 +18,7 @@ from lowrank_kv_jax.parse import parse_method
 
 DEEP = dataclasses.replace(PLAIN, num_layers=5, windows=(None,) * 5)
 
-# ---- the fit --------------------------------------------------------------------------------------------------------
+# ---- the fit -----------------------------------------------------------------------------------------------
 
 
 def spectrum(kind: str, size: int) -> np.ndarray:
@@ -72,7 +72,7 @@ def test_cholesky_orthonormalises_nested_spans():
     np.testing.assert_allclose(q, expected * np.sign(np.diagonal(factor)), atol=1e-5)
 
 
-# ---- groups and ranks -----------------------------------------------------------------------------------------------
+# ---- groups and ranks --------------------------------------------------------------------------------------
 
 
 def test_stride_groups_leave_a_smaller_last_one():
@@ -144,7 +144,7 @@ def test_read_table_names_what_it_was_given():
         read_table("1:2:3", 1)
 
 
-# ---- against the single layer, and exactness ------------------------------------------------------------------------
+# ---- against the single layer, and exactness ---------------------------------------------------------------
 
 
 def logits_of(method, config=DEEP, dtype=jnp.float32, width=8, lengths=None):
@@ -186,7 +186,7 @@ def test_wider_groups_of_correlated_layers_keep_more():
     np.testing.assert_allclose(rebuilt, np.concatenate([t.k_pre.reshape(1, 64, -1) for t in taps], -1), atol=1e-3)
 
 
-# ---- storage --------------------------------------------------------------------------------------------------------
+# ---- storage -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e5])
@@ -232,7 +232,7 @@ def test_eight_bits_stay_close_and_are_counted(fields, error):
         assert bytes_of[kind] == before[kind] // (4 if field in fields else 1)
 
 
-# ---- bytes ----------------------------------------------------------------------------------------------------------
+# ---- bytes -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fields", ["", ",bits=8", ",bits=8,basis_dtype=int8", ",group=2"])
@@ -268,7 +268,7 @@ def test_prefill_holds_the_exact_keys_and_values_of_one_group(group):
     assert temporary[10] - temporary[4] < 0.5 * layer
 
 
-# ---- recompression --------------------------------------------------------------------------------------------------
+# ---- recompression -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fields", ["refit=true", "refit=false", "refit=true,bits=8"])

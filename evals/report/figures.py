@@ -1,8 +1,9 @@
 """Figures of a section: quality against bytes, tasks, needles, times."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -117,28 +118,41 @@ def _needles(plt, section: Section, sections: Sequence[Section]):
     """A map of depth by length for each method, once for all lengths: with the first section."""
     same = [s for s in sections if s.benchmark == section.benchmark]
     records = [record for s in same for record in s.records if record.get("depth") is not None]
-    if same[0] is not section or not records:
-        return None
+    return _needle_maps(plt, records) if same[0] is section and records else None
+
+
+def draw_needles(records: Sequence[Mapping[str, Any]], path: str | os.PathLike) -> None:
+    """Draw depth by length for each method, from records that have a depth, to a file of any format."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure = _needle_maps(plt, records)
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
+
+
+def _needle_maps(plt, records: Sequence[Mapping[str, Any]]):
     methods = list(dict.fromkeys(record["method"] for record in records))
     lengths = sorted({record["length"] for record in records})
     depths = sorted({record["depth"] for record in records})
-    figure, axes = plt.subplots(1, len(methods), figsize=(1.2 + 2.6 * len(methods), 3.2),
-                                layout="constrained",
-                                squeeze=False, sharey=True)
+    size = (1.2 + 2.6 * len(methods), 3.2)
+    figure, axes = plt.subplots(1, len(methods), figsize=size, layout="constrained", squeeze=False, sharey=True)
     shown = None
     for axis, method in zip(axes[0], methods, strict=True):
         grid = np.full((len(depths), len(lengths)), np.nan)
         for i, depth in enumerate(depths):
             for j, length in enumerate(lengths):
-                found = [r["score"] for r in records
-                         if (r["method"], r["length"], r["depth"]) == (method, length, depth)]
+                cell = (method, length, depth)
+                found = [r["score"] for r in records if (r["method"], r["length"], r["depth"]) == cell]
                 grid[i, j] = np.mean(found) if found else np.nan
-        shown = axis.imshow(grid, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
+        shown = axis.imshow(grid, vmin=0, vmax=100, cmap="viridis", aspect="auto")
         axis.set(title=method, xlabel="tokens")
         axis.set_xticks(range(len(lengths)), lengths)
         axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes[0, 0].set_ylabel("depth of the needle")
-    figure.colorbar(shown, ax=axes[0], label="score")
+    figure.colorbar(shown, ax=axes[0], label="found (%)")
     return figure
 
 

@@ -13,6 +13,7 @@ def markdown(sections: Sequence[Section]) -> str:
     for section in sections:
         header, rows = cells(section)
         lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+        lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]
         parts.append(f"### {section.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
                      + "\n\n"
                      + legend(section) + "\n")
@@ -41,7 +42,7 @@ def cells(section: Section) -> tuple[list[str], list[list[str]]]:
     header += list(section.tasks) if len(section.tasks) > 1 else []
     rows = []
     for entry in section.entries:
-        row = [f"`{entry.method}`".replace("|", "\\|"), _times(entry.smaller), _times(entry.nominal_smaller),
+        row = [f"`{entry.method}`", _times(entry.smaller), _times(entry.nominal_smaller),
                interval_text(entry.mean)]
         row += [interval_text(entry.difference, sign=True), _p(entry.p)] if compared else []
         row += [_ruler_6(entry)] if six else []

@@ -5,7 +5,7 @@ import importlib
 
 HELP = "benchmarks through compressed caches"
 
-BENCHMARKS = ("ruler", "longbench")
+BENCHMARKS = ("ruler", "longbench", "needle")
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
 """Quantised storage: 8-bit codes with scales, widened where they are read.
 
-Storage is the second half of a codec: any transform's output can be kept by it. What a storage class holds stands in
-the place of a plain array in a segment, and the attention ops read it block by block.
+Storage is the second half of a codec: any transform's output can be kept by it. What a storage class holds
+stands in the place of a plain array in a segment, and the attention ops read it block by block.
 """
 
 import jax
@@ -17,7 +17,8 @@ _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 def quantise(x: jax.Array, axis: int, dtype: str = "int8") -> tuple[jax.Array, jax.Array]:
     """Symmetric codes of `dtype` ("int8" or "float8_e4m3fn") and bfloat16 scales, one for all of `axis`.
 
-    The scale is rounded before it is used, so that codes * scale errs by half a step at most. All zeros stay zeros.
+    The scale is rounded before it is used, so that codes * scale errs by half a step at most. All zeros stay
+    zeros.
     """
     x = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
@@ -32,7 +33,8 @@ def quantise(x: jax.Array, axis: int, dtype: str = "int8") -> tuple[jax.Array, j
 class Int8Tokens:
     """Coefficients of tokens in 8 bits, a scale for each component of each tile of tokens.
 
-    Components of a principal basis differ in size by orders of magnitude: a scale for each keeps the small ones.
+    Components of a principal basis differ in size by orders of magnitude: a scale for each keeps the small
+        ones.
 
     Attributes:
         codes: int8 `[B, J, S, R]`.

@@ -1,7 +1,8 @@
 """Principal subspaces of wide second-moment matrices by randomised subspace iteration.
 
-Halko, Martinsson and Tropp, 2011, "Finding structure with randomness", with the orthonormalisation of Fukaya et al.,
-2020, "Shifted Cholesky QR". At a width of 960 and a rank of 300 a full eigendecomposition costs ten times as much.
+Halko, Martinsson and Tropp, 2011, "Finding structure with randomness", with the orthonormalisation of Fukaya
+et al., 2020, "Shifted Cholesky QR". At a width of 960 and a rank of 300 a full eigendecomposition costs ten
+times as much.
 """
 
 import jax
@@ -19,9 +20,9 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 def leading_subspace(moment: jax.Array, rank: int, iterations: int = ITERATIONS) -> jax.Array:
     """An orthonormal basis of (nearly) the principal subspace of a second moment, leading directions first.
 
-    Small or nearly full problems are decomposed exactly. Otherwise the residual energy tr(M) - tr(U^T M U) is within
-    1.01 times the optimum (Eckart and Young) plus 1e-6 tr(M), also where M has a lower rank than asked for: what is
-    missing is filled with arbitrary orthonormal directions.
+    Small or nearly full problems are decomposed exactly. Otherwise the residual energy tr(M) - tr(U^T M U)
+    is within 1.01 times the optimum (Eckart and Young) plus 1e-6 tr(M), also where M has a lower rank than
+    asked for: what is missing is filled with arbitrary orthonormal directions.
 
     Args:
         moment: symmetric positive semidefinite float32 `[..., W, W]`.
@@ -54,8 +55,8 @@ def leading_subspace(moment: jax.Array, rank: int, iterations: int = ITERATIONS)
 def cholesky_orthonormalise(x: jax.Array) -> jax.Array:
     """Orthonormal columns of the same nested spans as those of `x` `[..., W, R]`, by three shifted Cholesky QRs.
 
-    All of it is matrix products and R x R factorisations, where Householder's QR is twenty times slower on a CPU.
-    Columns may differ in scale; their condition after scaling must stay below about 1e7.
+    All of it is matrix products and R x R factorisations, where Householder's QR is twenty times slower on a
+    CPU. Columns may differ in scale; their condition after scaling must stay below about 1e7.
     """
     norm = jnp.linalg.norm(x, axis=-2, keepdims=True)
     x = x / jnp.where(norm == 0, 1.0, norm)

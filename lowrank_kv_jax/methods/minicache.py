@@ -51,13 +51,15 @@ class MiniCachePair:
 class MiniCache(KVMethod):
     """SLERP merge of each pair of adjacent layers from the middle of the model up.
 
-    Of a token and head in two layers one direction is kept, interpolated on the sphere, with both magnitudes; keys
-    and values apart. Tokens whose directions differ most are retained in both layers, and so is all that is appended
-    after the prompt. With every upper pair merged the cache is about 1.3 times smaller.
+    Of a token and head in two layers one direction is kept, interpolated on the sphere, with both
+    magnitudes; keys and values apart. Tokens whose directions differ most are retained in both layers, and
+    so is all that is appended after the prompt. With every upper pair merged the cache is about 1.3 times
+    smaller.
 
-    The paper's formula for the retained set, read literally, keeps the tokens that are *most similar*, and so does
-    the re-implementation in circulation; `retain="similar"` does that. The paper's text, and the default here, keep
-    those of the largest angular distance. A fixed share of tokens replaces its threshold, which gives no static shape.
+    The paper's formula for the retained set, read literally, keeps the tokens that are *most similar*, and
+    so does the re-implementation in circulation; `retain="similar"` does that. The paper's text, and the
+    default here, keep those of the largest angular distance. A fixed share of tokens replaces its threshold,
+    which gives no static shape.
 
     Attributes:
         start: first layer that is merged, a number (int) or a share of the depth (float).
@@ -87,7 +89,7 @@ class MiniCache(KVMethod):
         if self.retain not in ("distant", "similar"):
             raise ValueError(f"retain={self.retain!r}: allowed are distant, similar")
 
-    # ---- groups -------------------------------------------------------------------------------------------------
+    # ---- groups --------------------------------------------------------------------------------------------
 
     def layer_groups(self, spec: AttentionSpec) -> tuple[tuple[int, ...], ...]:
         first = int(self.start * spec.num_layers) if isinstance(self.start, float) else self.start
@@ -109,7 +111,7 @@ class MiniCache(KVMethod):
         keep = 0.05 if self.keep is None else self.keep
         return jnp.floor(keep * lengths + 1e-4).astype(jnp.int32)
 
-    # ---- the contract -------------------------------------------------------------------------------------------
+    # ---- the contract --------------------------------------------------------------------------------------
 
     def init(self, layout: Layout, bases: LayerGroup):
         spec, dtype = layout.spec, jnp.dtype(layout.dtype)

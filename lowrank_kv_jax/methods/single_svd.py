@@ -1,7 +1,8 @@
 """The principal subspace of the prompt itself: per-layer SVD at prefill."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -15,8 +16,8 @@ from lowrank_kv_jax.methods.lowrank import Bases, LowRank
 class SingleSVD(LowRank):
     """SVD of each prompt, layer by layer (the Single SVD baseline of xKV; the oracle for online rules).
 
-    The right singular vectors are taken from the second moment of the tokens that will be coded. xKV keeps no sinks
-    or recent tokens apart (`sinks=0,recent=0`) and decoded tokens exact, which is the default here too.
+    The right singular vectors are taken from the second moment of the tokens that will be coded. As in xKV what is
+    decoded stays exact; unlike there, so do the sinks and the prompt's last tokens (`single-svd:paper` keeps none).
     """
 
     rank: int | float | None = 0.25
@@ -25,6 +26,7 @@ class SingleSVD(LowRank):
     decoded: str = "exact"
 
     adapts: ClassVar[bool] = True
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {"sinks": 0, "recent": 0}}
 
     def prompt_bases(self, layout, state, taps, lengths):
         spec, ranks = layout.spec, self.ranks(layout.spec)

@@ -9,6 +9,8 @@ from lowrank_kv_jax.partial import merge
 from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.segments import exact as exact_tokens
 
+DEFAULT_KEEP = 0.25
+
 
 @dataclasses.dataclass(frozen=True)
 class Windowed(KVMethod):
@@ -16,15 +18,15 @@ class Windowed(KVMethod):
 
     Attributes:
         budget: tokens kept in all; `recent` = `budget` - `sinks`.
-        keep: instead of `budget`: this fraction of the prompt's (padded) length.
+        keep: instead of `budget`: this fraction of the prompt's (padded) length; a quarter where neither is given.
     """
 
     budget: int | None = None
     keep: float | None = None
 
     def __post_init__(self):
-        if (self.budget is None) == (self.keep is None):
-            raise ValueError(f"budget={self.budget!r}, keep={self.keep!r}: give exactly one of them")
+        if self.budget is not None and self.keep is not None:
+            raise ValueError(f"budget={self.budget!r}, keep={self.keep!r}: give one of them, not both")
         if self.keep is not None and not 0 < self.keep <= 1:
             raise ValueError(f"keep={self.keep!r}: must lie in (0, 1]")
         if self.budget is not None and self.budget <= self._sinks():
@@ -34,7 +36,8 @@ class Windowed(KVMethod):
         return getattr(self, "sinks", 0)
 
     def _recent(self, layout) -> int:
-        budget = self.budget if self.budget is not None else round(self.keep * layout.prompt)
+        keep = DEFAULT_KEEP if self.keep is None else self.keep
+        budget = self.budget if self.budget is not None else round(keep * layout.prompt)
         return max(budget - self._sinks(), 1)
 
     def init(self, layout, bases):
@@ -60,9 +63,6 @@ class Windowed(KVMethod):
 class SlidingWindow(Windowed):
     """The last tokens only (window attention, the baseline of Xiao et al., 2023)."""
 
-    budget: int | None = None
-    keep: float | None = 0.25
-
     def attend(self, layout, bases, state, q, positions, place):
         window = min(self._recent(layout), place.window or layout.capacity)
         return exact_tokens.attend(state, q, positions, scale=layout.spec.scale, window=window)
@@ -79,8 +79,6 @@ class StreamingLLM(Windowed):
             of the text.
     """
 
-    budget: int | None = None
-    keep: float | None = 0.25
     sinks: int = 4
     positions: str = "cache"
 

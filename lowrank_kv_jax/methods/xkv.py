@@ -53,27 +53,27 @@ class XKVState:
 class XKV(KVMethod):
     """Cross-layer SVD of each prompt: keys before RoPE and values apart, all heads of `group` layers side by side.
 
-    [X_1, .., X_G] ~ A [B_1, .., B_G] (section 4): the token coefficients A are shared, every layer has its B. The
-    paper keeps no exact tokens of the prompt (`sinks=0,recent=0`).
+    [X_1, .., X_G] ~ A [B_1, .., B_G] (section 4): the token coefficients A are shared, every layer has its
+    B. The paper keeps no exact tokens of the prompt (`sinks=0,recent=0`).
 
     Attributes:
-        group: G, adjacent layers that share coefficients; by default 4, or all layers of a shallower model. The last
-            group of a model may be smaller. G = 1 is the Single SVD of the paper.
+        group: G, adjacent layers that share coefficients; by default 4, or all layers of a shallower model.
+            The last group of a model may be smaller. G = 1 is the Single SVD of the paper.
         rank: mean rank of keys and values, columns (int) or a fraction of the width G * K * D.
         ratio: rank of the values to that of the keys.
         rank_k, rank_v: instead of `rank`, both.
-        table: instead of `rank`: ranks of every group, "k:v/k:v/..", e.g. those that keep 95% of the energy as
-            `lowrank-kv cross-layer` prints them.
-        smaller: instead of `rank`: the largest rank at which the whole cache, bases and exact tokens included, is so
-            many times smaller than a 16-bit full cache of its capacity.
+        table: instead of `rank`: ranks of every group, "k:v/k:v/..", e.g. those that keep 95% of the energy
+            as `lowrank-kv cross-layer` prints them.
+        smaller: instead of `rank`: the largest rank at which the whole cache, bases and exact tokens
+            included, is so many times smaller than a 16-bit full cache of its capacity.
         sinks, recent: exact tokens at both ends of the prompt.
         bits: 8 keeps coefficients in int8, None in the cache's dtype.
-        basis_dtype: "bfloat16", "float16", "float32", "int8" or "float8_e4m3fn" (the last two with a scale for each
-            column); None is the cache's dtype.
-        recompress: appended tokens stay exact until so many have come, and are then coded; None, as in the paper's
-            experiments: they stay exact for good.
-        refit: whether the basis is fitted anew to all tokens when that happens (stored coefficients are carried over),
-            or the new ones are projected on the prompt's.
+        basis_dtype: "bfloat16", "float16", "float32", "int8" or "float8_e4m3fn" (the last two with a scale
+            for each column); None is the cache's dtype.
+        recompress: appended tokens stay exact until so many have come, and are then coded; None, as in the
+            paper's experiments: they stay exact for good.
+        refit: whether the basis is fitted anew to all tokens when that happens (stored coefficients are
+            carried over), or the new ones are projected on the prompt's.
     """
 
     group: int | None = None
@@ -112,7 +112,7 @@ class XKV(KVMethod):
         if self.basis_dtype not in (None, *BASIS_STORAGE):
             raise ValueError(f"basis_dtype={self.basis_dtype!r}: allowed are None, {', '.join(BASIS_STORAGE)}")
 
-    # ---- groups and ranks ---------------------------------------------------------------------------------------
+    # ---- groups and ranks ----------------------------------------------------------------------------------
 
     def layer_groups(self, spec: AttentionSpec) -> tuple[tuple[int, ...], ...]:
         size = min(4, spec.num_layers) if self.group is None else self.group
@@ -148,7 +148,7 @@ class XKV(KVMethod):
         """
         return group.ranks if group.ranks is not None else _ranks_for_bytes(self, layout, group.layers)
 
-    # ---- the contract -------------------------------------------------------------------------------------------
+    # ---- the contract --------------------------------------------------------------------------------------
 
     def init(self, layout: Layout, bases: LayerGroup) -> XKVState:
         return self.empty(layout, bases.layers, self.ranks(layout, bases))
@@ -220,7 +220,7 @@ class XKV(KVMethod):
         full = jnp.any(state.exact[0].length >= self.sinks + self.recent + self.recompress)
         return jax.lax.cond(full, functools.partial(self._recompress, layout), lambda state: state, state)
 
-    # ---- storage ------------------------------------------------------------------------------------------------
+    # ---- storage -------------------------------------------------------------------------------------------
 
     def _store_basis(self, layout: Layout, basis: jax.Array) -> jax.Array | ScaledBasis:
         return store_basis(basis, self.basis_dtype or layout.dtype)
@@ -249,7 +249,7 @@ class XKV(KVMethod):
         after = self.recent if self.recompress is None else 0
         return Runs(jnp.stack([zero, counts], axis=1), jnp.stack([zero + self.sinks, zero + after], axis=1))
 
-    # ---- long generations ---------------------------------------------------------------------------------------
+    # ---- long generations ----------------------------------------------------------------------------------
 
     def _flushed(self, layout: Layout) -> int:
         """Most tokens that are coded at once."""

@@ -79,8 +79,8 @@ def angle(x: jax.Array, y: jax.Array) -> jax.Array:
 def slerp(x: jax.Array, y: jax.Array, t: float) -> jax.Array:
     """Spherical interpolation of the directions of `x` and `y`, unit vectors along the last axis.
 
-    sin((1 - t) W) / sin W x / |x| + sin(t W) / sin W y / |y|, W the angle between them (Shoemake, 1985). Where the
-    two (nearly) coincide or oppose each other, the straight line.
+    sin((1 - t) W) / sin W x / |x| + sin(t W) / sin W y / |y|, W the angle between them (Shoemake, 1985).
+    Where the two (nearly) coincide or oppose each other, the straight line.
     """
     x, y = (_direction(z.astype(jnp.float32)) for z in (x, y))
     omega = angle(x, y)[..., None]

@@ -1,0 +1,47 @@
+"""`lowrank-kv eval needle`: a needle at every depth and length."""
+
+import argparse
+
+HELP = "a needle at every depth of contexts of several lengths, with a heat map"
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Declare the command."""
+    from lowrank_kv_jax.cli.eval_options import add_suite_options
+
+    parser = subparsers.add_parser("needle", help=HELP, description=HELP)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048], metavar="N",
+                        help="in tokens, the answer included (512 1024 2048)")
+    parser.add_argument("--depths", type=int, default=5, help="evenly spaced from 0%% to 100%% (%(default)s)")
+    parser.add_argument("--samples", type=int, default=2, help="at each length and depth (%(default)s)")
+    parser.add_argument("--plot", metavar="PNG", help="draw the heat maps")
+    add_suite_options(parser, seed=0)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate, print the scores by length, and draw.
+
+    Raises:
+        ValueError, OSError: as `load_model`, `parse_methods` and `evaluate_needles`.
+    """
+    from lowrank_kv_jax.cli.eval_options import print_scores, suite_arguments
+    from lowrank_kv_jax.cli.options import load_from
+    from lowrank_kv_jax.evals.compare import parse_methods
+    from lowrank_kv_jax.evals.needle_grid import evaluate_needles
+    from lowrank_kv_jax.evals.records import check_writable
+
+    methods = parse_methods(args.methods)
+    for path in filter(None, (args.json, args.plot)):
+        check_writable(path)
+    records = evaluate_needles(
+        load_from(args), methods, args.lengths, args.depths, args.samples, **suite_arguments(args)
+    )
+    print_scores(records, f"Needles found, {args.protocol} (%)")
+    if args.plot:
+        from lowrank_kv_jax.evals.report.figures import draw_needles
+
+        draw_needles(records, args.plot)
+        print(f"drew {args.plot}")
+    return 0
