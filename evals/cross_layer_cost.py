@@ -1,4 +1,4 @@
-"""What a cross-layer basis costs: the prompt length from which it pays, the fit at prefill, the rebuild at decode."""
+"""What a cross-layer basis costs: from which length on it pays, the fit, the rebuild at decode."""
 
 import dataclasses
 import time
@@ -20,13 +20,15 @@ LONGEST = 1 << 17
 
 
 def smaller_at(method: KVMethod, spec: AttentionSpec, prompt: int, dtype: str = "bfloat16") -> float:
-    """How many times smaller the cache of a prompt is, all leaves counted, without room for new tokens but a block."""
+    """How many times smaller the cache of a prompt and one block of new tokens is, all leaves counted."""
     layout = Layout(spec, 1, prompt, prompt + DEFAULT_BLOCK, DEFAULT_BLOCK, dtype)
     return cache_bytes(abstract_cache(method, layout)).smaller
 
 
-def break_even(method: KVMethod, spec: AttentionSpec, ratio: float = 1.0, dtype: str = "bfloat16") -> int | None:
-    """The shortest prompt whose cache is `ratio` times smaller; None where none below 131,072 tokens is.
+def break_even(
+    method: KVMethod, spec: AttentionSpec, ratio: float = 1.0, dtype: str = "bfloat16"
+) -> int | None:
+    """The shortest prompt whose cache is `ratio` times smaller; None if none of up to 131,072 tokens is.
 
     Bases do not grow with the prompt, so that they dominate below this length. Not for methods whose rank
     follows the length (`smaller`).
@@ -57,7 +59,8 @@ def fit_cost(model: Any, method: KVMethod, length: int, rounds: int = 3, seed: i
     """Time prefill with and without the method on random tokens of `length`."""
     tokens = np.random.default_rng(seed).integers(0, model.config.vocab_size, (1, length))
     contenders = {
-        name: CacheContender(model, m, None, tokens, 1) for name, m in (("full", parse_method("full")), ("method", method))
+        name: CacheContender(model, m, None, tokens, 1)
+        for name, m in (("full", parse_method("full")), ("method", method))
     }
     timings = alternate(contenders, 1, rounds)
     return FitCost(timings["full"].ttft_s, timings["method"].ttft_s)
@@ -103,7 +106,7 @@ def attention_flops(spec: AttentionSpec, tokens: int, rank_k: int, rank_v: int) 
 def decode_cost(
     model: Any, method: KVMethod, ranks: tuple[int, int], length: int, steps: int = 16, rounds: int = 3
 ) -> DecodeCost:
-    """Time decoding after a prompt of `length` random tokens, the full cache and a nearly empty one beside it."""
+    """Time decoding after a prompt of random tokens, the full cache and a nearly empty one beside it."""
     config = model.config
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, length))
     full, none = parse_method("full"), parse_method("sliding-window:budget=1,keep=none")
@@ -111,11 +114,17 @@ def decode_cost(
         name: CacheContender(model, m, None, tokens, steps)
         for name, m in (("measured", method), ("full", full), ("layers", none))
     }
-    seconds = {name: t.steps / t.decode_tokens_per_s / t.steps for name, t in alternate(contenders, steps, rounds).items()}
+    seconds = {
+        name: t.steps / t.decode_tokens_per_s / t.steps
+        for name, t in alternate(contenders, steps, rounds).items()
+    }
     layout = Layout(config.attention, 1, length, length + steps, DEFAULT_BLOCK, "bfloat16")
     return DecodeCost(
-        **seconds, flops=attention_flops(config.attention, length, *ranks),
-        bytes=cache_bytes(abstract_cache(method, layout)).total, matmul_rate=matmul_rate(), copy_rate=copy_rate(),
+        **seconds,
+        flops=attention_flops(config.attention, length, *ranks),
+        bytes=cache_bytes(abstract_cache(method, layout)).total,
+        matmul_rate=matmul_rate(),
+        copy_rate=copy_rate(),
     )
 
 

@@ -12,7 +12,10 @@ def plot_analysis(path: str | os.PathLike, analysis: Analysis, title: str = "") 
     figure = Figure(figsize=(17, 6.5), layout="constrained")
     axes = figure.subplots(2, 3)
     for row, side in zip(axes, analysis.cka, strict=True):
-        for axis, name, matrix in ((row[0], "token-wise cosine", analysis.cosine), (row[1], "CKA", analysis.cka)):
+        for axis, name, matrix in (
+            (row[0], "token-wise cosine", analysis.cosine),
+            (row[1], "CKA", analysis.cka),
+        ):
             low = min(0.0, float(matrix[side].min()))
             image = axis.imshow(matrix[side], vmin=low, vmax=1, cmap="coolwarm", origin="lower")
             axis.set(xlabel="layer", ylabel="layer", title=f"{side}: {name}")
@@ -20,7 +23,9 @@ def plot_analysis(path: str | os.PathLike, analysis: Analysis, title: str = "") 
         sizes = sorted(analysis.ranks[side])
         row[2].plot(sizes, [100 * analysis.rank_ratio(side, size) for size in sizes], marker="o")
         row[2].set(
-            xlabel="layers of a group", ylabel="% of the width", ylim=(0, None),
+            xlabel="layers of a group",
+            ylabel="% of the width",
+            ylim=(0, None),
             title=f"{side}: rank for {analysis.energy:.0%} of the energy",
         )
     figure.suptitle(title)

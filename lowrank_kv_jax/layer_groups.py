@@ -18,7 +18,7 @@ class Ranks(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class LayerGroup:
-    """What a cross-layer method is told of one of its groups, in the place of calibrated bases: no array at all.
+    """What a cross-layer method is told of one of its groups, in the place of calibrated bases; no array.
 
     Attributes:
         layers: number of layers; the last group of a model may have fewer.
@@ -38,7 +38,7 @@ def stride_groups(num_layers: int, size: int, first: int = 0) -> tuple[tuple[int
 
 
 def split_rank(mean: int, width: int, ratio: float) -> Ranks:
-    """Ranks of keys and values of a given mean, as 1 : `ratio` (xKV, section 5.1); neither exceeds the width."""
+    """Ranks of keys and values of a given mean, as 1 : `ratio` (xKV, section 5.1), within the width."""
     v = min(round(2 * mean * ratio / (1 + ratio)), width, 2 * mean - 1)
     return Ranks(min(2 * mean - v, width), v)
 
@@ -53,9 +53,9 @@ def read_table(text: str, groups: int) -> tuple[tuple[int, int], ...]:
     try:
         table = tuple((int(k), int(v)) for k, v in (entry.split(":") for entry in entries))
     except ValueError:
-        raise ValueError(f"table={text!r}: expected ranks of keys and values, as 96:144/80:120, one pair a group") from None
+        raise ValueError(f"table={text!r}: expected a pair k:v for each group, as 96:144/80:120") from None
     if len(table) != groups:
-        raise ValueError(f"table={text!r}: has {len(table)} entries, this model has {groups} groups of layers")
+        raise ValueError(f"table={text!r}: has {len(table)} entries, this model has {groups} groups")
     return table
 
 

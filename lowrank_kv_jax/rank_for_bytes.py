@@ -36,8 +36,8 @@ def largest_rank(make: Callable[[int], Any], width: int, layout: Layout, layers:
         low, high = (middle, high) if state_bytes(make(middle)) <= target else (low, middle - 1)
     if low == 0:
         raise ValueError(
-            f"smaller={smaller}: a prompt of {layout.prompt} tokens (capacity {layout.capacity}) is too short for it: "
-            f"at rank 1 a group takes {state_bytes(make(1))} bytes of the {int(target)} wanted, bases and exact tokens "
-            f"included; use a smaller ratio, fewer sinks and recent tokens, or a longer prompt"
+            f"smaller={smaller}: a prompt of {layout.prompt} tokens (capacity {layout.capacity}) is too short for "
+            f"it: at rank 1 a group takes {state_bytes(make(1))} bytes of the {int(target)} wanted, bases and exact "
+            f"tokens included; use a smaller ratio, fewer sinks and recent tokens, or a longer prompt"
         )
     return low

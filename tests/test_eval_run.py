@@ -39,6 +39,9 @@ class Letters:
     def __call__(self, text, add_special_tokens=True, verbose=True):
         return type("Encoded", (), {"input_ids": [ord(c) % 64 for c in text]})
 
+    def encode(self, text, add_special_tokens=True):
+        return self(text).input_ids
+
     def decode(self, ids, skip_special_tokens=True):
         return "".join(chr(64 + i) for i in ids)
 

@@ -80,7 +80,12 @@ def test_half_of_the_layers_merged_is_the_paper_s_ratio():
     config = dataclasses.replace(PLAIN, num_layers=8, windows=(None,) * 8, head_dim=64, hidden_size=64)
     config = dataclasses.replace(config, rope=dataclasses.replace(config.rope, rotary_dim=64))
     cache, _ = prefill(
-        methods.MiniCache(keep=0.0), config, model(config).params, prompts(length=480), capacity=496, block=BLOCK
+        methods.MiniCache(keep=0.0),
+        config,
+        model(config).params,
+        prompts(length=480),
+        capacity=496,
+        block=BLOCK,
     )
     assert 1.25 < cache_bytes(cache).smaller < 1.34
     assert len(cache.groups) == 4 + 2
@@ -89,15 +94,26 @@ def test_half_of_the_layers_merged_is_the_paper_s_ratio():
 def test_nothing_to_merge_is_the_full_cache():
     tokens = prompts(length=PROMPT + 8)
     _, exact = run(methods.Full(), DEEP, tokens, PROMPT)
-    for method in (methods.MiniCache(start=1.0), methods.MiniCache(start=4), methods.MiniCache(start=0, keep=1.0)):
+    for method in (
+        methods.MiniCache(start=1.0),
+        methods.MiniCache(start=4),
+        methods.MiniCache(start=0, keep=1.0),
+    ):
         _, logits = run(method, DEEP, tokens, PROMPT)
         np.testing.assert_allclose(logits, exact, atol=1e-4)
 
 
-@pytest.mark.parametrize("spec, message", [
-    ("minicache:t=2.0", "t=2.0"), ("minicache:keep=1.5", "keep=1.5"), ("minicache:keep=0.1,budget=3", "at most one"),
-    ("minicache:retain=near", "retain='near'"), ("minicache:start=-1", "start=-1"), ("minicache:budget=-1", "budget=-1"),
-])
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("minicache:t=2.0", "t=2.0"),
+        ("minicache:keep=1.5", "keep=1.5"),
+        ("minicache:keep=0.1,budget=3", "at most one"),
+        ("minicache:retain=near", "retain='near'"),
+        ("minicache:start=-1", "start=-1"),
+        ("minicache:budget=-1", "budget=-1"),
+    ],
+)
 def test_bad_fields_are_refused(spec, message):
     with pytest.raises(ValueError, match=message):
         parse_method(spec)

@@ -24,8 +24,12 @@ DEEP = dataclasses.replace(PLAIN, num_layers=5, windows=(None,) * 5)
 def spectrum(kind: str, size: int) -> np.ndarray:
     i = np.arange(1, size + 1)
     return {
-        "powers": 1 / i, "fast": 1 / i**2.5, "flat": np.ones(size), "geometric": 0.95**i,
-        "step": np.where(i <= 40, 1.0, 1e-2), "outlier": np.where(i == 1, 1e3, 1 / i),
+        "powers": 1 / i,
+        "fast": 1 / i**2.5,
+        "flat": np.ones(size),
+        "geometric": 0.95**i,
+        "step": np.where(i <= 40, 1.0, 1e-2),
+        "outlier": np.where(i == 1, 1e3, 1 / i),
     }[kind]
 
 
@@ -59,7 +63,9 @@ def test_prompts_shorter_than_the_rank(rows):
 
 
 def test_the_fit_takes_leading_axes():
-    moments = np.stack([x.T @ x for x in (tokens_with(spectrum(k, 320), 320, 400) for k in ("powers", "fast"))])
+    moments = np.stack(
+        [x.T @ x for x in (tokens_with(spectrum(k, 320), 320, 400) for k in ("powers", "fast"))]
+    )
     both = leading_subspace(jnp.asarray(moments, jnp.float32), 24)
     alone = leading_subspace(jnp.asarray(moments[1], jnp.float32), 24)
     np.testing.assert_allclose(both[1] @ both[1].T, alone @ alone.T, atol=1e-3)
@@ -96,28 +102,43 @@ def test_ranks_follow_the_fields():
     assert [group.ranks for group in table] == [(3, 4), (5, 6), (7, 8)]
     (first, *_) = methods.XKV(group=2, rank_k=6, rank_v=0.5).default_bases(spec)
     assert first.ranks == (6, width)
-    assert len(methods.XKV().layer_groups(spec)) == 2 and len(methods.XKV().layer_groups(PLAIN.attention)) == 1
+    assert (
+        len(methods.XKV().layer_groups(spec)) == 2 and len(methods.XKV().layer_groups(PLAIN.attention)) == 1
+    )
 
 
-@pytest.mark.parametrize("spec, message", [
-    ("xkv:group=6", "group=6: the model has 5 layers"),
-    ("xkv:rank=1000", "rank=1000: must lie in 1..128"),
-    ("xkv:rank_k=4,rank_v=1000", "rank_v=1000: must lie in 1..128"),
-    ("xkv:table=3:4", "has 1 entries, this model has 2 groups"),
-    ("xkv:table=3-4/2", "expected ranks"),
-])
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("xkv:group=6", "group=6: the model has 5 layers"),
+        ("xkv:rank=1000", "rank=1000: must lie in 1..128"),
+        ("xkv:rank_k=4,rank_v=1000", "rank_v=1000: must lie in 1..128"),
+        ("xkv:table=3:4", "has 1 entries, this model has 2 groups"),
+        ("xkv:table=3-4/2", "expected ranks"),
+    ],
+)
 def test_configurations_that_a_model_does_not_suit(spec, message):
     method = parse_method(spec)
     with pytest.raises(ValueError, match=message):
         method.validate(DEEP.attention)
 
 
-@pytest.mark.parametrize("spec, message", [
-    ("xkv:group=0", "group=0"), ("xkv:rank=0", "rank=0"), ("xkv:rank=1.5", "rank=1.5"), ("xkv:rank_k=3", "give both"),
-    ("xkv:rank=none", "give rank"), ("xkv:bits=3", "bits=3"), ("xkv:basis_dtype=int3", "basis_dtype='int3'"),
-    ("xkv:sinks=-1", "sinks=-1"), ("xkv:recompress=0", "recompress=0"), ("xkv:smaller=0.0", "smaller=0.0"),
-    ("xkv:ratio=0.0", "ratio=0.0"),
-])
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("xkv:group=0", "group=0"),
+        ("xkv:rank=0", "rank=0"),
+        ("xkv:rank=1.5", "rank=1.5"),
+        ("xkv:rank_k=3", "give both"),
+        ("xkv:rank=none", "give rank"),
+        ("xkv:bits=3", "bits=3"),
+        ("xkv:basis_dtype=int3", "basis_dtype='int3'"),
+        ("xkv:sinks=-1", "sinks=-1"),
+        ("xkv:recompress=0", "recompress=0"),
+        ("xkv:smaller=0.0", "smaller=0.0"),
+        ("xkv:ratio=0.0", "ratio=0.0"),
+    ],
+)
 def test_bad_fields_are_refused(spec, message):
     with pytest.raises(ValueError, match=message):
         parse_method(spec)
@@ -159,10 +180,16 @@ def test_one_layer_is_the_single_svd(rank):
     np.testing.assert_allclose(cross, single, atol=2e-4)
 
 
-@pytest.mark.parametrize("fields", [
-    "group=2,sinks=0,recent=0", "group=5,sinks=3,recent=2", "group=3,recompress=8,sinks=4,recent=4",
-    "group=2,recompress=20,refit=false,sinks=0,recent=0", "smaller=0.2,sinks=4,recent=8",
-])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        "group=2,sinks=0,recent=0",
+        "group=5,sinks=3,recent=2",
+        "group=3,recompress=8,sinks=4,recent=4",
+        "group=2,recompress=20,refit=false,sinks=0,recent=0",
+        "smaller=0.2,sinks=4,recent=8",
+    ],
+)
 def test_full_rank_is_exact(fields):
     _, exact = logits_of(methods.Full())
     _, logits = logits_of(parse_method(f"xkv:rank=1.0,{fields}"))
@@ -175,15 +202,22 @@ def test_wider_groups_of_correlated_layers_keep_more():
     shared = rng.normal(size=(1, 64, 12))
     taps = []
     for _ in range(4):
-        k, v = (jnp.asarray(shared @ rng.normal(size=(12, 32)), jnp.float32).reshape(1, 64, 4, 8) for _ in "kv")
+        k, v = (
+            jnp.asarray(shared @ rng.normal(size=(12, 32)), jnp.float32).reshape(1, 64, 4, 8) for _ in "kv"
+        )
         taps.append(_taps(64)[2]._replace(k=k, k_pre=k, v=v))
-    layout, lengths = make_layout(dataclasses.replace(PLAIN, num_layers=4, windows=(None,) * 4), 1, 64, 80), jnp.array([64])
+    layout, lengths = (
+        make_layout(dataclasses.replace(PLAIN, num_layers=4, windows=(None,) * 4), 1, 64, 80),
+        jnp.array([64]),
+    )
     method = methods.XKV(group=4, rank_k=12, rank_v=12, sinks=0, recent=0)
     bases = method.default_bases(layout.spec)[0]
     layout = dataclasses.replace(layout, dtype="float32")
     state = method.compress(layout, bases, method.init(layout, bases), tuple(taps), lengths)
     rebuilt = jnp.einsum("bjsr,bjwr->bsw", state.coded.k, state.k_basis)
-    np.testing.assert_allclose(rebuilt, np.concatenate([t.k_pre.reshape(1, 64, -1) for t in taps], -1), atol=1e-3)
+    np.testing.assert_allclose(
+        rebuilt, np.concatenate([t.k_pre.reshape(1, 64, -1) for t in taps], -1), atol=1e-3
+    )
 
 
 # ---- storage -----------------------------------------------------------------------------------------------
@@ -211,7 +245,10 @@ def test_storage_keeps_zeros_and_reads_blocks():
     np.testing.assert_array_equal(stored.read_block(100, 150), wide[:, :, 100:250])
 
 
-@pytest.mark.parametrize("dtype, error", [("float32", 0), ("bfloat16", 1e-5), ("float16", 1e-6), ("int8", 2e-4), ("float8_e4m3fn", 2e-3)])
+@pytest.mark.parametrize(
+    "dtype, error",
+    [("float32", 0), ("bfloat16", 1e-5), ("float16", 1e-6), ("int8", 2e-4), ("float8_e4m3fn", 2e-3)],
+)
 def test_basis_storage(dtype, error):
     basis = np.linalg.qr(np.random.default_rng(0).normal(size=(1, 1, 96, 20)))[0]
     stored = store_basis(jnp.asarray(basis, jnp.float32), dtype)
@@ -220,7 +257,9 @@ def test_basis_storage(dtype, error):
     np.testing.assert_array_equal(read_basis(stored, 24, 48), wide[:, :, 24:48])
 
 
-@pytest.mark.parametrize("fields, error", [("bits=8", 0.05), ("basis_dtype=int8", 0.05), ("bits=8,basis_dtype=float8_e4m3fn", 0.5)])
+@pytest.mark.parametrize(
+    "fields, error", [("bits=8", 0.05), ("basis_dtype=int8", 0.05), ("bits=8,basis_dtype=float8_e4m3fn", 0.5)]
+)
 def test_eight_bits_stay_close_and_are_counted(fields, error):
     plain, logits = logits_of(methods.XKV(group=2, rank=0.5, sinks=4, recent=8))
     cache, coarse = logits_of(parse_method(f"xkv:group=2,rank=0.5,sinks=4,recent=8,{fields}"))

@@ -4,7 +4,10 @@ import argparse
 
 HELP = "what the layers' caches share (CKA, cosine, ranks), and what sharing a basis costs"
 COST_METHODS = (
-    "xkv:group=1", "xkv:group=2", "xkv:group=5", "xkv:group=5,bits=8,basis_dtype=int8",
+    "xkv:group=1",
+    "xkv:group=2",
+    "xkv:group=5",
+    "xkv:group=5,bits=8,basis_dtype=int8",
     "xkv:group=5,rank=0.1,bits=8,basis_dtype=int8",
 )
 
@@ -12,18 +15,38 @@ COST_METHODS = (
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
     parser = subparsers.add_parser("cross-layer", help=HELP, description=HELP)
-    parser.add_argument("--model", default="smollm2-135m", help="name, directory, .gguf file or hub id (%(default)s)")
-    parser.add_argument("--text", nargs="+", default=None, metavar="TEXT",
-                        help="what to read, as for `calibrate --corpus`; by default Python's language reference")
+    parser.add_argument(
+        "--model", default="smollm2-135m", help="name, directory, .gguf file or hub id (%(default)s)"
+    )
+    parser.add_argument(
+        "--text",
+        nargs="+",
+        default=None,
+        metavar="TEXT",
+        help="what to read, as for `calibrate --corpus`; by default Python's language reference",
+    )
     parser.add_argument("--length", type=int, default=2048, help="tokens read (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="shifts where reading starts (%(default)s)")
-    parser.add_argument("--groups", nargs="+", type=int, default=[1, 2, 3, 5, 6], metavar="G",
-                        help="group sizes (%(default)s)")
+    parser.add_argument(
+        "--groups",
+        nargs="+",
+        type=int,
+        default=[1, 2, 3, 5, 6],
+        metavar="G",
+        help="group sizes (%(default)s)",
+    )
     parser.add_argument("--energy", type=float, default=0.95, help="share that ranks must keep (%(default)s)")
-    parser.add_argument("--costs", nargs="*", metavar="SPEC", default=None,
-                        help="also show prompt lengths from which these methods pay, time of the fit at prefill and of "
-                             "decoding against its floor; without a SPEC, those of a few xkv configurations")
-    parser.add_argument("--cost-length", type=int, default=4096, help="tokens of the timed prompts (%(default)s)")
+    parser.add_argument(
+        "--costs",
+        nargs="*",
+        metavar="SPEC",
+        default=None,
+        help="also show prompt lengths from which these methods pay, time of the fit at prefill and of "
+        "decoding against its floor; without a SPEC, those of a few xkv configurations",
+    )
+    parser.add_argument(
+        "--cost-length", type=int, default=4096, help="tokens of the timed prompts (%(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds (%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="append records")
     parser.add_argument("--plot", metavar="PNG", help="draw figure 2 of the xKV paper for this model")
@@ -94,15 +117,25 @@ def _analysis_records(analysis) -> list[dict]:
     records = []
     for side in analysis.cka:
         cka, cosine = analysis.neighbours(side)
-        records.append({
-            "task": f"similarity of {side}", "adjacent_cka": cka, "adjacent_cosine": cosine,
-            "cka": analysis.cka[side].tolist(), "cosine": analysis.cosine[side].tolist(),
-        })
+        records.append(
+            {
+                "task": f"similarity of {side}",
+                "adjacent_cka": cka,
+                "adjacent_cosine": cosine,
+                "cka": analysis.cka[side].tolist(),
+                "cosine": analysis.cosine[side].tolist(),
+            }
+        )
         for size in analysis.ranks[side]:
-            records.append({
-                "task": f"ranks of {side}", "group": size, "energy": analysis.energy,
-                "rank_ratio": analysis.rank_ratio(side, size), "ranks": [rank for rank, _ in analysis.ranks[side][size]],
-            })
+            records.append(
+                {
+                    "task": f"ranks of {side}",
+                    "group": size,
+                    "energy": analysis.energy,
+                    "rank_ratio": analysis.rank_ratio(side, size),
+                    "ranks": [rank for rank, _ in analysis.ranks[side][size]],
+                }
+            )
     return records
 
 
@@ -116,8 +149,18 @@ def _costs(model, methods, length: int, rounds: int) -> list[dict]:
 
     spec, records = model.config.attention, []
     table = Table(title=f"Costs at {length} tokens")
-    for column in ("method", "smaller", "1x from", "2x from", "4x from", "fit, % of prefill", "decode ms", "floor ms",
-                   "x floor", "full ms"):
+    for column in (
+        "method",
+        "smaller",
+        "1x from",
+        "2x from",
+        "4x from",
+        "fit, % of prefill",
+        "decode ms",
+        "floor ms",
+        "x floor",
+        "full ms",
+    ):
         table.add_column(column, justify="left" if column == "method" else "right")
     for name, method in methods.items():
         fixed = getattr(method, "smaller", None) is None
@@ -126,19 +169,40 @@ def _costs(model, methods, length: int, rounds: int) -> list[dict]:
         groups = method.default_bases(spec)
         ranks = [method.ranks(layout, group) for group in groups] if hasattr(method, "ranks") else [(0, 0)]
         mean = tuple(round(sum(r[i] for r in ranks) / len(ranks)) for i in (0, 1))
-        fit, decode = fit_cost(model, method, length, rounds), decode_cost(model, method, mean, length, rounds=rounds)
+        fit, decode = (
+            fit_cost(model, method, length, rounds),
+            decode_cost(model, method, mean, length, rounds=rounds),
+        )
         smaller = smaller_at(method, spec, length)
         table.add_row(
-            name, f"{smaller:.2f}", *("-" if p is None else str(p) for p in pays), f"{100 * fit.overhead:.1f}",
-            f"{1e3 * decode.measured:.1f}", f"{1e3 * decode.floor:.1f}", f"{decode.measured / decode.floor:.2f}",
+            name,
+            f"{smaller:.2f}",
+            *("-" if p is None else str(p) for p in pays),
+            f"{100 * fit.overhead:.1f}",
+            f"{1e3 * decode.measured:.1f}",
+            f"{1e3 * decode.floor:.1f}",
+            f"{decode.measured / decode.floor:.2f}",
             f"{1e3 * decode.full:.1f}",
         )
-        records.append({
-            "task": "cost", "method": name, "length": length, "smaller": smaller,
-            "break_even": dict(zip(("1", "2", "4"), pays, strict=True)), "ttft_s": fit.method, "fit_overhead": fit.overhead,
-            "decode_tokens_per_s": 1 / decode.measured, "decode_s": decode.measured, "floor_s": decode.floor,
-            "layers_s": decode.layers, "full_decode_s": decode.full, "flops": decode.flops, "bytes": decode.bytes,
-            "matmul_rate": decode.matmul_rate, "copy_rate": decode.copy_rate,
-        })
+        records.append(
+            {
+                "task": "cost",
+                "method": name,
+                "length": length,
+                "smaller": smaller,
+                "break_even": dict(zip(("1", "2", "4"), pays, strict=True)),
+                "ttft_s": fit.method,
+                "fit_overhead": fit.overhead,
+                "decode_tokens_per_s": 1 / decode.measured,
+                "decode_s": decode.measured,
+                "floor_s": decode.floor,
+                "layers_s": decode.layers,
+                "full_decode_s": decode.full,
+                "flops": decode.flops,
+                "bytes": decode.bytes,
+                "matmul_rate": decode.matmul_rate,
+                "copy_rate": decode.copy_rate,
+            }
+        )
     Console().print(table)
     return records

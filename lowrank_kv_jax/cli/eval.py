@@ -5,7 +5,7 @@ import importlib
 
 HELP = "benchmarks through compressed caches"
 
-BENCHMARKS = ("ruler", "longbench", "needle")
+BENCHMARKS = ("ruler", "longbench", "perplexity", "needle")
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:

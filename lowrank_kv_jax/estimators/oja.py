@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.estimators.svd import orthonormalise
+from lowrank_kv_jax.estimators.linalg import eigenvalues, orthonormalise
 
 NORMALIZATIONS = ("median", "largest", "residual", "token", "none")
 
@@ -47,7 +47,7 @@ def oja_update(basis: jax.Array, x: jax.Array, weight: jax.Array, eta: float, no
     if normalize in ("residual", "token", "none"):
         step = step - u @ inner
     if normalize not in ("token", "none"):
-        spectrum = jnp.linalg.eigvalsh(inner)
+        spectrum = eigenvalues(inner)
         scale = jnp.median(spectrum, axis=-1) if normalize == "median" else spectrum[..., -1]
         # a batch smaller than the rank has a median of zero: its step is bounded by its own largest eigenvalue
         scale = jnp.maximum(scale, spectrum[..., -1] * 1e-3)

@@ -8,6 +8,7 @@ times as much.
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.estimators.linalg import cholesky, one_by_one
 from lowrank_kv_jax.estimators.svd import principal_subspace
 
 ITERATIONS = 2
@@ -53,7 +54,7 @@ def leading_subspace(moment: jax.Array, rank: int, iterations: int = ITERATIONS)
 
 
 def cholesky_orthonormalise(x: jax.Array) -> jax.Array:
-    """Orthonormal columns of the same nested spans as those of `x` `[..., W, R]`, by three shifted Cholesky QRs.
+    """Orthonormal columns of the same nested spans as those of `x` `[..., W, R]`, by shifted Cholesky QRs.
 
     All of it is matrix products and R x R factorisations, where Householder's QR is twenty times slower on a
     CPU. Columns may differ in scale; their condition after scaling must stay below about 1e7.
@@ -63,6 +64,11 @@ def cholesky_orthonormalise(x: jax.Array) -> jax.Array:
     eye = jnp.eye(x.shape[-1], dtype=x.dtype)
     for shift in (1e-6 * x.shape[-1], 1e-7, 0.0):
         gram = jnp.matmul(x.mT, x, precision=_HIGHEST)
-        factor = jnp.linalg.cholesky(gram + shift * eye)
-        x = jax.lax.linalg.triangular_solve(factor, x, left_side=False, lower=True, transpose_a=True)
+        factor = cholesky(gram + shift * eye)
+        x = one_by_one(_solve_right, factor, x)
     return x
+
+
+def _solve_right(factor: jax.Array, x: jax.Array) -> jax.Array:
+    """X L^-T."""
+    return jax.lax.linalg.triangular_solve(factor, x, left_side=False, lower=True, transpose_a=True)

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.estimators.linalg import eigenvectors
+
 
 def second_moment(x: jax.Array, weight: jax.Array | None = None) -> jax.Array:
     """Sum of outer products `[B, J, W, W]`, float32, of tokens `[B, T, J, W]` weighted by `[B, T]`."""
@@ -15,12 +17,4 @@ def second_moment(x: jax.Array, weight: jax.Array | None = None) -> jax.Array:
 
 def principal_subspace(moment: jax.Array, rank: int) -> jax.Array:
     """Leading `rank` eigenvectors `[..., W, R]`, leading first, of symmetric `[..., W, W]`; O(W^3)."""
-    _, vectors = jnp.linalg.eigh(moment)
-    return vectors[..., ::-1][..., :rank]
-
-
-def orthonormalise(basis: jax.Array) -> jax.Array:
-    """Orthonormal columns of the same span `[..., W, R]`, float32, signs kept (the factor R has a positive diagonal)."""
-    q, r = jnp.linalg.qr(basis.astype(jnp.float32))
-    sign = jnp.where(jnp.diagonal(r, axis1=-2, axis2=-1) < 0, -1.0, 1.0)
-    return q * sign[..., None, :]
+    return eigenvectors(moment)[..., ::-1][..., :rank]

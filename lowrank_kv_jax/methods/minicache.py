@@ -76,7 +76,11 @@ class MiniCache(KVMethod):
     retain: str = "distant"
 
     def __post_init__(self):
-        if isinstance(self.start, bool) or self.start < 0 or (isinstance(self.start, float) and self.start > 1):
+        if (
+            isinstance(self.start, bool)
+            or self.start < 0
+            or (isinstance(self.start, float) and self.start > 1)
+        ):
             raise ValueError(f"start={self.start!r}: must be a layer, or a fraction in [0, 1]")
         if not 0 <= self.t <= 1:
             raise ValueError(f"t={self.t!r}: must lie in [0, 1]")
@@ -117,7 +121,9 @@ class MiniCache(KVMethod):
         spec, dtype = layout.spec, jnp.dtype(layout.dtype)
 
         def exact(size):
-            return exact_tokens.empty_exact(layout.batch, spec.kv_heads, size, spec.head_dim, dtype, gaps=(0, size))
+            return exact_tokens.empty_exact(
+                layout.batch, spec.kv_heads, size, spec.head_dim, dtype, gaps=(0, size)
+            )
 
         if bases.layers == 1:
             return exact(layout.capacity)
@@ -126,8 +132,11 @@ class MiniCache(KVMethod):
         buffer = jnp.zeros((layout.batch, spec.kv_heads, max(kept, 1), spec.head_dim), dtype)
         merged = empty_merged(layout.batch, spec.kv_heads, max(layout.prompt - kept, 1), spec.head_dim, dtype)
         return MiniCachePair(
-            (tail, tail), (Retained(buffer, buffer),) * 2, jnp.zeros((layout.batch,), jnp.int32),
-            Listed(jnp.zeros(buffer.shape[::2][:2], jnp.int32)), merged,
+            (tail, tail),
+            (Retained(buffer, buffer),) * 2,
+            jnp.zeros((layout.batch,), jnp.int32),
+            Listed(jnp.zeros(buffer.shape[::2][:2], jnp.int32)),
+            merged,
         )
 
     def _slots(self, layout: Layout) -> int:
@@ -138,20 +147,29 @@ class MiniCache(KVMethod):
 
     def compress(self, layout, bases, state, taps, lengths):
         if len(taps) == 1:
-            return exact_tokens.hold_prompt(state, taps[0].k, taps[0].v, lengths, sinks=layout.capacity, recent=0)
+            return exact_tokens.hold_prompt(
+                state, taps[0].k, taps[0].v, lengths, sinks=layout.capacity, recent=0
+            )
         kept, rest = self._choose(taps, lengths)
         counts = self._retained(lengths)
         retained = tuple(
-            Retained(*(_gather(x, kept, old) for x, old in ((tap.k, state.retained[0].k), (tap.v, state.retained[0].v))))
+            Retained(
+                *(
+                    _gather(x, kept, old)
+                    for x, old in ((tap.k, state.retained[0].k), (tap.v, state.retained[0].v))
+                )
+            )
             for tap in taps
         )
         tails = tuple(dataclasses.replace(t, positions=t.positions.skip(0, lengths)) for t in state.tails)
         slots = state.positions.position.shape[1]
         positions = Listed(kept[:, :slots].astype(jnp.int32))
-        return MiniCachePair(tails, retained, counts, positions, self._merge(state.merged, taps, rest, lengths - counts))
+        return MiniCachePair(
+            tails, retained, counts, positions, self._merge(state.merged, taps, rest, lengths - counts)
+        )
 
     def _choose(self, taps: tuple[Taps, ...], lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Token indices `[B, S]`: retained ones first, and merged ones first, both in the order of the text."""
+        """Token indices `[B, S]`, retained ones first, and merged ones first; each in the order of the text."""
         first, second = taps
         distance = (angle(first.k, second.k) + angle(first.v, second.v)).sum(-1)
         valid = jnp.arange(distance.shape[1])[None] < lengths[:, None]
@@ -187,13 +205,15 @@ class MiniCache(KVMethod):
         parts = [exact_tokens.attend(state.tails[place.index], q, positions, scale=scale, window=window)]
         for tokens in (retained, layer_tokens(state.merged, place.index)):
             parts.append(
-                coefficient_attention(q, tokens, scale=scale, q_positions=positions, causal=False, window=window)
+                coefficient_attention(
+                    q, tokens, scale=scale, q_positions=positions, causal=False, window=window
+                )
             )
         return merge(parts)
 
 
 def _gather(x: jax.Array, index: jax.Array, like: jax.Array) -> jax.Array:
-    """Tokens `[B, S, K, ..]` at `index` `[B, S]`, as many as `like` `[B, K, slots, ..]` has slots, in its dtype."""
+    """Tokens `[B, S, K, ..]` at `index` `[B, S]`, to fill a buffer like `like` `[B, K, slots, ..]`."""
     index = index[:, : like.shape[2]]
     picked = jax.vmap(lambda row, i: jnp.take(row, i, axis=0))(x, index)
     return picked.swapaxes(1, 2).astype(like.dtype)

@@ -1,4 +1,4 @@
-"""xKV: one SVD for a group of layers (Chang et al., 2025, "xKV: Cross-Layer SVD for KV-Cache Compression")."""
+"""xKV: one SVD for a group of layers (Chang et al., 2025, "Cross-Layer SVD for KV-Cache Compression")."""
 
 import dataclasses
 import functools
@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from lowrank_kv_jax.codecs.basis import expand_values, project
 from lowrank_kv_jax.codecs.quantised import (
     BASIS_STORAGE,
-    Int8Tokens,
     ScaledBasis,
     read_basis,
     read_tokens,
@@ -28,7 +27,7 @@ from lowrank_kv_jax.rank_for_bytes import largest_rank
 from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.segments import exact as exact_tokens
-from lowrank_kv_jax.spec import AttentionSpec, Taps
+from lowrank_kv_jax.spec import AttentionSpec
 from lowrank_kv_jax.state import leaf, state, write_tokens
 
 
@@ -51,7 +50,7 @@ class XKVState:
 @register("xkv")
 @dataclasses.dataclass(frozen=True)
 class XKV(KVMethod):
-    """Cross-layer SVD of each prompt: keys before RoPE and values apart, all heads of `group` layers side by side.
+    """Cross-layer SVD of each prompt: keys before RoPE, and values; all heads of `group` layers side by side.
 
     [X_1, .., X_G] ~ A [B_1, .., B_G] (section 4): the token coefficients A are shared, every layer has its
     B. The paper keeps no exact tokens of the prompt (`sinks=0,recent=0`).
@@ -110,7 +109,9 @@ class XKV(KVMethod):
         if self.bits not in (None, 8):
             raise ValueError(f"bits={self.bits!r}: allowed are None and 8")
         if self.basis_dtype not in (None, *BASIS_STORAGE):
-            raise ValueError(f"basis_dtype={self.basis_dtype!r}: allowed are None, {', '.join(BASIS_STORAGE)}")
+            raise ValueError(
+                f"basis_dtype={self.basis_dtype!r}: allowed are None, {', '.join(BASIS_STORAGE)}"
+            )
 
     # ---- groups and ranks ----------------------------------------------------------------------------------
 
@@ -127,7 +128,9 @@ class XKV(KVMethod):
         """The size of each group and its ranks: bases come from the prompts themselves."""
         groups = self.layer_groups(spec)
         table = None if self.table is None else read_table(self.table, len(groups))
-        return tuple(self._group(spec, len(g), None if table is None else table[i]) for i, g in enumerate(groups))
+        return tuple(
+            self._group(spec, len(g), None if table is None else table[i]) for i, g in enumerate(groups)
+        )
 
     def _group(self, spec: AttentionSpec, layers: int, given: tuple[int, int] | None) -> LayerGroup:
         width = layers * spec.kv_heads * spec.head_dim
@@ -181,7 +184,9 @@ class XKV(KVMethod):
             basis = leading_subspace(second_moment(x, weight), stored.shape[-1])
             fitted.append(self._store_basis(layout, basis))
         counts = jnp.maximum(lengths - self.sinks - self.recent, 0)
-        codes = (self._prompt_codes(layout, u, x, weight) for u, x in zip(fitted, (keys, values), strict=True))
+        codes = (
+            self._prompt_codes(layout, u, x, weight) for u, x in zip(fitted, (keys, values), strict=True)
+        )
         coded = self._hold(layout, state.coded, *codes, counts, self._coded_positions(counts))
         exact = tuple(
             exact_tokens.hold_prompt(segment, tap.k, tap.v, lengths, self.sinks, self.recent)
@@ -203,14 +208,21 @@ class XKV(KVMethod):
     def attend_coded(
         self, layout: Layout, state: XKVState, q: jax.Array, positions: jax.Array, place: Place
     ) -> AttnPartial:
-        """Attention of one layer over the shared coefficients: keys are rebuilt and rotated block by block."""
+        """Attention of one layer over the shared coefficients: keys are rebuilt and rotated by blocks."""
         spec = layout.spec
         width = spec.kv_heads * spec.head_dim
         begin = place.index * width
         k_basis, v_basis = (read_basis(u, begin, begin + width) for u in (state.k_basis, state.v_basis))
         out, lse = rotary_coefficient_attention(
-            q, coded_tokens.cached_tokens(state.coded), k_basis, rope=spec.rope, kv_heads=spec.kv_heads,
-            scale=spec.scale, q_positions=positions, causal=False, window=place.window,
+            q,
+            coded_tokens.cached_tokens(state.coded),
+            k_basis,
+            rope=spec.rope,
+            kv_heads=spec.kv_heads,
+            scale=spec.scale,
+            q_positions=positions,
+            causal=False,
+            window=place.window,
         )
         return AttnPartial(expand_values(v_basis, out, spec.kv_heads), lse)
 
@@ -259,7 +271,9 @@ class XKV(KVMethod):
         """Code the oldest exact tokens of the rows that have enough of them, all but the `recent` ones."""
         due = state.exact[0].length >= self.sinks + self.recent + (self.recompress or 0)
         stay = jnp.where(due, self.recent, state.exact[0].length)
-        flushed = [exact_tokens.flush(segment, self.sinks, stay, self._flushed(layout)) for segment in state.exact]
+        flushed = [
+            exact_tokens.flush(segment, self.sinks, stay, self._flushed(layout)) for segment in state.exact
+        ]
         exact = tuple(segment for segment, _ in flushed)
         _, _, positions, counts = flushed[0][1]
         weight = (jnp.arange(positions.shape[1])[None] < counts[:, None]).astype(jnp.float32)
@@ -269,7 +283,8 @@ class XKV(KVMethod):
             keys = [rotate(k.astype(jnp.float32), cos, -sin) for k in keys]
         bases, codes = [], []
         for basis, stored, parts in (
-            (state.k_basis, state.coded.k, keys), (state.v_basis, state.coded.v, values),
+            (state.k_basis, state.coded.k, keys),
+            (state.v_basis, state.coded.v, values),
         ):
             wide, new = read_tokens(stored), _side_by_side(parts)
             basis, old, new = self._join(layout, basis, wide, state.coded.length, new, weight)
@@ -278,8 +293,10 @@ class XKV(KVMethod):
         coded = self._hold(layout, state.coded, *codes, state.coded.length + counts, state.coded.positions)
         return XKVState(exact, coded, *bases)
 
-    def _join(self, layout: Layout, stored, old: jax.Array, lengths: jax.Array, x: jax.Array, weight: jax.Array):
-        """A basis for old coefficients and new tokens, the old ones carried over to it and the new ones in it."""
+    def _join(
+        self, layout: Layout, stored, old: jax.Array, lengths: jax.Array, x: jax.Array, weight: jax.Array
+    ):
+        """A basis for old coefficients and new tokens, the old ones carried over and the new ones in it."""
         basis, x = read_basis(stored), x.astype(jnp.float32) * weight[:, :, None, None]
         if self.refit:
             inner = jnp.einsum("bjsr,bjsp->bjrp", old, old)  # free slots hold zeros

@@ -64,7 +64,10 @@ def empty_merged(batch: int, kv_heads: int, size: int, head_dim: int, dtype) -> 
 
 def layer_tokens(segment: Merged, index: int) -> CachedTokens:
     """One layer of the pair as the attention ops take it."""
-    keys, values = Scaled(segment.k, segment.k_norm[..., index]), Scaled(segment.v, segment.v_norm[..., index])
+    keys, values = (
+        Scaled(segment.k, segment.k_norm[..., index]),
+        Scaled(segment.v, segment.v_norm[..., index]),
+    )
     return CachedTokens(keys, values, segment.length, segment.positions)
 
 

@@ -1,0 +1,79 @@
+"""`lowrank-kv eval perplexity`: text through compressed caches."""
+
+import argparse
+
+HELP = "perplexity of any text that is scored through the cache"
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Declare the command."""
+    from lowrank_kv_jax.cli.options import add_model_options
+
+    parser = subparsers.add_parser(
+        "perplexity", help=HELP,
+        description="Mode stream compresses the first --step tokens of disjoint windows and scores the rest "
+                    "through the "
+                    "cache. Mode sliding moves windows on by --step tokens and scores what is new in each, "
+                    "which with "
+                    "the full cache is the usual strided perplexity.",
+    )
+    add_model_options(parser)
+    parser.add_argument("--methods", nargs="+", metavar="SPEC", help="as for `compare`")
+    parser.add_argument("--text", nargs="+", metavar="TEXT",
+                        help="files, built-in names or hub datasets; by default the second half of Python's "
+                             "language "
+                             "reference")
+    parser.add_argument("--mode", choices=("stream", "sliding"), default="stream", help="(%(default)s)")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a window (%(default)s)")
+    parser.add_argument("--step", type=int, default=1024, help="see above (%(default)s)")
+    parser.add_argument("--windows", type=int, default=4, help="the first so many, 0 for all (%(default)s)")
+    parser.add_argument("--rows", type=int, default=4, help="windows that share a batch (%(default)s)")
+    parser.add_argument("--cache-dtype", choices=("bfloat16", "float32"), default="bfloat16",
+                        help="(%(default)s)")
+    parser.add_argument("--calibrate", nargs="+", metavar="TEXT",
+                        help="what bases are fitted to; by default the first half")
+    parser.add_argument("--json", metavar="FILE",
+                        help="append each record as soon as it is known; a file that holds some is gone on "
+                             "with")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate and print the perplexities.
+
+    Raises:
+        ValueError, OSError: as `load_model`, `parse_methods`, `load_corpus` and `evaluate_perplexity`.
+    """
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from lowrank_kv_jax.cli.options import corpus_of, load_from
+    from lowrank_kv_jax.corpus import load_corpus
+    from lowrank_kv_jax.evals.compare import parse_methods
+    from lowrank_kv_jax.evals.perplexity_run import evaluate_perplexity, total_perplexity
+    from lowrank_kv_jax.evals.records import check_writable
+    from lowrank_kv_jax.evals.summary import size_text
+
+    methods = parse_methods(args.methods)
+    if args.windows < 0:
+        raise ValueError(f"windows={args.windows}: must be at least 0")
+    if args.json:
+        check_writable(args.json)
+    text = load_corpus(corpus_of(args.text, "pydoc:second"))
+    calibrate = load_corpus(corpus_of(args.calibrate, "pydoc:first"))
+    records = evaluate_perplexity(
+        load_from(args), methods, text, args.mode, args.length, args.step, args.windows or None,
+        json=args.json,
+        rows=args.rows, dtype=args.cache_dtype, calibrate=calibrate, progress=sys.stderr.isatty(),
+    )
+    scored = sum(record["scored_tokens"] for record in records) // len(methods)
+    table = Table(title=f"Perplexity ({args.mode}) of {text.name}, {scored} tokens scored")
+    for column in ("method", "x smaller", "perplexity"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for spec in methods:
+        table.add_row(spec, size_text(records, spec), f"{total_perplexity(records, spec):.3f}")
+    Console().print(table)
+    return 0

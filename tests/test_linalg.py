@@ -1,0 +1,63 @@
+"""Factorisations of batches: right, and never more than one matrix in a LAPACK call on a CPU."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import CAPACITY, PLAIN, bases_for, small_configuration
+
+from lowrank_kv_jax.estimators import linalg
+from lowrank_kv_jax.forward import make_layout, refresh_group
+from lowrank_kv_jax.methods import REGISTRY
+
+needs_one_cpu = pytest.mark.skipif(
+    jax.default_backend() != "cpu" or jax.device_count() > 1, reason="only a single CPU device splits its batches"
+)
+FUNCTIONS = {
+    "eigenvalues": (linalg.eigenvalues, np.linalg.eigvalsh),
+    "cholesky": (linalg.cholesky, np.linalg.cholesky),
+    "projector": (
+        lambda x: linalg.orthonormalise(x[..., :3]) @ linalg.orthonormalise(x[..., :3]).mT,
+        lambda x: np.linalg.qr(x[..., :3])[0] @ np.swapaxes(np.linalg.qr(x[..., :3])[0], -1, -2),
+    ),
+    "diagonal": (lambda x: linalg.eigenvectors(x).mT @ x @ linalg.eigenvectors(x),
+                 lambda x: np.linalg.eigvalsh(x)[..., None] * np.eye(5)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("batch", [(), (1,), (3, 2)])
+def test_every_matrix_of_a_batch(name, batch):
+    ours, theirs = FUNCTIONS[name]
+    x = np.random.default_rng(0).normal(size=(*batch, 5, 5))
+    x = x @ np.swapaxes(x, -1, -2) + np.eye(5)
+    np.testing.assert_allclose(jax.jit(ours)(jnp.asarray(x, jnp.float32)), theirs(x), atol=1e-4)
+
+
+def lapack_batches(hlo: str) -> list[int]:
+    """Matrices in each LAPACK call of a compiled program."""
+    calls = re.findall(r"= \(?\w+\[([\d,]*)\].* custom-call\(.*custom_call_target=\"lapack_", hlo)
+    return [math.prod(int(d) for d in dims.split(",")[:-2]) for dims in calls]
+
+
+@needs_one_cpu
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_a_refresh_waits_for_no_thread(name):
+    """Two batched LAPACK calls at a time hang a machine of two cores for ever."""
+    method = small_configuration(REGISTRY[name])
+    layout = make_layout(PLAIN, 3, 96, CAPACITY, 16, jnp.float32)
+    bases = bases_for(method, PLAIN)
+    group = bases[0] if bases is not None else None
+    state = jax.eval_shape(lambda: method.init(layout, group))
+    assert set(lapack_batches(refresh_group.lower(method, layout, group, state).compile().as_text())) <= {1}
+
+
+@needs_one_cpu
+def test_the_check_sees_a_batched_call():
+    hlo = jax.jit(jnp.linalg.eigvalsh).lower(jnp.ones((7, 4, 4))).compile().as_text()
+    assert lapack_batches(hlo) == [7]
+    hlo = jax.jit(linalg.eigenvalues).lower(jnp.ones((7, 4, 4))).compile().as_text()
+    assert lapack_batches(hlo) == [1]
