@@ -152,7 +152,8 @@ def generate(
     model: Any, method: KVMethod, prompts: str | Sequence[str] | Sequence[Sequence[int]], *, bases: Any = None,
     max_new_tokens: int = 64, temperature: float = 0.0, top_k: int | None = None, top_p: float = 1.0,
     seeds: Sequence[int] | int = 0, stop_at_eos: bool = True, cache: Cache | Generation | None = None, block: int = DEFAULT_BLOCK,
-    capacity: int | None = None, dtype: Any = None, on_tokens: Callable[[np.ndarray], None] | None = None,
+    capacity: int | None = None, dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
+    on_tokens: Callable[[np.ndarray], None] | None = None,
 ) -> Generation:
     """Generate from a compressed cache.
 
@@ -171,6 +172,7 @@ def generate(
         block: decode steps between two refreshes.
         capacity: longest sequence; the padded prompts and `max_new_tokens` by default.
         dtype: of the cache, bfloat16 by default.
+        mesh: lay the cache out over these devices, see `prefill`; the model must lie on the same mesh.
         on_tokens: called with each block of new tokens `[B, n]` (-1: none) as soon as it is there.
 
     Raises:
@@ -193,7 +195,8 @@ def generate(
         tokens, lengths = pad_prompts(rows, config.context - max_new_tokens)
         capacity = min(tokens.shape[1] + max_new_tokens, config.context) if capacity is None else capacity
         state, logits = prefill(
-            method, config, params, tokens, lengths, bases=bases, capacity=capacity, block=block, dtype=dtype
+            method, config, params, tokens, lengths, bases=bases, capacity=capacity, block=block, dtype=dtype,
+            mesh=mesh,
         )
     sampler, eos = Sampler(temperature, top_k, top_p), config.eos_ids if stop_at_eos else ()
     room = int((np.asarray(state.limit) - np.asarray(state.length)).min()) + 1

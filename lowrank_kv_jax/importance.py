@@ -7,6 +7,19 @@ import jax.numpy as jnp
 def window_attention(q: jax.Array, k: jax.Array, lengths: jax.Array, window: int, scale: float) -> jax.Array:
     """Attention probabilities that each kv head's tokens receive, summed over the window and the query heads of the head.
 
+    Args: as `window_attention_by_query_head`.
+
+    Returns:
+        float32 `[B, K, S]`, zero beyond a row's length.
+    """
+    return window_attention_by_query_head(q, k, lengths, window, scale).sum(2)
+
+
+def window_attention_by_query_head(
+    q: jax.Array, k: jax.Array, lengths: jax.Array, window: int, scale: float
+) -> jax.Array:
+    """Attention probabilities that tokens receive from each query head, summed over the window.
+
     Args:
         q: `[B, S, N, D]`, after RoPE.
         k: `[B, S, K, D]`, after RoPE.
@@ -15,7 +28,7 @@ def window_attention(q: jax.Array, k: jax.Array, lengths: jax.Array, window: int
         scale: factor on the logits.
 
     Returns:
-        float32 `[B, K, S]`, zero beyond a row's length. softmax is causal and float32 (OjaKV, section 5.2).
+        float32 `[B, K, N / K, S]`, zero beyond a row's length. softmax is causal and float32 (OjaKV, section 5.2).
     """
     batch, size, heads, dim = q.shape
     kv_heads = k.shape[2]
@@ -29,7 +42,7 @@ def window_attention(q: jax.Array, k: jax.Array, lengths: jax.Array, window: int
     causal = jnp.arange(size)[None, None, :] <= index[:, :, None]
     probabilities = jax.nn.softmax(jnp.where(causal[:, None, None], logits, -jnp.inf), axis=-1)
     probabilities = jnp.where(votes[:, None, None, :, None], probabilities, 0.0)
-    return probabilities.sum((2, 3))
+    return probabilities.sum(3)
 
 
 def most_important(scores: jax.Array, counts: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:

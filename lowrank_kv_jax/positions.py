@@ -1,9 +1,9 @@
-"""Original token positions of a segment, stored as runs of consecutive tokens."""
+"""Original token positions of a segment: as runs of consecutive tokens, or one by one where each head kept its own."""
 
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.state import leaf, state
+from lowrank_kv_jax.state import leaf, state, static
 
 
 @state
@@ -36,3 +36,30 @@ class Runs:
             jnp.concatenate([0 * ones, self.start - begin], axis=1),
             jnp.concatenate([begin * ones, self.jump], axis=1),
         )
+
+
+@state
+class PerHead:
+    """Positions of tokens that each head selected for itself.
+
+    Attributes:
+        position: int32 `[B, J, S]`.
+        owner: int8 `[B, 1, S]`, the kv head to which a slot belongs where the tokens of all heads lie packed in one
+            buffer (J = 1); None where every head has a buffer of its own, or all heads share their tokens.
+        kv_heads: K.
+    """
+
+    position: jax.Array = leaf("batch", "kv_heads", "tokens", kind="indices")
+    owner: jax.Array | None = leaf("batch", None, "tokens", kind="indices")
+    kv_heads: int = static()
+
+    def at(self, slots: jax.Array) -> jax.Array:
+        """Positions int32 `[B, J, S]` of `slots` `[S]`."""
+        return jnp.take(self.position, slots, axis=2)
+
+    def owned(self, slots: jax.Array, q_heads: int) -> jax.Array | None:
+        """Which query heads read `slots` `[S]`: bool `[B, 1, 1, N, S]`, or None where all do."""
+        if self.owner is None:
+            return None
+        reader = jnp.arange(q_heads, dtype=jnp.int8) // (q_heads // self.kv_heads)
+        return jnp.take(self.owner, slots, axis=2)[:, :, None, None] == reader[:, None]

@@ -1,6 +1,7 @@
 """Laying a cache out over a mesh with the axes "data" (rows of the batch) and "model" (kv heads)."""
 
 import math
+import os
 from typing import Any
 
 import jax
@@ -27,7 +28,11 @@ def make_mesh(text: str) -> Mesh:
         if axis.strip() not in sizes or not size.strip().isdigit() or int(size) < 1:
             raise ValueError(f"mesh {text!r}: expected axis=size with axes {' and '.join(MESH_AXES)}, sizes at least 1")
         sizes[axis.strip()] = int(size)
-    needed, devices = math.prod(sizes.values()), jax.devices()
+    needed = math.prod(sizes.values())
+    # Devices simulated on a CPU meet in collectives on the threads of one pool, which has one for each core: with fewer
+    # threads than collectives under way they wait for ever. Read when the backend starts, ignored by accelerators.
+    os.environ.setdefault("NPROC", str(max(8 * needed, os.cpu_count() or 1)))
+    devices = jax.devices()
     if needed > len(devices):
         raise ValueError(f"mesh {text!r} needs {needed} devices, there are {len(devices)}")
     return Mesh(np.array(devices[:needed]).reshape(tuple(sizes.values())), MESH_AXES)

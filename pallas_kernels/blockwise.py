@@ -11,7 +11,8 @@ from lowrank_kv_jax.partial import AttnPartial
 BLOCK = 512
 MASKED = -1e30  # not -inf: a row that has seen nothing yet must not make exp(inf - inf)
 
-# (block index) -> keys [B, J, S, Dk], values [B, J, S, Dv], visible bool [B, 1 or T, S]
+# (block index) -> keys [B, J, S, Dk], values [B, J, S, Dv], visible bool [B, 1 or T, S], or where heads or the query
+# heads of a head (G = N / J) see different tokens, anything that broadcasts to [B, J, T, G, S]
 ReadBlock = Callable[[jax.Array | int], tuple[jax.Array, jax.Array, jax.Array]]
 
 
@@ -41,8 +42,9 @@ def blockwise_attention(
         top, total, out = carry
         keys, values, visible = read_block(i)
         logits = jnp.einsum("bjmd,bjsd->bjms", q, keys.astype(q.dtype), preferred_element_type=jnp.float32) * scale
-        mask = jnp.broadcast_to(visible[:, None, :, None, :], (batch, 1, queries, per_head, visible.shape[-1]))
-        mask = mask.reshape(batch, 1, rows, -1)
+        visible = visible[:, None, :, None] if visible.ndim == 3 else visible
+        mask = jnp.broadcast_to(visible, (batch, visible.shape[1], queries, per_head, visible.shape[-1]))
+        mask = mask.reshape(batch, visible.shape[1], rows, -1)
         logits = jnp.where(mask, logits, MASKED)
         new_top = jnp.maximum(top, logits.max(-1))
         weights = jnp.where(mask, jnp.exp(logits - new_top[..., None]), 0.0)

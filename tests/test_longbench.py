@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from character_tokenizer import Encoded
 from shared_data import shared
 
 from lowrank_kv_jax.evals import longbench
@@ -24,7 +25,7 @@ class Words:
             if word not in self.words:
                 self.words.append(word)
             ids.append(self.words.index(word))
-        return type("Encoded", (), {"input_ids": ids})
+        return Encoded(ids)
 
     def decode(self, ids, skip_special_tokens=True):
         return "".join(self.words[i] for i in ids)

@@ -7,8 +7,8 @@ import pytest
 from helpers import PLAIN, QWEN, bases_for, model, prompts, random_moments, run, softmax_attention
 
 from lowrank_kv_jax.codecs.basis import expand_values, fold_query, project, reconstruct
-from lowrank_kv_jax.estimators.oja import oja_update
 from lowrank_kv_jax.estimators.linalg import orthonormalise
+from lowrank_kv_jax.estimators.oja import oja_update
 from lowrank_kv_jax.estimators.svd import principal_subspace, second_moment
 from lowrank_kv_jax.importance import most_important, window_attention
 from lowrank_kv_jax.method import Layout, Place

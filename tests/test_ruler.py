@@ -97,7 +97,7 @@ def test_another_seed_and_the_offline_haystack(tokenizer, task):
     for sample in samples:
         text = sample.input + sample.answer_prefix
         tokens = len(tokenizer(text, add_special_tokens=False).input_ids) + ruler.find_task(task).new_tokens
-        assert tokens == sample.length <= 1536
+        assert sample.length is not None and tokens == sample.length <= 1536
         assert all(reference in sample.context for reference in sample.outputs)
         assert ruler.score(task, " ".join(sample.outputs), sample.outputs) == 1
 
@@ -119,7 +119,7 @@ def test_qa_from_squad_prefers_documents_of_the_same_article(tokenizer):
     assert max(len(documents_of(sample.input)) for sample in samples) >= 12
     for sample in samples:
         shown = documents_of(sample.input)
-        number = int(re.search(r"river (\d+)", sample.question)[1])
+        number = int(re.findall(r"river (\d+)", sample.question)[0])
         assert sample.outputs == (str(100 + number), "many miles")
         assert len(set(shown)) == len(shown)
         assert data.documents[data.questions[number].context[0]] in shown

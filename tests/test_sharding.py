@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 def results():
     """One process with 8 devices for all methods; the device count cannot change after JAX has started."""
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
-    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parent)}
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "64", "PYTHONPATH": str(HERE.parent)}
     done = subprocess.run(
         [sys.executable, str(HERE / "sharded_methods.py")], env=env, capture_output=True, text=True, timeout=1200
     )

@@ -5,6 +5,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from lowrank_kv_jax.evals.longbench.tasks import FIRST_LINE, find_task
 
@@ -52,9 +53,10 @@ def rouge_l(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
         raise FileNotFoundError("LongBench's ROUGE-L comes from the package rouge: install "
                                 "lowrank-kv-jax[evals]") from error
     try:
-        return Rouge(metrics=["rouge-l"]).get_scores([prediction], [answer], avg=True)["rouge-l"]["f"]
+        scores: Any = Rouge(metrics=["rouge-l"]).get_scores([prediction], [answer], avg=True)
     except (ValueError, RecursionError):
         return 0.0
+    return scores["rouge-l"]["f"]
 
 
 def classification(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:

@@ -26,7 +26,7 @@ def draw_figures(sections: Sequence[Section], folder: str | os.PathLike) -> dict
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     drawn: dict[str, list[tuple[str, Path]]] = {}
-    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
+    style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
     with plt.rc_context(style):
         for number, section in enumerate(sections, start=1):
             figures = drawn.setdefault(section.title, [])

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,7 @@ def wilcoxon_p(differences: np.ndarray) -> float | None:
     changed = differences[differences != 0]
     if not len(changed):
         return 1.0
-    if len(changed) <= 20 and len(np.unique(np.abs(changed))) == len(changed):
-        return float(wilcoxon(changed, method="exact").pvalue)
-    return float(wilcoxon(changed, method="asymptotic", correction=True).pvalue)
+    distinct = len(np.unique(np.abs(changed))) == len(changed)
+    method = "exact" if distinct and len(changed) <= 20 else "asymptotic"
+    result: Any = wilcoxon(changed, method=method, correction=method != "exact")
+    return float(result.pvalue)

@@ -142,7 +142,7 @@ def _from_hub(dataset: str) -> Any:
 
     repository, config = HUB[dataset]
     try:
-        rows = datasets.load_dataset(repository, config, split="validation")
+        rows: Any = datasets.load_dataset(repository, config, split="validation")
     except (OSError, ValueError, RuntimeError) as error:
         raise FileNotFoundError(f"the data set {repository} cannot be loaded here ({error}); give the file "
                                 f"that RULER downloads for "

@@ -4,6 +4,7 @@ import bisect
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 
 @functools.cache
@@ -52,7 +53,7 @@ class AdjectiveNouns(Sequence[str]):
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]

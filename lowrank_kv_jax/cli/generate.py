@@ -16,7 +16,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     add_model_options(parser)
     parser.add_argument("--method", default="full", metavar="SPEC", help="e.g. ojakv:rank=0.5 (%(default)s)")
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt", metavar="TEXT", nargs="+", help="several make a batch")
     prompt.add_argument("--prompt-file", metavar="FILE", help="UTF-8 text; - is standard input")
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="(%(default)s)")
@@ -30,6 +30,9 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
                         help="without --bases: what to fit them to; by default Python's language reference")
     parser.add_argument("--cache-dtype", choices=("bfloat16", "float32"), default="bfloat16",
                         help="(%(default)s)")
+    parser.add_argument("--mesh", metavar="AXES",
+                        help="lay weights and cache out over devices, e.g. data=2,model=3: prompts over data, kv heads "
+                             "over model")
     parser.set_defaults(run=run)
     return parser
 
@@ -45,21 +48,25 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.generate import generate
     from lowrank_kv_jax.parse import parse_method
     from lowrank_kv_jax.sampling import Sampler
+    from lowrank_kv_jax.sharding import make_mesh
 
     method = parse_method(args.method)
     Sampler(args.temperature, args.top_k, args.top_p)  # refuse bad values before the model is loaded
-    text = _prompt(args)
-    model = load_from(args)
+    texts = _prompts(args)
+    mesh = make_mesh(args.mesh) if args.mesh else None
+    model = load_from(args, mesh)
     if model.tokenizer is None:
         raise ValueError(f"model {model.name!r} has no tokenizer")
-    ids = _encode(model.tokenizer, text, args.chat)
+    ids = [_encode(model.tokenizer, text, args.chat) for text in texts]
     bases = _bases(args, model, method)
-    stream = _Stream(model.tokenizer, model.config.eos_ids)
+    stream = _Stream(model.tokenizer, model.config.eos_ids, silent=len(texts) > 1)
     out = generate(
-        model, method, [ids], bases=bases, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
-        top_k=args.top_k, top_p=args.top_p, seeds=args.seed, dtype=args.cache_dtype, on_tokens=stream,
+        model, method, ids, bases=bases, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
+        top_k=args.top_k, top_p=args.top_p, seeds=args.seed, dtype=args.cache_dtype, mesh=mesh, on_tokens=stream,
     )
     stream.end()
+    for number, text in enumerate((out.texts or []) if len(texts) > 1 else [], start=1):
+        print(f"--- {number}\n{text}")
     size = cache_bytes(out.cache, bases)
     print(f"[{args.method}: cache of {size.tokens} tokens {size.total / 2**20:.2f} MiB, full 16-bit cache "
           f"{size.full / 2**20:.2f} MiB, {size.smaller:.2f}x smaller; {stream.speed()}]", file=sys.stderr)
@@ -67,10 +74,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Stream:
-    """Prints tokens as they come and keeps the time."""
+    """Prints the first row's tokens as they come, unless it is silent, and keeps the time."""
 
-    def __init__(self, tokenizer, eos_ids):
-        self._tokenizer, self._eos = tokenizer, eos_ids
+    def __init__(self, tokenizer, eos_ids, silent: bool = False):
+        self._tokenizer, self._eos, self._silent = tokenizer, eos_ids, silent
         self._ids: list[int] = []
         self._shown = 0
         self._marks: list[tuple[float, int]] = []
@@ -85,7 +92,8 @@ class _Stream:
             self._print(text)
 
     def _print(self, text: str) -> None:
-        print(text[self._shown :], end="", flush=True)
+        if not self._silent:
+            print(text[self._shown :], end="", flush=True)
         self._shown = len(text)
 
     def end(self) -> None:
@@ -103,20 +111,20 @@ class _Stream:
         return f"{first}, then {tokens / seconds:.1f} tokens/s{note}"
 
 
-def _prompt(args: argparse.Namespace) -> str:
+def _prompts(args: argparse.Namespace) -> list[str]:
     if args.prompt is not None:
-        text = args.prompt
+        texts = args.prompt
     elif args.prompt_file == "-":
-        text = sys.stdin.read()
+        texts = [sys.stdin.read()]
     else:
         try:
-            text = Path(args.prompt_file).expanduser().read_text(encoding="utf-8")
+            texts = [Path(args.prompt_file).expanduser().read_text(encoding="utf-8")]
         except UnicodeDecodeError as error:
             reason = f"{error.reason} at byte {error.start}"
             raise ValueError(f"{args.prompt_file}: is not UTF-8 text ({reason})") from error
-    if not text:
+    if not all(texts):
         raise ValueError("the prompt is empty: give at least one token")
-    return text
+    return texts
 
 
 def _encode(tokenizer, text: str, chat: bool) -> list[int]:

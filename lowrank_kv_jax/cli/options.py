@@ -12,13 +12,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
                         help="of the weights; by default float32 on CPU and bfloat16 on accelerators")
 
 
-def load_from(args: argparse.Namespace) -> Any:
+def load_from(args: argparse.Namespace, mesh: Any = None) -> Any:
     """The model that the options name; compiled programs are cached from here on."""
     from lowrank_kv_jax.cli.compilation_cache import enable_compilation_cache
     from lowrank_kv_jax.models.load import load_model
 
     enable_compilation_cache()
-    return load_model(args.model, args.dtype)
+    return load_model(args.model, args.dtype, mesh)
 
 
 def corpus_of(value: list[str] | None, default: str) -> str | tuple[str, ...]:

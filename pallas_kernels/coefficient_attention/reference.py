@@ -12,17 +12,22 @@ from lowrank_kv_jax.pallas_kernels.blockwise import (
     slice_block,
 )
 from lowrank_kv_jax.partial import AttnPartial
+from lowrank_kv_jax.positions import PerHead
 from lowrank_kv_jax.rope import rope_angles, rotate
 
 
-def _visible(tokens, slots, fresh, q_positions, causal, window):
-    """Which of `slots` each query may see: bool `[B, 1 or T, S]`, and their positions `[B, S]`."""
+def _visible(tokens, slots, fresh, q_positions, causal, window, q_heads):
+    """Which of `slots` each query may see: bool that broadcasts to `[B, J, T, G, S]`; positions `[B, 1 or J, S]`."""
     positions = tokens.positions.at(slots)
-    mask = (fresh & (slots[None] < tokens.lengths[:, None]))[:, None, :]
+    positions = positions[:, None] if positions.ndim == 2 else positions
+    mask = (fresh & (slots[None] < tokens.lengths[:, None]))[:, None, None, None, :]
+    key, query = positions[:, :, None, None], q_positions[:, None, :, None, None]
     if causal:
-        mask = mask & (positions[:, None, :] <= q_positions[:, :, None])
+        mask = mask & (key <= query)
     if window is not None:
-        mask = mask & (positions[:, None, :] > q_positions[:, :, None] - window)
+        mask = mask & (key > query - window)
+    if isinstance(tokens.positions, PerHead) and tokens.positions.owner is not None:
+        mask = mask & tokens.positions.owned(slots, q_heads)
     return mask, positions
 
 
@@ -37,7 +42,7 @@ def coefficient_attention(q, tokens, *, scale, q_positions, causal, window) -> A
 
     def read(i):
         start, slots, fresh = block_slots(i, size)
-        mask, _ = _visible(tokens, slots, fresh, q_positions, causal, window)
+        mask, _ = _visible(tokens, slots, fresh, q_positions, causal, window, q.shape[2])
         return _spread(slice_block(tokens.keys, start), heads), _spread(slice_block(tokens.values, start), heads), mask
 
     first, last = block_range(size, tokens.lengths)
@@ -53,10 +58,10 @@ def rotary_coefficient_attention(
 
     def read(i):
         start, slots, fresh = block_slots(i, size)
-        mask, positions = _visible(tokens, slots, fresh, q_positions, causal, window)
+        mask, positions = _visible(tokens, slots, fresh, q_positions, causal, window, q.shape[2])
         keys = reconstruct(key_basis, slice_block(tokens.keys, start).astype(q.dtype), kv_heads)
         if rope is not None:
-            cos, sin = rope_angles(rope, positions[:, None, :])
+            cos, sin = rope_angles(rope, positions)
             keys = rotate(keys, cos, sin)
         values = slice_block(tokens.values, start)
         if value_basis is not None:

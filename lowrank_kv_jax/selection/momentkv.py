@@ -1,0 +1,35 @@
+"""The moment-informed score of MomentKV: attention times what the summary of the evicted does not predict."""
+
+import jax
+import jax.numpy as jnp
+
+from lowrank_kv_jax.summaries.moments import Moments, affine_model
+
+
+def residual_norms(
+    moments: Moments, k: jax.Array, v: jax.Array, owners: jax.Array | None, scale: float
+) -> jax.Array:
+    """||v_j - v_bar - S~ k_j / (n_e sqrt d)|| (equation 10); ||v_j|| where nothing was evicted yet.
+
+    Args:
+        k, v: `[B, J, S, D]`, J = K, or J = 1 with `owners`.
+        owners: int `[B, 1, S]`, the head of each token; None where every head has its own.
+        scale: 1 / sqrt d.
+
+    Returns:
+        float32 `[B, J, S]`.
+    """
+    mean, slope = affine_model(moments, scale)
+    k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+    if owners is None:
+        predicted = mean[:, :, None]
+        if slope is not None:
+            predicted = predicted + jnp.einsum("bkde,bkse->bksd", slope, k)
+        return jnp.linalg.norm(v - predicted, axis=-1)
+    predicted = jnp.zeros_like(v[:, 0])
+    for head in range(mean.shape[1]):
+        own = mean[:, head][:, None]
+        if slope is not None:
+            own = own + jnp.einsum("bde,bse->bsd", slope[:, head], k[:, 0])
+        predicted = jnp.where((owners[:, 0] == head)[..., None], own, predicted)
+    return jnp.linalg.norm(v - predicted[:, None], axis=-1)

@@ -1,0 +1,77 @@
+"""Attention probabilities as votes: over a whole prompt block by block, and of the queries being decoded."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+# probabilities [B, J, T, G, S] of valid queries (others are 0) at positions [B, T] -> votes [B, J, S]
+Vote = Callable[[jax.Array, jax.Array], jax.Array]
+
+QUERIES = 64  # of a block: the probabilities of one block are all that lives at a time
+
+
+def prompt_votes(
+    q: jax.Array, k: jax.Array, lengths: jax.Array, scale: float, vote: Vote, last: int | None = None
+) -> jax.Array:
+    """Votes of a prompt's queries, causal softmax in float32.
+
+    Args:
+        q: `[B, S, N, D]` after RoPE; k: `[B, S, K, D]`.
+        lengths: int32 `[B]`.
+        vote: from probabilities to votes.
+        last: only so many last queries of each row vote; None: all.
+
+    Returns:
+        float32 `[B, K, S]`.
+    """
+    batch, size, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    blocks = -(-size // QUERIES)
+    q = jnp.pad(q, ((0, 0), (0, blocks * QUERIES - size), (0, 0), (0, 0)))
+    q = q.reshape(batch, blocks, QUERIES, kv_heads, heads // kv_heads, dim)
+    begin = jnp.zeros_like(lengths) if last is None else lengths - last
+
+    def block(i, total):
+        index = i * QUERIES + jnp.arange(QUERIES)
+        logits = jnp.einsum("btkgd,bskd->bktgs", q[:, i], k, preferred_element_type=jnp.float32) * scale
+        causal = jnp.arange(size)[None] <= index[:, None]
+        p = jax.nn.softmax(jnp.where(causal[:, None], logits, -jnp.inf), axis=-1)
+        voters = (index[None] < lengths[:, None]) & (index[None] >= begin[:, None])
+        p = jnp.where(voters[:, None, :, None, None], p, 0.0)
+        return total + vote(p, jnp.broadcast_to(index, (batch, QUERIES)))
+
+    return jax.lax.fori_loop(0, blocks, block, jnp.zeros((batch, kv_heads, size), jnp.float32))
+
+
+def decoding_votes(
+    q: jax.Array, keys: jax.Array, lse: jax.Array, scale: float, vote: Vote, positions: jax.Array, seen: jax.Array
+) -> jax.Array:
+    """Votes of queries whose total log-sum-exp is known.
+
+    Args:
+        q: `[B, T, N, D]`; keys: `[B, J, S, D]`, as they are stored.
+        lse: float32 `[B, T, N]` over the whole cache.
+        positions: int32 `[B, T]`.
+        seen: bool that broadcasts to `[B, J, T, G, S]`, G = N / J: who sees what; rows that are padding see nothing.
+
+    Returns:
+        float32 `[B, J, S]`.
+    """
+    batch, tokens, heads, dim = q.shape
+    groups = keys.shape[1]
+    q = q.reshape(batch, tokens, groups, heads // groups, dim)
+    logits = jnp.einsum("btjgd,bjsd->bjtgs", q, keys.astype(q.dtype), preferred_element_type=jnp.float32) * scale
+    lse = lse.reshape(batch, tokens, groups, heads // groups).transpose(0, 2, 1, 3)[..., None]
+    return vote(jnp.where(seen, jnp.exp(jnp.minimum(logits - lse, 0.0)), 0.0), positions)
+
+
+def total_attention(p: jax.Array, positions: jax.Array) -> jax.Array:
+    """The sum of all probabilities (H2O)."""
+    del positions
+    return p.sum((2, 3))
+
+
+def above_average(p: jax.Array, positions: jax.Array) -> jax.Array:
+    """How many queries gave more than the average of the tokens they saw, over their head's mean (Scissorhands)."""
+    return (p.mean(3) > 1.0 / (positions[:, None, :, None] + 1)).sum(2).astype(jnp.float32)

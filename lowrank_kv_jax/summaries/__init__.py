@@ -1,0 +1,1 @@
+"""What stands for the tokens that were evicted."""

@@ -1,0 +1,85 @@
+"""What layers share: CKA, cosine, ranks of groups, and the costs of a shared basis."""
+
+import json
+
+import numpy as np
+import pytest
+from helpers import PLAIN, model, prompts
+
+from lowrank_kv_jax.evals.cross_layer import analyse, cka_matrix, cosine_matrix, group_ranks
+from lowrank_kv_jax.evals.cross_layer_cost import attention_flops, break_even, smaller_at
+from lowrank_kv_jax.evals.cross_layer_plot import plot_analysis
+from lowrank_kv_jax.parse import parse_method
+
+
+def random_layers(layers=3, tokens=40, width=12):
+    return np.random.default_rng(0).normal(size=(layers, tokens, width)).astype(np.float32)
+
+
+def test_cka_is_the_paper_s_formula():
+    x = random_layers()
+    tokens = x.shape[1]
+    centre = np.eye(tokens) - 1 / tokens
+    grams = [centre @ layer.astype(np.float64) @ layer.T @ centre for layer in x]
+    expected = [[np.sum(a * b) / np.sqrt(np.sum(a * a) * np.sum(b * b)) for b in grams] for a in grams]
+    np.testing.assert_allclose(cka_matrix(x), expected, atol=1e-5)
+
+
+def test_rotated_layers_have_one_basis_but_other_tokens():
+    """The observation of section 3: CKA sees what the cosine of tokens does not."""
+    (first,) = random_layers(1)
+    rotation = np.linalg.qr(np.random.default_rng(1).normal(size=(12, 12)))[0].astype(np.float32)
+    x = np.stack([first, first @ rotation])
+    assert cka_matrix(x)[0, 1] > 0.999 and abs(cosine_matrix(x)[0, 1]) < 0.5
+    assert group_ranks(x, 2, 0.999) == [(12, 24)] and group_ranks(x, 1, 0.999) == [(12, 12)] * 2
+
+
+def test_cosine_is_the_mean_over_tokens():
+    x = random_layers()
+    a, b = x[0], x[2]
+    expected = np.mean(np.sum(a * b, -1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1))
+    np.testing.assert_allclose(cosine_matrix(x)[0, 2], expected, atol=1e-6)
+
+
+def test_analysis_of_a_model(tmp_path):
+    analysis = analyse(model(), prompts()[0], sizes=(1, 2, 3), energy=0.9)
+    assert analysis.cka["keys"].shape == (3, 3)
+    np.testing.assert_allclose(np.diag(analysis.cka["values"]), 1, atol=1e-5)
+    method = parse_method(f"xkv:group=2,table={analysis.table(2)}")
+    groups = method.default_bases(PLAIN.attention)
+    assert [group.ranks.k for group in groups] == [rank for rank, _ in analysis.ranks["keys"][2]]
+    plot_analysis(tmp_path / "figure.png", analysis)
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    json.dumps({side: ranks for side, ranks in analysis.ranks.items()})
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"sizes": (4,)}, "group size 4: the model has 3 layers"),
+        ({"energy": 1.5}, "energy=1.5"),
+    ],
+)
+def test_bad_questions_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        analyse(model(), prompts()[0], **options)
+
+
+def test_texts_of_a_single_token_are_refused():
+    with pytest.raises(ValueError, match="tokens of shape"):
+        analyse(model(), prompts()[0, :1])
+
+
+def test_break_even_is_where_the_bases_are_paid_for():
+    spec = PLAIN.attention
+    method = parse_method("xkv:group=3,rank=0.25,sinks=0,recent=0")
+    length = break_even(method, spec, 2.0)
+    assert smaller_at(method, spec, length) >= 2.0 > smaller_at(method, spec, length - 1)
+    compact = parse_method("xkv:group=3,rank=0.25,sinks=0,recent=0,bits=8,basis_dtype=int8")
+    assert break_even(compact, spec, 2.0) < length
+    assert break_even(method, spec, 100.0) is None
+
+
+def test_attention_flops():
+    # one token, 3 layers: rebuild 2 R_k K D, logits 2 N D, values 2 N R_v
+    assert attention_flops(PLAIN.attention, 1, 5, 7) == 3 * 2 * (5 * 32 + 8 * 8 + 8 * 7)
