@@ -57,7 +57,7 @@ def test_analysis_of_a_model(tmp_path):
     "options, message",
     [
         ({"sizes": (4,)}, "group size 4: the model has 3 layers"),
-        ({"energy": 1.5}, "energy=1.5"),
+        ({"sizes": (1,), "energy": 1.5}, "energy=1.5"),
     ],
 )
 def test_bad_questions_are_refused(options, message):
@@ -67,7 +67,7 @@ def test_bad_questions_are_refused(options, message):
 
 def test_texts_of_a_single_token_are_refused():
     with pytest.raises(ValueError, match="tokens of shape"):
-        analyse(model(), prompts()[0, :1])
+        analyse(model(), prompts()[0, :1], sizes=(1,))
 
 
 def test_break_even_is_where_the_bases_are_paid_for():

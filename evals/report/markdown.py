@@ -34,16 +34,17 @@ def legend(section: Section) -> str:
 
 def cells(section: Section) -> tuple[list[str], list[list[str]]]:
     """Header and rows of a section's table."""
+    uneven = len({entry.samples for entry in section.entries}) > 1  # a run that is not finished
     compared = section.baseline is not None and len(section.entries) > 1
     six = set(RULER_6) < set(section.tasks)
-    header = ["method", "stored", "nominal", "mean"]
+    header = ["method", *(["samples"] if uneven else []), "stored", "nominal", "mean"]
     header += [f"vs {section.baseline}", "p"] if compared else []
     header += ["ruler-6"] if six else []
     header += list(section.tasks) if len(section.tasks) > 1 else []
     rows = []
     for entry in section.entries:
-        row = [f"`{entry.method}`", _times(entry.smaller), _times(entry.nominal_smaller),
-               interval_text(entry.mean)]
+        row = [f"`{entry.method}`", *([str(entry.samples)] if uneven else [])]
+        row += [_times(entry.smaller), _times(entry.nominal_smaller), interval_text(entry.mean)]
         row += [interval_text(entry.difference, sign=True), _p(entry.p)] if compared else []
         row += [_ruler_6(entry)] if six else []
         row += [_number(entry.tasks.get(task)) for task in section.tasks] if len(section.tasks) > 1 else []

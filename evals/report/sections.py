@@ -10,6 +10,7 @@ import numpy as np
 
 from lowrank_kv_jax.evals.records import read_records
 from lowrank_kv_jax.evals.report.statistics import Interval, interval, wilcoxon_p
+from lowrank_kv_jax.evals.ruler.tasks import TASKS as RULER
 
 Record = Mapping[str, Any]
 
@@ -41,6 +42,11 @@ class Entry:
     ttft_s: float | None
     decode_tokens_per_s: float | None
 
+    @property
+    def samples(self) -> int:
+        """Of all tasks together."""
+        return sum(map(len, self.scores.values()))
+
 
 @dataclasses.dataclass(frozen=True)
 class Section:
@@ -49,7 +55,7 @@ class Section:
     Attributes:
         command, model, protocol, length: what they have in common.
         baseline: the method that the others are compared with; None where it is not there.
-        tasks: in the order of the records.
+        tasks: RULER's in their own order, others in that of the records.
         entries: of the methods, in the order of the records.
         records: all of them.
     """
@@ -77,7 +83,7 @@ class Section:
     @property
     def samples(self) -> int:
         """Of all tasks together, at most over the methods."""
-        return max(sum(map(len, entry.scores.values())) for entry in self.entries)
+        return max(entry.samples for entry in self.entries)
 
 
 def read_sections(
@@ -107,13 +113,18 @@ def read_sections(
 
 
 def _section(key: tuple, records: list[Record], baseline: str) -> Section:
-    tasks = tuple(dict.fromkeys(record["task"] for record in records))
+    tasks = tuple(sorted(dict.fromkeys(record["task"] for record in records), key=_place))
     methods = tuple(dict.fromkeys(record["method"] for record in records))
     scores = {method: _scores(records, method, tasks) for method in methods}
     there = baseline if baseline in methods else None
     entries = tuple(_entry(records, method, scores, there) for method in methods)
     command, model, protocol, length = key
     return Section(command, model, protocol, length, there, tasks, entries, tuple(records))
+
+
+def _place(task: str) -> int:
+    """RULER's tasks stand in their own order, others as they come."""
+    return list(RULER).index(task) if task in RULER else len(RULER)
 
 
 def _scores(records: list[Record], method: str, tasks: tuple[str, ...]) -> dict[str, dict[Any, float]]:
