@@ -44,8 +44,7 @@ class Settings:
     """What `compare` measures.
 
     Attributes:
-        lengths: of the needle samples, in tokens; perplexity compresses a prefix of the shortest, times are
-            taken at the longest.
+        lengths: of the needle samples, in tokens; perplexity compresses a prefix of the shortest.
         samples: needles at each length.
         seed: of needles and text windows.
         calibrate, text: corpora (see `load_corpus`) to fit bases to and to measure perplexity on.
@@ -54,23 +53,25 @@ class Settings:
         new_tokens: of an answer at most; the right answer ends it earlier.
         rows: samples that share a batch.
         rounds, steps: timed rounds, and decode steps in each.
+        timed_length: prompt and decode steps of a timed round; None: the shortest of `lengths`.
         dtype: of the caches whose quality and bytes are measured.
         timed_dtype: of the caches that are timed; None: float32 on a CPU, which has no fast bfloat16
             products, else `dtype`.
     """
 
     lengths: tuple[int, ...] = (1024, 2048)
-    samples: int = 10
+    samples: int = 8
     seed: int = 0
     calibrate: str | tuple[str, ...] = "pydoc:first"
     text: str | tuple[str, ...] = "pydoc:second"
-    calibration_windows: int = 4
+    calibration_windows: int = 3
     windows: int = 4
     scored: int = 256
     new_tokens: int = 32
-    rows: int = 5
+    rows: int = 4
     rounds: int = 3
     steps: int = DEFAULT_BLOCK
+    timed_length: int | None = None
     dtype: str = "bfloat16"
     timed_dtype: str | None = None
 
@@ -81,6 +82,12 @@ class Settings:
                 raise ValueError(f"{field}={getattr(self, field)}: must be at least 1")
         if not self.lengths or min(self.lengths) <= self.steps or len(set(self.lengths)) < len(self.lengths):
             raise ValueError(f"lengths={self.lengths}: give different lengths, each above {self.steps}")
+        if self.length_timed <= self.steps:
+            raise ValueError(f"timed_length={self.timed_length}: must be above the {self.steps} decode steps")
+
+    @property
+    def length_timed(self) -> int:
+        return self.timed_length or min(self.lengths)
 
     @property
     def cache_dtype_timed(self) -> str:
@@ -96,7 +103,7 @@ class Result:
         needle: score 0-100 by length.
         size: by length.
         perplexity: of text through the cache.
-        timing: at the longest length.
+        timing: at `Settings.length_timed`.
     """
 
     spec: str
@@ -157,9 +164,8 @@ def work(methods: Mapping[str, KVMethod], settings: Settings) -> float:
         batches = math.ceil(settings.samples / settings.rows)
         calls.append(batches * (_prefill_work(settings.rows, length) + len(methods) * _ANSWER_WORK))
     calls.append(_prefill_work(settings.windows, min(settings.lengths)) + len(methods) * _SCORE_WORK)
-    longest = max(settings.lengths)
-    timed = _COMPILE_WORK + settings.rounds * _round_work(longest)
-    calls.append(_prefill_work(1, longest) + len(methods) * timed)
+    timed = _COMPILE_WORK + settings.rounds * _round_work(settings.length_timed)
+    calls.append(_prefill_work(1, settings.length_timed) + len(methods) * timed)
     return sum(calls)
 
 
@@ -186,8 +192,9 @@ def _round_work(length: int) -> float:
 def _check(model: Any, methods: Mapping[str, KVMethod], settings: Settings) -> None:
     if model.tokenizer is None:
         raise ValueError(f"model {model.name!r} has no tokenizer: compare needs one")
-    if max(settings.lengths) > model.config.context:
-        raise ValueError(f"lengths={settings.lengths}: the model's context is {model.config.context} tokens")
+    lengths = (*settings.lengths, settings.length_timed)
+    if max(lengths) > model.config.context:
+        raise ValueError(f"lengths={lengths}: the model's context is {model.config.context} tokens")
     for spec, method in methods.items():
         try:
             method.validate(model.config.attention)
@@ -266,7 +273,7 @@ def _perplexities(model, results: dict[str, Result], bases, settings: Settings, 
 
 
 def _timings(model, methods, bases, settings: Settings, on_step: Step) -> dict[str, Timing]:
-    length, dtype = max(settings.lengths), settings.cache_dtype_timed
+    length, dtype = settings.length_timed, settings.cache_dtype_timed
     texts = load_corpus(settings.text).texts
     tokens = token_windows(model.tokenizer, texts, length - settings.steps, 1, settings.seed)
     # compile everything that will be timed, at the price of one prefill
@@ -299,7 +306,7 @@ def records(model: Any, results: Sequence[Result], settings: Settings) -> list[d
     common = {
         "model": model.name, "fingerprint": model.fingerprint, "seed": settings.seed, "protocol": PROTOCOL,
         "cache_dtype": settings.dtype, "timed_cache_dtype": settings.cache_dtype_timed,
-        "timed_length": max(settings.lengths), "calibration": settings.calibrate,
+        "timed_length": settings.length_timed, "calibration": settings.calibrate,
     }
     out = []
     for result in results:

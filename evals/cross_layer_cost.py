@@ -1,6 +1,8 @@
 """What a cross-layer basis costs: from which length on it pays, the fit, the rebuild at decode."""
 
+import collections
 import dataclasses
+import functools
 import time
 from typing import Any
 
@@ -8,21 +10,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.accounting import cache_bytes
+from lowrank_kv_jax.accounting import full_cache_bytes
+from lowrank_kv_jax.cache import bases_of_group
 from lowrank_kv_jax.evals.timing import CacheContender, alternate
 from lowrank_kv_jax.forward import DEFAULT_BLOCK
 from lowrank_kv_jax.method import KVMethod, Layout
 from lowrank_kv_jax.parse import parse_method
-from lowrank_kv_jax.saved_cache import abstract_cache
+from lowrank_kv_jax.rank_for_bytes import state_bytes
 from lowrank_kv_jax.spec import AttentionSpec
 
 LONGEST = 1 << 17
 
 
-def smaller_at(method: KVMethod, spec: AttentionSpec, prompt: int, dtype: str = "bfloat16") -> float:
-    """How many times smaller the cache of a prompt and one block of new tokens is, all leaves counted."""
+def bytes_at(method: KVMethod, spec: AttentionSpec, prompt: int, dtype: str = "bfloat16") -> int:
+    """Bytes of the cache of a prompt and one block of new tokens, all leaves counted."""
     layout = Layout(spec, 1, prompt, prompt + DEFAULT_BLOCK, DEFAULT_BLOCK, dtype)
-    return cache_bytes(abstract_cache(method, layout)).smaller
+    groups = collections.Counter(bases_of_group(method, spec, None))  # groups of one shape weigh the same
+    shapes = {group: jax.eval_shape(functools.partial(method.init, layout, group)) for group in groups}
+    return sum(state_bytes(shapes[group]) * count for group, count in groups.items())
+
+
+def smaller_at(method: KVMethod, spec: AttentionSpec, prompt: int, dtype: str = "bfloat16") -> float:
+    """How many times smaller than a 16-bit full cache of the same tokens that is."""
+    return full_cache_bytes(spec, prompt + DEFAULT_BLOCK) / bytes_at(method, spec, prompt, dtype)
 
 
 def break_even(
@@ -114,15 +124,11 @@ def decode_cost(
         name: CacheContender(model, m, None, tokens, steps)
         for name, m in (("measured", method), ("full", full), ("layers", none))
     }
-    seconds = {
-        name: t.steps / t.decode_tokens_per_s / t.steps
-        for name, t in alternate(contenders, steps, rounds).items()
-    }
-    layout = Layout(config.attention, 1, length, length + steps, DEFAULT_BLOCK, "bfloat16")
+    seconds = {name: 1 / t.decode_tokens_per_s for name, t in alternate(contenders, steps, rounds).items()}
     return DecodeCost(
         **seconds,
         flops=attention_flops(config.attention, length, *ranks),
-        bytes=cache_bytes(abstract_cache(method, layout)).total,
+        bytes=bytes_at(method, config.attention, length),
         matmul_rate=matmul_rate(),
         copy_rate=copy_rate(),
     )

@@ -22,21 +22,21 @@ ANSWER_PREFIX = " The special magic number for {key} mentioned in the provided t
 
 ADJECTIVES = (
     "amber ancient awake bitter bold brave brief bright brisk broad calm careful cheerful clever cloudy "
-    "cold crisp  curious damp dark deep eager early empty fair famous fancy fierce gentle giant glad "
-    "golden grand hollow honest  humble icy jolly keen kind large late lively lonely loud lucky mellow "
-    "mild narrow neat noble odd pale patient  plain polite proud quick quiet rapid rare ripe rough round "
-    "royal rusty salty sharp shiny silent simple sleepy  smooth soft solid spare steady steep strange "
-    "sturdy sweet swift tall tender tidy tiny vast warm wild wise young "
+    "cold crisp curious damp dark deep eager early empty fair famous fancy fierce gentle giant glad "
+    "golden grand hollow honest humble icy jolly keen kind large late lively lonely loud lucky mellow "
+    "mild narrow neat noble odd pale patient plain polite proud quick quiet rapid rare ripe rough round "
+    "royal rusty salty sharp shiny silent simple sleepy smooth soft solid spare steady steep strange "
+    "sturdy sweet swift tall tender tidy tiny vast warm wild wise young"
 ).split()
 NOUNS = (
     "acorn anchor anvil apple arrow badge bakery barrel basket beacon bell blanket bottle bridge bucket "
-    "button cabin  candle canoe carpet castle cellar chapel cherry circle clock cloud coast collar copper "
-    "corner cottage cradle  cricket crown dancer desert diamond drawer eagle engine fabric falcon feather "
-    "ferry fiddle forest fountain garden  glacier guitar hammer harbor harvest helmet island jacket "
-    "kettle kitten ladder lantern lemon library lizard magnet  market meadow mirror mountain museum "
-    "needle orchard paddle parrot pebble pencil pepper pillow planet pocket puzzle  rabbit ribbon river "
-    "saddle sailor shelter silver spider station stream sunset temple thunder ticket tunnel valley "
-    "village violin wagon walnut whistle window winter "
+    "button cabin candle canoe carpet castle cellar chapel cherry circle clock cloud coast collar copper "
+    "corner cottage cradle cricket crown dancer desert diamond drawer eagle engine fabric falcon feather "
+    "ferry fiddle forest fountain garden glacier guitar hammer harbor harvest helmet island jacket kettle "
+    "kitten ladder lantern lemon library lizard magnet market meadow mirror mountain museum needle "
+    "orchard paddle parrot pebble pencil pepper pillow planet pocket puzzle rabbit ribbon river saddle "
+    "sailor shelter silver spider station stream sunset temple thunder ticket tunnel valley village "
+    "violin wagon walnut whistle window winter"
 ).split()
 
 

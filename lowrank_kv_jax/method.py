@@ -56,6 +56,9 @@ class KVMethod(abc.ABC):
     calibrated: ClassVar[bool] = False
     """Whether `fit` must have been called: `bases` is then required."""
 
+    stage: ClassVar[str | None] = None
+    """What it is in a composition: "codec" or "selection"; None where it stands alone."""
+
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named settings, say of a paper: field values that `name:preset` stands for."""
 

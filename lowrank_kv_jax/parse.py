@@ -1,4 +1,4 @@
-"""Method specs as text: `name` or `name:field=value,field=value`."""
+"""Method specs as text: `name`, `name:field=value,field=value`, and compositions of these with `+`."""
 
 import dataclasses
 import difflib
@@ -8,22 +8,49 @@ from typing import Any
 
 from lowrank_kv_jax.method import KVMethod
 from lowrank_kv_jax.methods import REGISTRY
+from lowrank_kv_jax.methods.composed import Composed, compose
+from lowrank_kv_jax.summaries.component import SUMMARIES
+
+BUDGETS = ("budget", "budget_bytes", "keep")  # fields of which one counts: giving it unsets the defaults of the others
 
 
 def parse_method(text: str) -> KVMethod:
     """A method from its spec, e.g. `ojakv:rank=0.5,rope=pre`.
 
     Values are read by the type of the field: `rank=32` counts columns, `rank=0.5` is a fraction, `none` is None. A word
-    without `=` is a preset of the method (`ojakv:paper,rank=0.6`); fields given beside it win.
+    without `=` is a preset of the method (`ojakv:paper,rank=0.6`); fields given beside it win. `+` joins the stages of a
+    composition in any order: `ojakv:rank=0.6+snapkv:keep=0.5`, `h2o:budget=256+moments`.
 
     Raises:
         ValueError: unknown name or field (with the nearest known one), a value of the wrong type, or one that the
-            method itself refuses.
+            method itself refuses; stages that do not go together, or the same stage twice.
     """
+    parts = [_parse_part(part) for part in text.split("+")]
+    if len(parts) == 1 and isinstance(parts[0], KVMethod):
+        return parts[0]
+    stages: dict[str, Any] = {}
+    for part in parts:
+        if part.stage is None:
+            raise ValueError(f"{text!r}: {part.name} stands alone, it is no stage of a composition")
+        if part.stage in stages:
+            raise ValueError(f"{text!r}: {stages[part.stage].name} and {part.name} are both a {part.stage}; "
+                             "a composition takes one of each stage")
+        stages[part.stage] = part
+    return compose(**stages)
+
+
+def _parse_part(text: str) -> Any:
+    """One method or summary."""
     name, _, rest = text.strip().partition(":")
+    if name in SUMMARIES:
+        return _configure(SUMMARIES[name], name, rest, text)
     if name not in REGISTRY:
         raise ValueError(f"unknown method {name!r}{_nearest(name, REGISTRY)}; known: {', '.join(sorted(REGISTRY))}")
-    cls = REGISTRY[name]
+    return _configure(REGISTRY[name], name, rest, text)
+
+
+def _configure(cls: Any, name: str, rest: str, text: str) -> Any:
+    presets = getattr(cls, "presets", {})
     hints = typing.get_type_hints(cls)
     fields = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
     preset: dict[str, Any] = {}
@@ -32,21 +59,25 @@ def parse_method(text: str) -> KVMethod:
         field, equals, value = item.partition("=")
         field = field.strip()
         if not equals:
-            if field not in cls.presets:
-                known = f"; presets of {name}: {', '.join(cls.presets)}" if cls.presets else ""
+            if field not in presets:
+                known = f"; presets of {name}: {', '.join(presets)}" if presets else ""
                 raise ValueError(f"{text!r}: {item!r} is not of the form field=value{known}")
-            preset |= cls.presets[field]
+            preset |= presets[field]
             continue
         if field not in fields:
             raise ValueError(f"{name} has no field {field!r}{_nearest(field, fields)}; it has: {', '.join(fields)}")
         if field in values:
             raise ValueError(f"{text!r}: field {field!r} is given twice")
         values[field] = _read(name, field, value.strip(), fields[field])
+    if any(field in values for field in BUDGETS):
+        preset |= {field: None for field in BUDGETS if field in fields}
     return cls(**{**preset, **values})
 
 
 def spell_method(method: KVMethod) -> str:
-    """The shortest spec that parses to `method`."""
+    """A spec that parses to `method`."""
+    if isinstance(method, Composed):
+        return "+".join(spell_method(part) for part in method.parts)
     given = []
     for field in dataclasses.fields(method):
         value = getattr(method, field.name)

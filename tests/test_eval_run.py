@@ -17,6 +17,7 @@ from helpers import PLAIN
 from helpers import model as tiny
 
 from lowrank_kv_jax.cli import main
+from lowrank_kv_jax.cli.eval_options import print_scores
 from lowrank_kv_jax.evals import longbench, ruler, suite
 from lowrank_kv_jax.evals.batches import coarse, make_batches
 from lowrank_kv_jax.evals.compare import parse_methods
@@ -246,6 +247,15 @@ def test_a_process_that_is_killed_leaves_whole_records(tmp_path, whole):
     assert without_times(records) == without_times(whole)
 
 
+def test_a_mesh_of_eight_devices_gives_the_same_records(whole):
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
+    here = Path(__file__).parent
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "64", "PYTHONPATH": str(here.parent)}
+    done = subprocess.run([sys.executable, str(here / "sharded_suite.py")], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.strip() == f"{len(whole)} []"
+
+
 # ---- prompt styles -----------------------------------------------------------------------------------------
 
 
@@ -344,6 +354,14 @@ def test_mistakes_on_the_command_line_take_one_line(capsys, argv, message):
     assert main(["eval", *argv]) == 2
     error = capsys.readouterr().err
     assert error.startswith("lowrank-kv: error: ") and error.count("\n") == 1 and message in error
+
+
+def test_scores_are_printed_with_averages(whole, capsys):
+    print_scores(whole, "made up", {"both": ["a", "b"], "more": ["a", "c"]})
+    out = capsys.readouterr().out
+    a, b, both = (float(next(line for line in out.split("\n") if line.startswith(f"│ {name} ")).split("│")[2])
+                  for name in ("a", "b", "both"))
+    assert both == pytest.approx((a + b) / 2, abs=0.1) and "more" not in out and "x smaller" in out
 
 
 # ---- report ------------------------------------------------------------------------------------------------

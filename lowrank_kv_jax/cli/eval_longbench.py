@@ -35,8 +35,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_model`, `parse_methods` and `evaluate_longbench`.
     """
-    from lowrank_kv_jax.cli.eval_options import print_scores, suite_arguments
-    from lowrank_kv_jax.cli.options import load_from
+    from lowrank_kv_jax.cli.eval_options import load_on_mesh, print_scores, suite_arguments
     from lowrank_kv_jax.evals.compare import parse_methods
     from lowrank_kv_jax.evals.longbench import all_tasks, evaluate_longbench, find_task
     from lowrank_kv_jax.evals.records import check_writable
@@ -45,9 +44,10 @@ def run(args: argparse.Namespace) -> int:
     tasks = [find_task(name).name for name in args.tasks or all_tasks()]
     if args.json:
         check_writable(args.json)
+    model, mesh = load_on_mesh(args)
     records = evaluate_longbench(
-        load_from(args), methods, tasks, args.samples, data=args.data, max_length=args.max_length,
-        **suite_arguments(args)
+        model, methods, tasks, args.samples, data=args.data, max_length=args.max_length,
+        mesh=mesh, **suite_arguments(args)
     )
     print_scores(records, f"LongBench, {args.protocol}: score (0-100)",
                  {"mean": tasks} if len(tasks) > 1 else None)

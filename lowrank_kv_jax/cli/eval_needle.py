@@ -26,8 +26,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_model`, `parse_methods` and `evaluate_needles`.
     """
-    from lowrank_kv_jax.cli.eval_options import print_scores, suite_arguments
-    from lowrank_kv_jax.cli.options import load_from
+    from lowrank_kv_jax.cli.eval_options import load_on_mesh, print_scores, suite_arguments
     from lowrank_kv_jax.evals.compare import parse_methods
     from lowrank_kv_jax.evals.needle_grid import evaluate_needles
     from lowrank_kv_jax.evals.records import check_writable
@@ -35,8 +34,9 @@ def run(args: argparse.Namespace) -> int:
     methods = parse_methods(args.methods)
     for path in filter(None, (args.json, args.plot)):
         check_writable(path)
+    model, mesh = load_on_mesh(args)
     records = evaluate_needles(
-        load_from(args), methods, args.lengths, args.depths, args.samples, **suite_arguments(args)
+        model, methods, args.lengths, args.depths, args.samples, mesh=mesh, **suite_arguments(args)
     )
     print_scores(records, f"Needles found, {args.protocol} (%)")
     if args.plot:

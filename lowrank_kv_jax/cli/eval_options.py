@@ -24,9 +24,29 @@ def add_suite_options(parser: argparse.ArgumentParser, seed: int) -> None:
                         help="what bases are fitted to: files, built-in names, hub datasets; by default the "
                              "first half of Python's language "
                              "reference")
+    parser.add_argument("--mesh", metavar="AXES",
+                        help="lay the model and the caches out over devices, e.g. data=2,model=4: contexts of a batch "
+                             "over data, heads over model")
     parser.add_argument("--json", metavar="FILE",
                         help="append each record as soon as it is known; with a file that holds some "
                              "already, go on there")
+
+
+def load_on_mesh(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The model that the options name and its mesh, None for one device.
+
+    Raises:
+        ValueError: as `make_mesh`, or a mesh that does not fit the model or the rows of a batch.
+    """
+    from lowrank_kv_jax.cli.options import load_from
+
+    if args.mesh is None:
+        return load_from(args), None
+    from lowrank_kv_jax.sharding import check_mesh, make_mesh
+
+    mesh = make_mesh(args.mesh)
+    model = load_from(args, mesh)
+    return model, check_mesh(mesh, model.config.attention, args.rows)
 
 
 def suite_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -46,28 +66,28 @@ def suite_arguments(args: argparse.Namespace) -> dict[str, Any]:
 def print_scores(
     records: Sequence[Mapping[str, Any]], title: str, averages: Mapping[str, Iterable[str]] | None = None
 ) -> None:
-    """A table of mean scores, a row for each method; averages only over groups whose tasks are all there."""
+    """A table of mean scores, a column for each method; averages only over groups whose tasks are all there."""
     from rich.console import Console
     from rich.table import Table
 
     from lowrank_kv_jax.evals.summary import mean_scores, size_text
 
-    table = Table(title=title)
-    table.add_column("method")
     scores = mean_scores(records)
-    columns = list(dict.fromkeys((record["length"], record["task"]) for record in records))
-    lengths = list(dict.fromkeys(length for length, _ in columns))
-    groups = {
-        (length, name): tuple(tasks) for name, tasks in (averages or {}).items() for length in lengths
-        if all((length, task) in columns for task in tasks)
-    }
-    table.add_column("x smaller", justify="right")
-    for length, name in [*groups, *columns]:
-        table.add_column(name if len(lengths) == 1 else f"{name}\n{length}", justify="right")
-    for method, cells in scores.items():
-        means = [
-            sum(cells[length, task] for task in tasks) / len(tasks) for (length, _), tasks in groups.items()
-        ]
-        row = [*means, *(cells[column] for column in columns)]
-        table.add_row(method, size_text(records, method), *(f"{value:.1f}" for value in row))
+    cells = list(dict.fromkeys((record["length"], record["task"]) for record in records))
+    several = len({length for length, _ in cells}) > 1
+    table = Table(title=title)
+    table.add_column("task", no_wrap=True)
+    for method in scores:
+        table.add_column(method, justify="right", overflow="fold")
+    table.add_row("x smaller", *(size_text(records, method) for method in scores))
+    for length in dict.fromkeys(length for length, _ in cells):
+        here = {task: [(length, task)] for cell, task in cells if cell == length}
+        for name, tasks in (averages or {}).items():
+            group = [(length, task) for task in tasks]
+            if set(group) <= set(cells):
+                here = {name: group} | here
+        table.add_section()
+        for name, group in here.items():
+            means = (sum(own[cell] for cell in group) / len(group) for own in scores.values())
+            table.add_row(f"{name}, {length}" if several else name, *(f"{mean:.1f}" for mean in means))
     Console().print(table)

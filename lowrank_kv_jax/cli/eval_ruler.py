@@ -41,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_model`, `parse_methods` and `evaluate_ruler`.
     """
-    from lowrank_kv_jax.cli.eval_options import print_scores, suite_arguments
-    from lowrank_kv_jax.cli.options import load_from
+    from lowrank_kv_jax.cli.eval_options import load_on_mesh, print_scores, suite_arguments
     from lowrank_kv_jax.evals.compare import parse_methods
     from lowrank_kv_jax.evals.records import check_writable
     from lowrank_kv_jax.evals.ruler import GROUPS, evaluate_ruler, expand_tasks
@@ -54,10 +53,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         check_writable(args.json)
     shared = suite_arguments(args)
+    model, mesh = load_on_mesh(args)
     records = evaluate_ruler(
-        load_from(args), methods, tasks, args.lengths, args.samples, data=args.data, haystack=args.haystack,
+        model, methods, tasks, args.lengths, args.samples, data=args.data, haystack=args.haystack,
         questions={name: path for name, path in (("squad", args.squad), ("hotpotqa", args.hotpotqa)) if path},
-        **shared,
+        mesh=mesh, **shared,
     )
     print_scores(records, f"RULER, {args.protocol}: score (0-100)", {"ruler-6": GROUPS["ruler-6"]})
     return 0

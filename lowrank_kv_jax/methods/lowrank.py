@@ -79,6 +79,7 @@ class LowRank(KVMethod):
     decoded: str = "coded"
     order: str = "reduced"
 
+    stage: ClassVar[str | None] = "codec"
     adapts: ClassVar[bool] = False
     """Whether rows own their bases (a prompt-fitted or moving basis)."""
 

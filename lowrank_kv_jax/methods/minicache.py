@@ -169,7 +169,7 @@ class MiniCache(KVMethod):
         )
 
     def _choose(self, taps: tuple[Taps, ...], lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Token indices `[B, S]`, retained ones first, and merged ones first; each in the order of the text."""
+        """Token indices `[B, S]`: retained ones first, and merged ones first, in the order of the text."""
         first, second = taps
         distance = (angle(first.k, second.k) + angle(first.v, second.v)).sum(-1)
         valid = jnp.arange(distance.shape[1])[None] < lengths[:, None]

@@ -1,10 +1,12 @@
 """Caches that keep a window of recent tokens, with or without the first tokens of the sequence."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 
 from lowrank_kv_jax.method import KVMethod, register
+from lowrank_kv_jax.methods.selecting import RecentOnly
 from lowrank_kv_jax.partial import merge
 from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.segments import exact as exact_tokens
@@ -24,6 +26,8 @@ class Windowed(KVMethod):
     budget: int | None = None
     keep: float | None = None
 
+    stage: ClassVar[str | None] = "selection"
+
     def __post_init__(self):
         if self.budget is not None and self.keep is not None:
             raise ValueError(f"budget={self.budget!r}, keep={self.keep!r}: give one of them, not both")
@@ -31,6 +35,11 @@ class Windowed(KVMethod):
             raise ValueError(f"keep={self.keep!r}: must lie in (0, 1]")
         if self.budget is not None and self.budget <= self._sinks():
             raise ValueError(f"budget={self.budget!r}: must exceed the {self._sinks()} sinks")
+
+    def as_selection(self):
+        """The rule as a stage of a composition: nothing stays between sinks and recent tokens."""
+        return RecentOnly(budget=self.budget, keep=self.keep, sinks=self._sinks(),
+                          positions=getattr(self, "positions", "original"))
 
     def _sinks(self) -> int:
         return getattr(self, "sinks", 0)

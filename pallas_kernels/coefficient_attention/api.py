@@ -1,13 +1,12 @@
 """The attention ops that the core calls; the platform decides the backend."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import reference
-from lowrank_kv_jax.positions import Runs
 from lowrank_kv_jax.rope import RopeSpec
 
 
@@ -24,7 +23,7 @@ class CachedTokens(NamedTuple):
     keys: jax.Array
     values: jax.Array
     lengths: jax.Array
-    positions: Runs
+    positions: Any  # Runs, or another state whose `at(slots)` gives positions [B, S] or [B, J, S]
 
 
 def coefficient_attention(

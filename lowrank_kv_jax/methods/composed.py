@@ -1,0 +1,134 @@
+"""Compositions: a codec, a selection and a summary as one method."""
+
+import dataclasses
+from typing import Any
+
+from lowrank_kv_jax.method import KVMethod
+from lowrank_kv_jax.methods.lowrank import LowRank
+from lowrank_kv_jax.methods.staged import Staged
+from lowrank_kv_jax.methods.stages import BasisStage
+from lowrank_kv_jax.summaries.component import Summary
+
+
+@dataclasses.dataclass(frozen=True)
+class Composed(Staged):
+    """Made by `compose`, spelled `codec+selection+summary`.
+
+    Sinks and recent tokens: the more of what codec and selection ask for.
+
+    Attributes:
+        codec: a low-rank method, or None.
+        selection: a method that selects.
+        summary: of what it evicts, or None.
+    """
+
+    codec: KVMethod | None = None
+    selection: KVMethod | None = None
+    summary: Summary | None = None
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The stages that are there, in the order they are spelled."""
+        return tuple(part for part in (self.codec, self.selection, self.summary) if part is not None)
+
+    @property
+    def name(self) -> str:
+        return "+".join(part.name for part in self.parts)
+
+    @property
+    def calibrated(self) -> bool:
+        return self.codec is not None and self.codec.calibrated
+
+    @property
+    def bases_type(self):
+        return None if self.codec is None else self.codec.bases_type
+
+    def validate(self, spec):
+        for part in (self.codec, self.selection):
+            if part is not None:
+                part.validate(spec)
+
+    def fit(self, spec, moments):
+        return self.default_bases(spec) if self.codec is None else self.codec.fit(spec, moments)
+
+    def default_bases(self, spec):
+        return (self.codec or self.selection).default_bases(spec)
+
+    def fit_key(self, spec):
+        return super().fit_key(spec) if self.codec is None else self.codec.fit_key(spec)
+
+    # ---- stages -------------------------------------------------------------------------------------------------
+
+    def selection_stage(self):
+        return self.selection.as_selection()
+
+    def ends(self, layout):
+        rule = self.selection_stage()
+        sinks, recent = rule.sinks, rule.recent_tokens(layout)
+        if self.codec is None:
+            return sinks, recent
+        return max(sinks, self.codec.sinks), max(recent, self.codec.recent)
+
+    def codec_stage(self):
+        if self.codec is None:
+            return super().codec_stage()
+        return BasisStage(self.codec)
+
+    def summary_stage(self):
+        return self.summary or self.selection_stage().summary_stage()
+
+
+def compose(
+    codec: KVMethod | None = None, selection: KVMethod | None = None, summary: Summary | None = None
+) -> KVMethod:
+    """One method from up to three stages.
+
+    Args:
+        codec: a low-rank method: how selected tokens are stored; None stores them as they are.
+        selection: which tokens stay.
+        summary: what stands for the rest.
+
+    Raises:
+        ValueError: no selection for a summary, or stages that do not go together.
+        TypeError: something that is not the stage that its name says.
+    """
+    for stage, part in (("codec", codec), ("selection", selection), ("summary", summary)):
+        if part is not None and getattr(part, "stage", None) != stage:
+            raise TypeError(f"{stage}={part!r}: is no {stage}")
+    if selection is None:
+        if summary is not None:
+            raise ValueError(f"{'' if codec is None else codec.name + '+'}{summary.name}: nothing is evicted; add a "
+                             "selection, e.g. snapkv:keep=0.5")
+        if codec is None:
+            raise ValueError("compose needs at least a codec or a selection")
+        return codec
+    if codec is None and summary is None:
+        return selection
+    rule = selection.as_selection()
+    if summary is not None and rule.summary_stage() is not None:
+        raise ValueError(f"{selection.name}+{summary.name}: {selection.name} keeps moments already; the summary is "
+                         "given twice")
+    if summary is not None and rule.statistics not in (None, summary.order):
+        raise ValueError(f"{selection.name}:order={rule.statistics} reads the statistics of {summary.name}:order="
+                         f"{summary.order}: give both the same order")
+    if codec is not None:
+        _check_codec(codec, selection, rule)
+    return Composed(codec, selection, summary)
+
+
+def _check_codec(codec: KVMethod, selection: KVMethod, rule: Any) -> None:
+    names = f"{codec.name}+{selection.name}"
+    if not isinstance(codec, LowRank):
+        raise ValueError(f"{names}: {codec.name} does not store selected tokens")
+    wrong = {
+        "heads with budgets of their own": rule.adaptive,
+        "a selection that keeps nothing between sinks and recent tokens": rule.keeps_none,
+        "positions='cache'": rule.positions == "cache",
+        "schedule='paper'": rule.schedule == "paper",
+        "budgets that differ by layer": type(rule).default_bases is not KVMethod.default_bases,
+        f"decoded={codec.decoded!r}": codec.decoded == "exact" and rule.decoding == "evict",
+        "recent_of='prompt'": codec.recent_of == "prompt",
+    }
+    for what, there in wrong.items():
+        if there:
+            raise ValueError(f"{names}: {what} cannot be combined with a low-rank codec")

@@ -1,0 +1,57 @@
+"""MomentKV: moment statistics stand for the evicted, and say what may be evicted next."""
+
+import dataclasses
+
+from lowrank_kv_jax.method import register
+from lowrank_kv_jax.methods.adakv import Adaptive
+from lowrank_kv_jax.selection.momentkv import residual_norms
+from lowrank_kv_jax.selection.snapkv import chunked
+from lowrank_kv_jax.summaries.component import Summary
+
+
+@register("momentkv")
+@dataclasses.dataclass(frozen=True)
+class MomentKV(Adaptive):
+    """Moment-informed eviction and normalisation-corrected inference (Li et al., 2026).
+
+    The prompt is compressed by SnapKV's protocol: a window of 32 queries, one sink, chunks of 4, head budgets.
+
+    Attributes:
+        mi: moment-informed eviction: attention times ||r_j|| (equation 10) decides, not attention alone.
+        nc: normalisation-corrected inference: the moments are merged as an approximate partial (equation 12).
+        order: "0" (means), "1" (the paper's) or "gaussian" (the key covariance too, for the partition function).
+        moments_dtype: of the sums, "float32" or "bfloat16".
+        schedule: "block" evicts in bulk at every refresh by the attention of the block's queries; "paper" is Algorithm 1,
+            one eviction a head for each decoded token, before it attends (O(L d^2) a token).
+        chunk: adjacent tokens of the prompt that share a score.
+    """
+
+    sinks: int = 1
+    pool: str = "none"
+    mi: bool = True
+    nc: bool = True
+    order: str = "1"
+    moments_dtype: str = "float32"
+    schedule: str = "block"
+    chunk: int = 4
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.schedule not in ("block", "paper"):
+            raise ValueError(f"schedule={self.schedule!r}: allowed are block, paper")
+        if not isinstance(self.chunk, int) or self.chunk < 1:
+            raise ValueError(f"chunk={self.chunk!r}: must be an int of at least 1")
+        Summary(self.order, self.moments_dtype)
+
+    @property
+    def statistics(self):
+        return self.order if self.mi else None
+
+    def summary_stage(self):
+        return Summary(self.order, self.moments_dtype) if self.nc else None
+
+    def prompt_scores(self, layout, tap, lengths):
+        return chunked(super().prompt_scores(layout, tap, lengths), self.chunk)
+
+    def informed(self, score, evicted, k, v, owner, scale):
+        return score * residual_norms(evicted, k, v, owner, scale)

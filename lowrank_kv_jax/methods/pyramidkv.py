@@ -1,0 +1,39 @@
+"""PyramidKV: SnapKV with budgets that shrink with depth."""
+
+import dataclasses
+
+from lowrank_kv_jax.method import register
+from lowrank_kv_jax.methods.snapkv import Windowing
+from lowrank_kv_jax.selection.pyramidkv import layer_budget
+from lowrank_kv_jax.state import state, static
+
+
+@state
+class Depth:
+    """Which of how many layers a group is: without arrays, so that `init` has its shape."""
+
+    layer: int = static()
+    layers: int = static()
+
+
+@register("pyramidkv")
+@dataclasses.dataclass(frozen=True)
+class PyramidKV(Windowing):
+    """Lower layers keep more (Cai et al., 2024); budgets are averages over the layers.
+
+    Attributes:
+        beta: the top layer keeps a beta-th of the average.
+    """
+
+    beta: int = 20
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not isinstance(self.beta, int) or self.beta < 1:
+            raise ValueError(f"beta={self.beta!r}: must be an int of at least 1")
+
+    def default_bases(self, spec):
+        return tuple(Depth(layer, spec.num_layers) for layer in range(spec.num_layers))
+
+    def of_layer(self, tokens, room, bases):
+        return layer_budget(tokens, room, bases.layer, bases.layers, self.beta)

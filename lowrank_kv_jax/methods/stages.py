@@ -1,0 +1,151 @@
+"""How selected tokens are stored: as they are, or as coefficients of a low-rank method."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lowrank_kv_jax.codecs.basis import fold_query, project, reconstruct
+from lowrank_kv_jax.method import Layout, Place
+from lowrank_kv_jax.methods.lowrank import LowRank, LowRankState
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
+from lowrank_kv_jax.partial import AttnPartial
+from lowrank_kv_jax.positions import PerHead
+from lowrank_kv_jax.rope import rope_angles, rotate
+from lowrank_kv_jax.segments.coded import Coded
+from lowrank_kv_jax.segments.exact import Exact
+from lowrank_kv_jax.spec import Taps
+from lowrank_kv_jax.state import state
+
+
+@state
+class Verbatim:
+    """Tokens stored as they are.
+
+    Attributes:
+        exact: sinks, recent tokens and those appended since the last refresh.
+        coded: the selected tokens between them; None where a selection keeps none.
+    """
+
+    exact: Exact
+    coded: Exact | None
+
+
+class Readable(NamedTuple):
+    """Queries and stored keys whose products are the logits: q `[B, T, N, R]`, keys `[B, J, S, R]`."""
+
+    q: jax.Array
+    keys: jax.Array
+
+
+class VerbatimStage:
+    """The codec that changes nothing."""
+
+    def heads(self, layout: Layout, bases: Any) -> int:
+        """Heads J in which stored tokens are told apart."""
+        del bases
+        return layout.spec.kv_heads
+
+    def empty(self, layout: Layout, bases: Any, exact: Exact, heads: int, size: int, positions: PerHead) -> Verbatim:
+        """An empty state with room for `size` selected tokens in each of `heads` buffers."""
+        del bases
+        if not size:
+            return Verbatim(exact, None)
+        buffer = jnp.zeros((layout.batch, heads, size, layout.spec.head_dim), jnp.dtype(layout.dtype))
+        return Verbatim(exact, Exact(buffer, jnp.zeros_like(buffer), jnp.zeros((layout.batch,), jnp.int32), positions))
+
+    def begin(self, layout: Layout, bases: Any, held: Any, tap: Taps, lengths: jax.Array) -> Any:
+        """Fit whatever is fitted to the prompt."""
+        del layout, bases, tap, lengths
+        return held
+
+    def encode_prompt(self, layout: Layout, bases: Any, held: Any, tap: Taps) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of the prompt as they are stored, `[B, J, S, R]`."""
+        del bases, held
+        k, v = (x.swapaxes(1, 2).astype(layout.dtype) for x in (tap.k, tap.v))
+        return k, v
+
+    def take_in(self, layout, bases, held, k, v, positions, weight):
+        """Code tokens `[B, T, K, D]` that leave the exact window; the state may adapt to those of `weight` 1."""
+        del layout, bases, positions, weight
+        return held, k.swapaxes(1, 2), v.swapaxes(1, 2)
+
+    def decode(self, layout, bases, held, k, v, position):
+        """Keys after RoPE and values `[B, J, S, D]` of codes at `position` `[B, J, S]`."""
+        del layout, bases, held, position
+        return k, v
+
+    def attend(self, layout: Layout, bases: Any, held: Any, q: jax.Array, positions: jax.Array, place: Place):
+        """Attention over the selected tokens."""
+        del bases
+        return attend_tokens(held.coded, held.coded.k, q, positions, layout.spec.scale, place.window)
+
+    def readable(self, layout: Layout, bases: Any, held: Any, q: jax.Array) -> Readable:
+        """For votes."""
+        del layout, bases
+        return Readable(q, held.coded.k)
+
+
+def attend_tokens(tokens: Exact, keys: jax.Array, q, positions, scale, window) -> AttnPartial:
+    """Attention over selected tokens, read with `keys` in place of their own; all lie before every query."""
+    cached = CachedTokens(keys, tokens.v, tokens.length, tokens.positions)
+    return coefficient_attention(q, cached, scale=scale, q_positions=positions, causal=False, window=window)
+
+
+class BasisStage:
+    """The codec of a low-rank method, its basis updates included; same functions as `VerbatimStage`."""
+
+    def __init__(self, method: LowRank):
+        self.method = method
+
+    def heads(self, layout, bases):
+        start = self.method.starting_bases(layout, bases)
+        k, v = self.method.key_heads(layout.spec, start), start.v.shape[-3]
+        if k != v:
+            raise ValueError(f"{self.method.name}: keys in {k} and values in {v} heads cannot be selected together")
+        return k
+
+    def empty(self, layout, bases, exact, heads, size, positions):
+        method, dtype = self.method, jnp.dtype(layout.dtype)
+        start = method.starting_bases(layout, bases)
+        k, v = (jnp.zeros((layout.batch, heads, size, u.shape[-1]), dtype) for u in start)
+        own = (u.astype(dtype) for u in start) if method.adapts else (None, None)
+        return LowRankState(exact, Coded(k, v, jnp.zeros((layout.batch,), jnp.int32), positions), *own)
+
+    def begin(self, layout, bases, held, tap, lengths):
+        if not self.method.adapts:
+            return held
+        own = self.method.prompt_bases(layout, held, tap, lengths)
+        return dataclasses.replace(held, k_basis=own.k.astype(layout.dtype), v_basis=own.v.astype(layout.dtype))
+
+    def encode_prompt(self, layout, bases, held, tap):
+        use = self.method.bases_of(bases, held)
+        keys = tap.k_pre if self.method.rope == "pre" else tap.k
+        return project(use.k, keys).astype(layout.dtype), project(use.v, tap.v).astype(layout.dtype)
+
+    def take_in(self, layout, bases, held, k, v, positions, weight):
+        if self.method.rope == "pre":
+            cos, sin = rope_angles(layout.spec.rope, positions[:, :, None])
+            k = rotate(k.astype(jnp.float32), cos, -sin)
+        if self.method.adapts:
+            held = self.method.adapt(layout, held, k, v, weight)
+        use = self.method.bases_of(bases, held)
+        return held, project(use.k, k).astype(layout.dtype), project(use.v, v).astype(layout.dtype)
+
+    def decode(self, layout, bases, held, k, v, position):
+        use, heads = self.method.bases_of(bases, held), layout.spec.kv_heads
+        k, v = reconstruct(use.k, k, heads), reconstruct(use.v, v, heads)
+        if self.method.rope == "pre":
+            k = rotate(k, *rope_angles(layout.spec.rope, position))
+        return k, v
+
+    def attend(self, layout, bases, held, q, positions, place):
+        return self.method.attend_coded(layout, self.method.bases_of(bases, held), held, q, positions, place)
+
+    def readable(self, layout, bases, held, q):
+        use = self.method.bases_of(bases, held)
+        if self.method.rope == "post":
+            return Readable(fold_query(use.k, q, layout.spec.kv_heads), held.coded.k)
+        keys = reconstruct(use.k, held.coded.k, layout.spec.kv_heads)
+        return Readable(q, rotate(keys, *rope_angles(layout.spec.rope, held.coded.positions.position)))

@@ -1,0 +1,31 @@
+"""Summaries of evicted tokens as a stage of a composition."""
+
+import dataclasses
+from typing import ClassVar
+
+from lowrank_kv_jax.summaries.moments import ORDERS
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Moment statistics of whatever a selection evicts, merged as one more partial.
+
+    Attributes:
+        order: "0", "1" or "gaussian", see `summaries.moments`.
+        dtype: of the sums, "float32" or "bfloat16".
+    """
+
+    order: str = "1"
+    dtype: str = "float32"
+
+    name: ClassVar[str] = "moments"
+    stage: ClassVar[str] = "summary"
+
+    def __post_init__(self):
+        if self.order not in ORDERS:
+            raise ValueError(f"order={self.order!r}: allowed are {', '.join(ORDERS)}")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype={self.dtype!r}: allowed are float32, bfloat16")
+
+
+SUMMARIES = {Summary.name: Summary}
