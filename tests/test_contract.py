@@ -245,7 +245,7 @@ def test_going_beyond_the_block_or_the_capacity_is_loud(name):
 def test_a_cache_of_another_method_is_refused(name):
     cache, _ = small_run(name)
     others = [small_configuration(cls) for other, cls in REGISTRY.items() if other != name]
-    for other in [*others, full_configuration(REGISTRY[name], 7)]:
+    for other in [*others, full_configuration(REGISTRY[name], 40)]:
         if other == cache.method:
             continue
         for call in (

@@ -114,7 +114,7 @@ def test_ranks_follow_the_fields():
         ("xkv:rank=1000", "rank=1000: must lie in 1..128"),
         ("xkv:rank_k=4,rank_v=1000", "rank_v=1000: must lie in 1..128"),
         ("xkv:table=3:4", "has 1 entries, this model has 2 groups"),
-        ("xkv:table=3-4/2", "expected ranks"),
+        ("xkv:table=3-4/2", "expected a pair"),
     ],
 )
 def test_configurations_that_a_model_does_not_suit(spec, message):

@@ -357,8 +357,9 @@ class Staged(KVMethod):
         nearer = jnp.where(held.exact.length[:, None] > sinks, nearer, 0)
         nearer = jnp.repeat(nearer, spec.group_size, axis=1)[:, None]
         moved = rotate(q, *rope_angles(spec.rope, nearer))
-        first = exact_tokens.part(held.exact, 0, sinks)
-        parts.append(exact_tokens.attend(first, moved, positions, scale=spec.scale, window=place.window))
+        if sinks:
+            first = exact_tokens.part(held.exact, 0, sinks)
+            parts.append(exact_tokens.attend(first, moved, positions, scale=spec.scale, window=place.window))
         if held.coded is not None:
             parts.append(attend_tokens(held.coded, keys, moved, positions, spec.scale, place.window))
         return parts

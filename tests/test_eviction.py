@@ -1,0 +1,252 @@
+"""Caches that select: what never leaves, positions, bytes, compositions and mistakes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eviction_oracle import SPEC, drive, kept_positions, make_stream
+from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, model, prompts, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowrank_kv_jax.accounting import cache_bytes
+from lowrank_kv_jax.forward import prefill
+from lowrank_kv_jax.generate import Progress, decode_block
+from lowrank_kv_jax.method import REGISTRY, Layout
+from lowrank_kv_jax.methods import compose
+from lowrank_kv_jax.parse import parse_method, spell_method
+from lowrank_kv_jax.saved_cache import abstract_cache
+from lowrank_kv_jax.selection.pyramidkv import layer_budget
+from lowrank_kv_jax.selection.retain import compact, ranks
+from lowrank_kv_jax.summaries.component import Summary
+
+ENDS = "sinks=3,recent=6"
+SELECTIONS = [
+    f"h2o:budget=20,{ENDS}", f"scissorhands:budget=20,{ENDS}", f"snapkv:budget=20,{ENDS}", f"pyramidkv:budget=20,{ENDS}",
+    f"adakv:budget=20,{ENDS}", f"momentkv:budget=20,{ENDS}", f"momentkv:budget=20,{ENDS},schedule=paper",
+]
+COMPOSITIONS = [
+    "h2o:budget={budget},recent=8+moments", "streamingllm:budget={budget}+moments:order=gaussian",
+    "ojakv:rank=1.0,sinks=4,recent=8+snapkv:budget={budget},recent=8",
+    "ojakv:rank=1.0,sinks=4,recent=8+snapkv:budget={budget},recent=8+moments:order=0",
+    "ojakv:rank=1.0,rope=pre,heads=joint,sinks=4,recent=8+h2o:budget={budget},recent=8+moments",
+    "static-pca-h:rank=1.0,sinks=2,recent=8+scissorhands:budget={budget},recent=8",
+]
+
+
+# ---- the choice -----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=30))
+def test_ranks_count_within_a_head(pairs):
+    scores, owners = (np.array(x) for x in zip(*pairs, strict=True))
+    got = ranks(jnp.asarray(scores, jnp.float32)[None], jnp.asarray(owners)[None], 3)[0]
+    for head in range(3):
+        mine = np.flatnonzero(owners == head)
+        order = mine[np.argsort(-scores[mine], kind="stable")]
+        np.testing.assert_array_equal(got[order], np.arange(len(mine)))
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=20), st.integers(1, 25))
+def test_compact_lists_chosen_slots_in_order(chosen, size):
+    got = compact(jnp.asarray([chosen]), size)[0]
+    want = np.flatnonzero(chosen)[:size]
+    np.testing.assert_array_equal(got[: len(want)], want)
+
+
+@pytest.mark.parametrize("budget, length, layers, want", [
+    (96, 2000, 4, [188, 127, 66, 5]),  # min = 96 // 20 = 4, max = 188, step 61
+    (96, 150, 4, [150, 114, 78, 42]),  # max is cut to the length, min = 2 * 96 - 150
+    (40, 2000, 1, [78]),
+])
+def test_layer_budgets_by_hand(budget, length, layers, want):
+    assert [layer_budget(budget, length, layer, layers) for layer in range(layers)] == want
+
+
+@pytest.mark.parametrize("spec", SELECTIONS)
+@pytest.mark.parametrize("kind", ["random", "giant", "ties"])
+def test_sinks_and_recent_tokens_are_never_evicted(spec, kind):
+    stream = make_stream(kind, 75, seed=1)
+    state, _ = drive(parse_method(spec), stream, 40, width=1, refresh_every=5)
+    held = state.held.exact
+    at = set(np.asarray(held.positions.at(jnp.arange(int(held.length[0]))))[0].tolist())
+    assert {0, 1, 2} <= at and set(range(69, 75)) <= at
+    for found in kept_positions(state):
+        assert not at & set(found) and len(set(found)) == len(found)
+        assert all(3 <= p < 75 for p in found)
+    for h, positions in enumerate(state.held.coded.positions.position[0]):  # stored keys are those of their positions
+        if state.held.coded.positions.owner is None:
+            np.testing.assert_allclose(
+                state.held.coded.k[0, h, : len(found)], stream.k[np.asarray(positions[: len(found)]), h], atol=1e-6)
+
+
+def test_a_head_that_keeps_fewer_tokens_stores_fewer():
+    """One head attends to a few tokens, the other everywhere: the buffer is shared, not masked."""
+    stream = make_stream("random", 64, seed=0)
+    stream.k[:, 0] *= 4
+    method = parse_method("adakv:budget=24,recent=8,alpha=0.0")
+    state, _ = drive(method, stream, 64)
+    counts = [len(x) for x in kept_positions(state)]
+    assert sum(counts) == 2 * 16 and counts[0] != counts[1]
+    assert state.held.coded.k.shape == (1, 1, 2 * 16 + 1, SPEC.head_dim)
+
+
+def test_pyramid_layers_have_their_own_shapes():
+    method = parse_method("pyramidkv:budget=40,recent=8")
+    cache, _ = run(method, PLAIN, prompts(), PROMPT)
+    sizes = [group.held.coded.k.shape[2] for group in cache.groups]
+    assert sizes == [layer_budget(32, CAPACITY - 8, layer, 3) for layer in range(3)] and sizes[0] > sizes[2]
+
+
+# ---- full budget, decoding ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", COMPOSITIONS)
+def test_compositions_are_exact_at_full_budget_and_rank(spec):
+    tokens = prompts(length=PROMPT + 24)
+    _, exact = run(REGISTRY["full"](), PLAIN, tokens, PROMPT, width=4)
+    _, logits = run(parse_method(spec.format(budget=CAPACITY)), PLAIN, tokens, PROMPT, width=4)
+    np.testing.assert_allclose(logits, exact, atol=1e-4)
+    cache, small = run(parse_method(spec.format(budget=24)), PLAIN, tokens, PROMPT, width=4)
+    assert np.isfinite(small).all() and np.abs(small[:, 1:] - exact[:, 1:]).max() > 0.01
+    assert cache_bytes(cache).total == sum(x.nbytes for x in jax.tree.leaves(cache))
+
+
+@pytest.mark.parametrize("spec", ["snapkv:keep=1.0,recent=8", "momentkv:budget=160,recent=8,schedule=paper",
+                                  "adakv:budget=160,recent=8,positions=cache", "snapkv:budget=110,recent=8,decoding=keep"])
+def test_variants_are_exact_at_full_budget(spec):
+    tokens = prompts(length=PROMPT + 24)
+    _, exact = run(REGISTRY["full"](), PLAIN, tokens, PROMPT)
+    _, logits = run(parse_method(spec), PLAIN, tokens, PROMPT)
+    np.testing.assert_allclose(logits, exact, atol=1e-4)
+
+
+def decode_many(config, method, steps, block=BLOCK, prompt=48):
+    """Greedy decoding in compiled blocks; the cache after the first and after the last block."""
+    cache, logits = prefill(
+        method, config, model(config).params, prompts(rows=1, length=prompt), capacity=prompt + steps + block,
+        block=block, dtype=jnp.float32,
+    )
+    progress = Progress(logits.argmax(-1).astype(jnp.int32), jnp.zeros((1,), bool), jnp.ones((1,), jnp.int32))
+    keys = jax.vmap(jax.random.key)(jnp.arange(1))
+    first = jax.tree.map(lambda x: (x.shape, x.dtype), cache)
+    for _ in range(steps // block):
+        cache, progress, out = decode_block(method, config, model(config).params, cache, progress, keys, jnp.int32(block))
+        assert (np.asarray(out) >= 0).all()
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), cache) == first
+    return cache
+
+
+@pytest.mark.parametrize("spec, steps", [
+    ("momentkv:budget=64,recent=8", 512),
+    pytest.param("momentkv:budget=256", 10240, marks=pytest.mark.slow),
+    pytest.param("h2o:budget=256+moments:order=gaussian", 10240, marks=pytest.mark.slow),
+])
+def test_long_decoding_keeps_shapes_bytes_and_finiteness(spec, steps):
+    config = dataclasses.replace(PLAIN, num_layers=1, windows=(None,), context=1 << 14)
+    method = parse_method(spec)
+    cache = decode_many(config, method, steps)
+    assert all(np.isfinite(np.asarray(x, np.float64)).all() for x in jax.tree.leaves(cache))
+    predicted = abstract_cache(method, cache.layout)
+    assert cache_bytes(cache).by_kind == cache_bytes(predicted).by_kind
+    (group,) = cache.groups
+    evicted = np.asarray(group.evicted.count)
+    held = int(group.held.exact.length[0]) + (
+        np.array([len(x) for x in kept_positions(group, PLAIN.kv_heads)]))
+    np.testing.assert_array_equal(evicted[0] + held, 48 + steps)  # every token is held or summed up
+
+
+# ---- bytes ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=15)
+@given(st.sampled_from([s.replace("budget=20,", "") for s in SELECTIONS]), st.integers(30_000, 90_000))
+def test_budget_in_bytes_is_kept_and_used(spec, budget):
+    name, _, fields = spec.partition(":")
+    method = parse_method(f"{name}:budget_bytes={budget},{fields}")
+    layout = Layout(PLAIN.attention, 1, 512, 512, 16, "bfloat16")
+    spent = cache_bytes(abstract_cache(method, layout)).total
+    heads = PLAIN.attention.kv_heads * PLAIN.attention.num_layers
+    assert spent <= budget and budget - spent < (20 + 20) * 2 * heads
+
+
+def test_statistics_positions_and_scores_are_counted():
+    cache, _ = run(parse_method("momentkv:budget=24,recent=8"), PLAIN, prompts(), PROMPT)
+    spent = cache_bytes(cache).by_kind
+    layers, heads, dim = 3, 4, 8
+    assert spent["moments"] == 2 * layers * heads * 4 * (dim * dim + 2 * dim + 1)
+    slots = heads * 15 + 2  # budget - sink - recent, and room for the rounding of the official allocation
+    tail = 1 + 8 + BLOCK
+    assert spent["exact"] == 2 * layers * 2 * 4 * dim * (slots + heads * tail)
+    # position 4, owner 1, score 4; scores of the tail; length and two gaps of the tail; length of the selected
+    assert spent["indices"] == 2 * layers * (9 * slots + 4 * heads * tail + 4 * (1 + 4) + 4) + 2 * 8 + 4
+
+
+# ---- composition and mistakes ---------------------------------------------------------------------------------------
+
+
+def test_compose_and_plus_are_the_same():
+    oja, snap, moments = parse_method("ojakv:rank=0.6"), parse_method("snapkv:keep=0.5"), Summary("0")
+    method = compose(oja, snap, moments)
+    assert method == parse_method("moments:order=0+snapkv:keep=0.5+ojakv:rank=0.6")
+    assert hash(method) == hash(compose(oja, snap, moments)) and method.calibrated
+    assert parse_method(spell_method(method)) == method
+    assert spell_method(method) == "ojakv:rank=0.6+snapkv:keep=0.5+moments:order=0"
+    assert compose(oja) is oja and compose(selection=snap) is snap
+    assert method != compose(parse_method("ojakv:rank=1"), snap, moments)
+    assert method.fit_key(PLAIN.attention) == oja.fit_key(PLAIN.attention)
+    assert len(bases_for(method)) == 3
+
+
+@pytest.mark.parametrize("text, message", [
+    ("snapkv:budget=30", "budget=30: must exceed sinks + recent = 0 + 32"),
+    ("momentkv:budget=33", "budget=33: must exceed sinks + recent = 1 + 32"),
+    ("snapkv:budget=64,keep=0.5", "budget=64, keep=0.5: give exactly one of them"),
+    ("h2o:budget=64,budget_bytes=4096", "budget=64, budget_bytes=4096: give exactly one"),
+    ("snapkv:keep=1.5", "keep=1.5"),
+    ("snapkv:budget=64,recent=-1", "recent=-1"),
+    ("snapkv:pool=median", "pool='median': allowed are avg, max, none"),
+    ("snapkv:recent=0", "the observation window is empty"),
+    ("snapkv:group=never", "group='never'"),
+    ("snapkv:decoding=drop", "decoding='drop': allowed are evict, keep"),
+    ("snapkv:kernel=0", "kernel=0"),
+    ("snapkv:decay=2.0", "decay=2.0"),
+    ("snapkv:positions=none", "positions='none'"),
+    ("adakv:allocation=fair", "allocation='fair'"),
+    ("adakv:alpha=1.5", "alpha=1.5"),
+    ("pyramidkv:beta=0", "beta=0"),
+    ("scissorhands:history=0", "history=0"),
+    ("momentkv:order=2", "order='2'"),
+    ("momentkv:schedule=late", "schedule='late'"),
+    ("momentkv:chunk=0", "chunk=0"),
+    ("momentkv:moments_dtype=int8", "dtype='int8'"),
+    ("snapkv:keep=0.5+h2o:keep=0.5", "snapkv and h2o are both a selection"),
+    ("ojakv+single-svd", "ojakv and single-svd are both a codec"),
+    ("moments+h2o+moments", "moments and moments are both a summary"),
+    ("full+moments", "full stands alone"),
+    ("moments", "nothing is evicted"),
+    ("ojakv:rank=0.5+moments", "nothing is evicted; add a selection"),
+    ("momentkv+moments", "keeps moments already"),
+    ("momentkv:nc=false+moments:order=0", "give both the same order"),
+    ("ojakv+adakv", "heads with budgets of their own cannot be combined"),
+    ("ojakv+streamingllm", "keeps nothing between"),
+    ("ojakv+snapkv:positions=cache", "positions='cache'"),
+    ("ojakv+pyramidkv", "budgets that differ by layer"),
+    ("snapkv+", "unknown method ''"),
+])
+def test_mistakes_are_named(text, message):
+    with pytest.raises(ValueError) as error:
+        parse_method(text)
+    assert message in str(error.value)
+
+
+def test_a_window_longer_than_the_prompt_and_too_few_bytes_are_refused():
+    method = parse_method("snapkv:budget=200,recent=32,window=100")
+    with pytest.raises(ValueError, match="window=100: longer than the prompt of 96 tokens"):
+        prefill(method, PLAIN, model().params, prompts())
+    with pytest.raises(ValueError, match="budget_bytes=1000: sinks, recent tokens"):
+        prefill(parse_method("snapkv:budget_bytes=1000"), PLAIN, model().params, prompts())
+    with pytest.raises(TypeError, match="is no selection"):
+        compose(selection=parse_method("ojakv"))

@@ -1,0 +1,162 @@
+"""Moment statistics: exactness, algebra and edges."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowrank_kv_jax.partial import AttnPartial, merge
+from lowrank_kv_jax.state import walk
+from lowrank_kv_jax.summaries.component import Summary
+from lowrank_kv_jax.summaries.moments import affine_model, combine, empty_moments, partial, update
+
+K, D = 2, 8
+SCALE = D**-0.5
+
+
+def tokens(count, seed=0, scale=1.0):
+    k, v = scale * np.random.default_rng(seed).normal(size=(2, 1, K, count, D))
+    return jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32)
+
+
+def summary_of(k, v, order="1", dtype=jnp.float32):
+    return update(empty_moments(1, K, D, order, dtype), k, v, jnp.ones(k.shape[:3]))
+
+
+def attention(q, k, v):
+    """Exact partial over `[1, K, S, D]` in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    groups = q.reshape(1, q.shape[1], K, -1, D)
+    s = np.einsum("btkgd,bksd->btkgs", groups, k) * SCALE
+    lse = np.logaddexp.reduce(s, axis=-1)
+    out = np.einsum("btkgs,bksd->btkgd", np.exp(s - lse[..., None]), v)
+    return out.reshape(q.shape), lse.reshape(q.shape[:3])
+
+
+def queries(seed=1, scale=1.0):
+    return jnp.asarray(scale * np.random.default_rng(seed).normal(size=(1, 3, 4, D)), jnp.float32)
+
+
+@given(st.integers(1, 40), st.sampled_from(["0", "1", "gaussian"]), st.integers(0, 9))
+def test_equal_keys_are_corrected_exactly(count, order, seed):
+    """With one key, softmax over the evicted is uniform: v_bar and n exp(s), whatever the values."""
+    k, v = tokens(count, seed)
+    k = jnp.broadcast_to(k[:, :, :1], k.shape)
+    q = queries(seed)
+    got, (out, lse) = partial(summary_of(k, v, order), q, SCALE), attention(q, k, v)
+    np.testing.assert_allclose(got.out, out, atol=2e-5)
+    np.testing.assert_allclose(got.lse, lse, atol=2e-5)
+
+
+@given(st.integers(2, 30), st.data())
+def test_order_of_eviction_does_not_matter_and_parts_combine(count, data):
+    k, v = tokens(count, count)
+    order = jnp.asarray(data.draw(st.permutations(range(count))))
+    cut = data.draw(st.integers(0, count))
+    whole = summary_of(k, v, "gaussian")
+    for other in (
+        summary_of(k[:, :, order], v[:, :, order], "gaussian"),
+        combine(summary_of(k[:, :, :cut], v[:, :, :cut], "gaussian"), summary_of(k[:, :, cut:], v[:, :, cut:], "gaussian")),
+        update(summary_of(k[:, :, cut:], v[:, :, cut:], "gaussian"), k, v, jnp.broadcast_to(jnp.arange(count) < cut, (1, K, count))),
+    ):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), whole, other)
+
+
+def test_small_spread_is_second_order_and_jensen_is_a_lower_bound():
+    """Halving the spread of the logits quarters the error (equations 29 and 33)."""
+    k, v = tokens(50)
+    errors = []
+    for spread in (0.4, 0.2, 0.1):
+        got, (out, lse) = partial(summary_of(spread * k, v), queries(), SCALE), attention(queries(), spread * k, v)
+        errors.append((np.abs(got.out - out).max(), np.abs(got.lse - lse).max()))
+        assert (got.lse <= lse + 1e-5).all()
+    for a, b in zip(errors, errors[1:], strict=False):
+        assert a[0] / b[0] > 3 and a[1] / b[1] > 3
+
+
+def test_gaussian_is_exact_for_jointly_gaussian_keys_and_values():
+    rng = np.random.default_rng(0)
+    k = rng.normal(size=(1, K, 20000, D))
+    v = k @ rng.normal(size=(D, D)) + 0.1 * rng.normal(size=k.shape)
+    k, v = jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32)
+    q = queries()
+    out, lse = attention(q, k, v)
+    jensen, gaussian = (partial(summary_of(k, v, order), q, SCALE) for order in ("1", "gaussian"))
+    assert np.abs(gaussian.lse - lse).max() < 0.03 < 0.2 < np.abs(jensen.lse - lse).max()
+    assert np.linalg.norm(gaussian.out - out) < 0.05 * np.linalg.norm(out)
+
+
+@pytest.mark.parametrize("order", ["0", "1", "gaussian"])
+def test_nothing_evicted_changes_nothing(order):
+    got = partial(empty_moments(1, K, D, order), queries(), SCALE)
+    assert (got.out == 0).all() and np.isneginf(got.lse).all()
+    other = AttnPartial(jnp.ones_like(got.out), jnp.zeros_like(got.lse))
+    for parts in ([got, other], [other, got]):
+        np.testing.assert_array_equal(merge(parts).out, other.out)
+    ignored = update(empty_moments(1, K, D, order), jnp.full((1, K, 3, D), jnp.nan), jnp.zeros((1, K, 3, D)),
+                     jnp.zeros((1, K, 3)))
+    assert all((x == 0).all() for x in jax.tree.leaves(ignored))
+
+
+@pytest.mark.parametrize("order", ["0", "1", "gaussian"])
+def test_a_single_evicted_token_is_exact(order):
+    k, v = tokens(1)
+    got, (out, lse) = partial(summary_of(k, v, order), queries(), SCALE), attention(queries(), k, v)
+    np.testing.assert_allclose(got.out, out, atol=1e-5)
+    np.testing.assert_allclose(got.lse, lse, atol=1e-5)
+
+
+def test_heads_count_by_themselves():
+    """One head may have evicted where the other has not."""
+    k, v = tokens(4)
+    weight = jnp.asarray([[[1.0, 0, 1, 0], [0, 0, 0, 0]]])
+    got = partial(update(empty_moments(1, K, D, "1"), k, v, weight), queries(), SCALE)
+    assert np.isneginf(got.lse[:, :, 2:]).all() and np.isfinite(got.lse[:, :, :2]).all()
+    _, lse = attention(queries(), k[:, :, ::2].at[:, 1].set(0), v[:, :, ::2])
+    assert (got.lse[:, :, :2] <= lse[:, :, :2] + 1e-5).all()
+
+
+def test_noise_in_the_covariance_is_clamped():
+    """Equation 37's neighbour in C.2: entries of S~ below 1e-6 become zero, larger ones stay."""
+    k = jnp.full((1, K, 3, D), 2e3) + jnp.asarray([0.0, 1e-4, -1e-4])[:, None]
+    v = jnp.full((1, K, 3, D), 1.0)
+    _, slope = affine_model(summary_of(k, v), SCALE)
+    assert (slope == 0).all()
+    k, v = tokens(3)
+    _, slope = affine_model(summary_of(k, v), SCALE)
+    assert (slope != 0).any()
+    _, tiny = affine_model(summary_of(1e-4 * k, 1e-4 * v), SCALE)
+    assert (tiny == 0).all()
+
+
+def test_large_logits_do_not_overflow():
+    k, v = tokens(5, scale=300.0)
+    for order in ("0", "1", "gaussian"):
+        got = partial(summary_of(k, v, order), queries(scale=30.0), SCALE)
+        assert np.isfinite(got.lse).all() and np.isfinite(got.out).all()
+        _, most = attention(queries(scale=30.0), k, v)
+        limit = np.log(5) + np.linalg.norm(queries(scale=30.0), axis=-1) * np.linalg.norm(k, axis=-1).max() * SCALE
+        assert (got.lse <= limit * (1 + 1e-5) + 1e-3).all()
+
+
+@pytest.mark.parametrize("order, floats", [("0", 2 * D + 1), ("1", D * D + 2 * D + 1), ("gaussian", 2 * D * D + 2 * D + 2)])
+def test_bytes_of_the_statistics(order, floats):
+    summary = empty_moments(1, K, D, order)
+    assert sum(x.nbytes for _, x, _ in walk(summary)) == 4 * K * floats
+    assert {info.kind for _, _, info in walk(summary)} == {"moments"}
+    half = empty_moments(1, K, D, order, jnp.bfloat16)
+    assert sum(x.nbytes for x in jax.tree.leaves(half)) < 0.6 * 4 * K * floats
+    k, v = tokens(20)
+    np.testing.assert_allclose(
+        partial(summary_of(k, v, order, jnp.bfloat16), queries(), SCALE).out,
+        partial(summary_of(k, v, order), queries(), SCALE).out, atol=0.1)
+
+
+@pytest.mark.parametrize("fields, message", [
+    ({"order": "2"}, "order='2'"), ({"dtype": "float16"}, "dtype='float16'"),
+])
+def test_errors(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Summary(**fields)
