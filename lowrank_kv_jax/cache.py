@@ -41,7 +41,7 @@ def bases_of_group(method: KVMethod, spec, bases: Sequence[Any] | None) -> tuple
     groups = method.layer_groups(spec)
     if bases is None:
         if method.calibrated:
-            raise ValueError(f"method {method.name!r} needs calibrated bases: pass bases=calibrate(model, method, texts)")
+            raise ValueError(f"method {method.name!r} needs calibrated bases: pass bases=calibrate(model, method)")
         return method.default_bases(spec)
     if not method.calibrated and all(b is None for b in bases):
         bases = method.default_bases(spec)

@@ -25,7 +25,7 @@ from lowrank_kv_jax.spec import Taps
 DEFAULT_BLOCK = 32
 
 
-# ---- one layer, jitted: shared by all layers of a model ---------------------------------------------------------------
+# ---- one layer, jitted: shared by all layers of a model ---------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnames=("config", "window"))
@@ -70,7 +70,7 @@ def last_logits(config, params, x, counts):
     return unembed(config, params, last)[:, 0]
 
 
-# ---- the model ----------------------------------------------------------------------------------------------------------
+# ---- the model --------------------------------------------------------------------------------------------------
 
 
 def make_layout(

@@ -15,6 +15,7 @@ from lowrank_kv_jax.method import KVMethod
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.sampling import Sampler, sample
 
+GREEDY = Sampler()
 PAD_TO = 64  # prompts are padded to multiples of it, so that prompts of similar length share their compiled programs
 
 
@@ -48,7 +49,7 @@ class Progress(NamedTuple):
 )
 def decode_block(
     method: KVMethod, config: ModelConfig, params: Any, cache: Cache, progress: Progress, keys: jax.Array,
-    steps: jax.Array, *, bases: Any = None, sampler: Sampler = Sampler(), eos: tuple[int, ...] = (),
+    steps: jax.Array, *, bases: Any = None, sampler: Sampler = GREEDY, eos: tuple[int, ...] = (),
 ) -> tuple[Cache, Progress, jax.Array]:
     """Up to `steps` decode steps on the device, then `refresh`; ends early when every row has ended.
 
@@ -105,7 +106,7 @@ def ingest(
     over = np.asarray(cache.length) + counts - np.asarray(cache.limit)
     if (over > 0).any():
         row = int(np.argmax(over))
-        raise ValueError(f"row {row} would outgrow the cache by {int(over[row])} tokens: prefill with a larger capacity")
+        raise ValueError(f"row {row} would outgrow the cache by {int(over[row])} tokens: give a larger capacity")
     cache = refresh(method, cache, bases=bases)
     last = None
     for begin in range(0, int(counts.max()), layout.block):
@@ -113,7 +114,8 @@ def ingest(
         padded = np.zeros((layout.batch, layout.block), np.int32)
         for row, ids in enumerate(tokens):
             padded[row, : here[row]] = ids[begin : begin + layout.block]
-        cache, logits = extend(method, config, params, cache, jnp.asarray(padded), jnp.asarray(here, jnp.int32), bases=bases)
+        piece = (jnp.asarray(padded), jnp.asarray(here, jnp.int32))
+        cache, logits = extend(method, config, params, cache, *piece, bases=bases)
         cache = refresh(method, cache, bases=bases)
         last = logits if last is None else jnp.where(jnp.asarray(here > 0)[:, None], logits, last)
     assert last is not None
@@ -122,7 +124,7 @@ def ingest(
 
 def decode(
     method: KVMethod, config: ModelConfig, params: Any, cache: Cache, logits: jax.Array, max_new_tokens: int, *,
-    bases: Any = None, sampler: Sampler = Sampler(), seeds: Sequence[int] | int = 0, eos: Sequence[int] = (),
+    bases: Any = None, sampler: Sampler = GREEDY, seeds: Sequence[int] | int = 0, eos: Sequence[int] = (),
 ) -> Iterator[tuple[np.ndarray, Cache, Progress]]:
     """Generate after a prefill or a turn, yielding a block of new tokens `[B, n]` (-1: none) at a time.
 
@@ -151,8 +153,8 @@ def decode(
 def generate(
     model: Any, method: KVMethod, prompts: str | Sequence[str] | Sequence[Sequence[int]], *, bases: Any = None,
     max_new_tokens: int = 64, temperature: float = 0.0, top_k: int | None = None, top_p: float = 1.0,
-    seeds: Sequence[int] | int = 0, stop_at_eos: bool = True, cache: Cache | Generation | None = None, block: int = DEFAULT_BLOCK,
-    capacity: int | None = None, dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
+    seeds: Sequence[int] | int = 0, stop_at_eos: bool = True, cache: Cache | Generation | None = None,
+    block: int = DEFAULT_BLOCK, capacity: int | None = None, dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
     on_tokens: Callable[[np.ndarray], None] | None = None,
 ) -> Generation:
     """Generate from a compressed cache.
@@ -167,8 +169,8 @@ def generate(
         seeds: one for all rows or one a row; a row's text depends on its own seed only.
         stop_at_eos: end a row at the model's end-of-sequence tokens.
         cache: continue a conversation: `prompts` is the next turn. With the `Generation` of the turn before, its last
-            token, which no cache holds yet, is put in front; with a bare cache, `prompts` must hold all that is new. The
-            cache is kept, not consumed.
+            token, which no cache holds yet, is put in front; with a bare cache, `prompts` must hold all that is new.
+            The cache is kept, not consumed.
         block: decode steps between two refreshes.
         capacity: longest sequence; the padded prompts and `max_new_tokens` by default.
         dtype: of the cache, bfloat16 by default.
@@ -203,7 +205,7 @@ def generate(
     if max_new_tokens > room:
         raise ValueError(f"max_new_tokens={max_new_tokens}: the cache has room for {room}; give a larger capacity")
     blocks, progress = [], None
-    for new, state, progress in decode(
+    for new, state, progress in decode(  # noqa: B007, B020
         method, config, params, state, logits, max_new_tokens, bases=bases, sampler=sampler, seeds=seeds, eos=eos
     ):
         blocks.append(new)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def window_attention(q: jax.Array, k: jax.Array, lengths: jax.Array, window: int, scale: float) -> jax.Array:
-    """Attention probabilities that each kv head's tokens receive, summed over the window and the query heads of the head.
+    """Attention probabilities that each kv head's tokens receive, summed over the window and the head's queries.
 
     Args: as `window_attention_by_query_head`.
 

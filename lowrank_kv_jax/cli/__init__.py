@@ -26,9 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, 2 for a mistake in what was asked for, 130 after Ctrl-C.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    _prepare_environment()
     try:
         args = _parser(argv).parse_args(argv)
-        _quiet_libraries()
         return args.run(args) or 0
     except (ValueError, TypeError, OSError) as error:
         if isinstance(error, BrokenPipeError):
@@ -67,9 +67,13 @@ def _version() -> str:
     return lowrank_kv_jax.__version__
 
 
-def _quiet_libraries() -> None:
-    """Models run on JAX: transformers need not say that it found no torch."""
+def _prepare_environment() -> None:
+    """Settings that libraries read when they are imported; what the user has set stays."""
+    # models run on JAX: transformers need not say that it found no torch
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # Matrices of a few hundred rows gain nothing from LAPACK's own threads. When other work shares the cores these
+    # wait for each other, and a decomposition takes fifty times as long.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def _one_line(error: Exception) -> str:

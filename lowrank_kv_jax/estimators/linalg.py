@@ -40,7 +40,7 @@ def cholesky(matrix: jax.Array) -> jax.Array:
 
 
 def orthonormalise(basis: jax.Array) -> jax.Array:
-    """Orthonormal columns of the same span `[..., W, R]`, float32, signs kept (the factor R has a positive diagonal)."""
+    """Orthonormal columns of the same span `[..., W, R]`, float32; the triangular factor has a positive diagonal."""
 
     def qr(x):
         q, r = jnp.linalg.qr(x)

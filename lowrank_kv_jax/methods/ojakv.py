@@ -22,10 +22,10 @@ class OjaKV(LowRank):
     At prefill one Oja step on the `top` share of the prompt's tokens to which its last `window` queries attend most;
     while decoding one step on the tokens that leave the exact window, at every refresh.
 
-    The paper's own settings are the preset `ojakv:paper` (table 5: eta 0.1 and 0.05, the 5% most attended tokens, the printed rule). On
-    real activations the printed rule destroys the basis, and the most attended tokens, most of them recent, are too
-    few and too much alike to learn from. The defaults are what measured best: a normalised step (see `oja_update`)
-    over all tokens of the prompt.
+    The paper's own settings are the preset `ojakv:paper` (table 5: eta 0.1 and 0.05, the 5% most attended tokens, the
+    printed rule). On real activations the printed rule destroys the basis, and the most attended tokens, most of them
+    recent, are too few and too much alike to learn from. The defaults are what measured best: a normalised step (see
+    `oja_update`) over all tokens of the prompt.
 
     Attributes:
         eta_pre, eta_dec: step sizes at prefill and while decoding; 0 leaves the basis alone.

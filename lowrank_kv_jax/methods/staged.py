@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.method import KVMethod, Layout
-from lowrank_kv_jax.methods.stages import BasisStage, VerbatimStage, attend_tokens
+from lowrank_kv_jax.methods.stages import VerbatimStage, attend_tokens
 from lowrank_kv_jax.partial import merge
 from lowrank_kv_jax.positions import PerHead
 from lowrank_kv_jax.rope import rope_angles, rotate

@@ -3,10 +3,9 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from lowrank_kv_jax.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import reference
+from lowrank_kv_jax.partial import AttnPartial
 from lowrank_kv_jax.rope import RopeSpec
 
 

@@ -1,6 +1,5 @@
 """XLA implementations of the attention ops."""
 
-import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.codecs.basis import reconstruct
