@@ -47,7 +47,9 @@ def load_torch_model(source: str, dtype: str) -> Any:
     require_torch()
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     path = demo_model_path() if source == DEMO_MODEL else Path(source).expanduser()
     options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
     if path.suffix == ".gguf":

@@ -1,6 +1,8 @@
 """`lowrank-kv bench decode`: time to first token and decode speed, side by side."""
 
 import argparse
+import os
+import sys
 
 HELP = "speed: time to first token and decode tokens/s"
 
@@ -69,6 +71,10 @@ def _peer(args: argparse.Namespace):
         return None
     from lowrank_kv_jax.evals.peers.transformers_decode import load_torch_model
 
+    if hasattr(os, "getloadavg") and os.getloadavg()[0] > 1 and "OMP_WAIT_POLICY" not in os.environ:
+        print("lowrank-kv: other programs are running: torch's OpenMP threads then spin, waiting for each "
+              "other, and its times mean nothing. Wait for a quiet machine, or set OMP_WAIT_POLICY=PASSIVE",
+              file=sys.stderr)
     return load_torch_model(args.model, args.dtype or "float32")
 
 
