@@ -18,29 +18,36 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.xdist_group("sharding")  # one worker: all read the results of one process
 
 
+# Simulated devices are slow: methods that select tokens, the larger programs, are run by hand with -m slow.
+CASES = [
+    pytest.param(name, marks=pytest.mark.slow if cls.stage == "selection" else ())
+    for name, cls in sorted(REGISTRY.items())
+]
+
+
 @functools.cache
-def results():
-    """One process with 8 devices for all methods; the device count cannot change after JAX has started."""
+def results(name):
+    """A process with 8 devices; the device count cannot change after JAX has started."""
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "64", "PYTHONPATH": str(HERE.parent)}
     done = subprocess.run(
-        [sys.executable, str(HERE / "sharded_methods.py")], env=env, capture_output=True, text=True, timeout=1200
+        [sys.executable, str(HERE / "sharded_methods.py"), name], env=env, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return {record["method"]: record for record in map(json.loads, done.stdout.splitlines())}
+    return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", sorted(REGISTRY))
+@pytest.mark.parametrize("name", CASES)
 def test_sharded_equals_unsharded(name):
-    record = results()[name]
+    record = results(name)
     assert record["difference"] < 1e-4 and record["same_tokens"]
     assert record["over_data"] and record["over_model"]
 
 
-@pytest.mark.parametrize("name", sorted(REGISTRY))
+@pytest.mark.parametrize("name", CASES)
 def test_no_collective_moves_the_cache(name):
     """Activations of a token and coefficients of a block may travel; nothing with the capacity among its axes may."""
-    record = results()[name]
+    record = results(name)
     assert record["largest_collective"] < record["capacity"] * PLAIN.head_dim
 
 
