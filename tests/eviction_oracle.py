@@ -99,6 +99,7 @@ class Rule:
     budgets: object = None
     inform: object = None
     correct: bool = False
+    informed_prompt: bool = False
 
 
 class Sums:
@@ -131,14 +132,18 @@ def residual(score, k, v, sums):
     return score * np.linalg.norm(v - mean - k @ slope.T, axis=-1)
 
 
-def evict(rule, heads, sums, stream, candidates):
+def evict(rule, heads, sums, stream, candidates, first=False):
     """Keep of each head's candidates (dict position -> score) the best; the rest goes to the sums."""
     scores = []
     for h, found in enumerate(candidates):
         at = sorted(found)
         score = np.array([found[p] for p in at])
         if rule.inform and len(at):
-            score = rule.inform(score, stream.k[at, h], stream.v[at, h], sums[h])
+            known = sums[h]
+            if first and rule.informed_prompt:
+                known = Sums(stream.k.shape[2])
+                known.tokens = [(stream.k[p, h], stream.v[p, h]) for p in at]
+            score = rule.inform(score, stream.k[at, h], stream.v[at, h], known)
         scores.append(score)
     budget = rule.budget - rule.sinks - rule.recent
     counts = rule.budgets(scores, budget) if rule.budgets else [budget] * len(scores)
@@ -161,7 +166,8 @@ def simulate(rule: Rule, stream: Stream, prompt: int, refresh_every: int):
     near = [{p: start[h, p] for p in range(prompt) if p < first or p >= max(prompt - rule.recent, first)}
             for h in range(kv)]
     heads = [{} for _ in range(kv)]
-    evict(rule, heads, sums, stream, [{p: start[h, p] for p in range(prompt) if p not in near[h]} for h in range(kv)])
+    middle = [{p: start[h, p] for p in range(prompt) if p not in near[h]} for h in range(kv)]
+    evict(rule, heads, sums, stream, middle, first=True)
     outs = np.zeros((size - prompt, kv * group, dim))
     for t in range(prompt, size):
         if t > prompt and (t - prompt) % refresh_every == 0:

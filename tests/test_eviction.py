@@ -221,6 +221,7 @@ def test_compose_and_plus_are_the_same():
     ("momentkv:order=2", "order='2'"),
     ("momentkv:schedule=late", "schedule='late'"),
     ("momentkv:chunk=0", "chunk=0"),
+    ("momentkv:prefill=guess", "prefill='guess': allowed are informed, literal"),
     ("momentkv:moments_dtype=int8", "dtype='int8'"),
     ("snapkv:keep=0.5+h2o:keep=0.5", "snapkv and h2o are both a selection"),
     ("ojakv+single-svd", "ojakv and single-svd are both a codec"),

@@ -38,8 +38,8 @@ RULES = {
         snapkv_scores(6, 6, "avg", 5), total, 20, 0, 6, decay=0.9, budgets=sure_budgets(4)),
     "momentkv:budget=20,recent=6": Rule(
         snapkv_scores(6, 6, "none", 1, chunk=4), total, 20, 1, 6, decay=0.9, budgets=official_budgets(0.2),
-        inform=residual, correct=True),
-    "momentkv:budget=20,recent=6,allocation=uniform,nc=false": Rule(
+        inform=residual, correct=True, informed_prompt=True),
+    "momentkv:budget=20,recent=6,prefill=literal,allocation=uniform,nc=false": Rule(
         snapkv_scores(6, 6, "none", 1, chunk=4), total, 20, 1, 6, decay=0.9, inform=residual),
 }
 

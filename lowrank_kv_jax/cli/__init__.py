@@ -12,6 +12,7 @@ COMMANDS = {
     "generate": "generate text from a compressed cache",
     "calibrate": "fit the bases of a method to texts and save them",
     "diagnose": "how compressible the cache is, and how bases follow a shift of the text",
+    "eviction": "what eviction costs, and what the moments of the evicted recover",
     "eval": "benchmarks through compressed caches",
     "report": "tables and figures from the records of evaluations",
     "cross-layer": "what the layers' caches share (CKA, cosine, ranks), and what sharing a basis costs",
@@ -71,8 +72,8 @@ def _prepare_environment() -> None:
     """Settings that libraries read when they are imported; what the user has set stays."""
     # models run on JAX: transformers need not say that it found no torch
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    # Matrices of a few hundred rows gain nothing from LAPACK's own threads. When other work shares the cores these
-    # wait for each other, and a decomposition takes fifty times as long.
+    # Matrices of a few hundred rows gain nothing from LAPACK's own threads. When other work shares the cores
+    # these wait for each other, and a decomposition takes fifty times as long.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.methods.snapkv import Windowing
-from lowrank_kv_jax.selection.pyramidkv import layer_budget
+from lowrank_kv_jax.selection.pyramidkv import kvpress_layer_budget, layer_budget
 from lowrank_kv_jax.state import state, static
 
 
@@ -23,17 +23,26 @@ class PyramidKV(Windowing):
 
     Attributes:
         beta: the top layer keeps a beta-th of the average.
+        allocation: "official", as in KVCache-Factory, or "kvpress", which counts the window into the pyramid.
     """
 
     beta: int = 20
+    allocation: str = "official"
 
     def __post_init__(self):
         super().__post_init__()
         if not isinstance(self.beta, int) or self.beta < 1:
             raise ValueError(f"beta={self.beta!r}: must be an int of at least 1")
+        if self.allocation not in ("official", "kvpress"):
+            raise ValueError(f"allocation={self.allocation!r}: allowed are official, kvpress")
 
     def default_bases(self, spec):
         return tuple(Depth(layer, spec.num_layers) for layer in range(spec.num_layers))
 
     def of_layer(self, tokens, room, bases):
+        if self.allocation == "kvpress":
+            ends = self.sinks + (self.recent or 0)
+            length = room + (self.recent or 0)
+            return kvpress_layer_budget(
+                tokens + ends, length, self.voters, bases.layer, bases.layers, self.beta) - ends
         return layer_budget(tokens, room, bases.layer, bases.layers, self.beta)

@@ -104,6 +104,7 @@ class Selecting(Staged):
         return self.decoding == "evict"
 
     schedule: ClassVar[str] = "block"
+    prefill: ClassVar[str] = "literal"
     statistics: ClassVar[str | None] = None
     """Order of the moment statistics that the rule itself reads, with or without a summary; None: none."""
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.method import KVMethod, Layout
 from lowrank_kv_jax.methods.stages import VerbatimStage, attend_tokens
-from lowrank_kv_jax.partial import merge
+from lowrank_kv_jax.partial import AttnPartial, merge
 from lowrank_kv_jax.positions import PerHead
 from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.segments import exact as exact_tokens
@@ -163,7 +163,7 @@ class Staged(KVMethod):
             k, v = codec.encode_prompt(layout, own, held, tap)
             position = jnp.broadcast_to(slots, votes.shape)
             found = _arrange(shape, k, v, position, votes, valid)
-            state, kept = self._choose(layout, bases, state, shape, found)
+            state, kept = self._choose(layout, bases, state, shape, found, first=True)
             weight = valid & ~jnp.broadcast_to(kept.reshape(*kept.shape[:1], -1, layout.prompt), votes.shape)
         if state.evicted is not None:
             k, v = (x.swapaxes(1, 2) for x in (tap.k, tap.v))
@@ -178,16 +178,19 @@ class Staged(KVMethod):
         return state
 
     def attend(self, layout, bases, state, q, positions, place):
-        rule, spec, held = self.selection_stage(), layout.spec, state.held
-        own, summary = self.codec_bases(bases), self.summary_stage()
-        if rule.positions == "cache" and spec.rope is not None:
-            parts = self._attend_rotated(layout, state, q, positions, place)
-        else:
-            parts = [exact_tokens.attend(held.exact, q, positions, scale=spec.scale, window=place.window)]
-            if held.coded is not None:
-                parts.append(self.codec_stage().attend(layout, own, held, q, positions, place))
-        if summary is not None and place.window is None:  # moments do not know which tokens left a sliding window
-            parts.append(moment_summary.partial(state.evicted, q, spec.scale))
+        retained, summary = self.retained(layout, bases, state, q, positions, place), self.summary_stage()
+        if summary is None or place.window is not None:  # moments do not know which tokens left a sliding window
+            return retained
+        return merge([retained, moment_summary.partial(state.evicted, q, layout.spec.scale)])
+
+    def retained(self, layout, bases, state, q, positions, place) -> AttnPartial:
+        """Attention over the tokens that are still there."""
+        spec, held = layout.spec, state.held
+        if self.selection_stage().positions == "cache" and spec.rope is not None:
+            return merge(self._attend_rotated(layout, state, q, positions, place))
+        parts = [exact_tokens.attend(held.exact, q, positions, scale=spec.scale, window=place.window)]
+        if held.coded is not None:
+            parts.append(self.codec_stage().attend(layout, self.codec_bases(bases), held, q, positions, place))
         return merge(parts)
 
     def observe(self, layout, bases, state, q, lse, positions, place):
@@ -261,13 +264,20 @@ class Staged(KVMethod):
         held = dataclasses.replace(state.held, exact=exact)
         return dataclasses.replace(state, held=held, near_votes=near), left, votes
 
-    def _choose(self, layout, bases, state, shape: Shape, found: Candidates):
-        """Keep the best candidates; the state that holds them, and which they were, bool `[B, J, S]`."""
+    def _choose(self, layout, bases, state, shape: Shape, found: Candidates, first: bool = False):
+        """Keep the best candidates; the state that holds them, and which they were, bool `[B, J, S]`.
+
+        Args:
+            first: nothing was evicted yet.
+        """
         rule, heads, held = self.selection_stage(), layout.spec.kv_heads, state.held
         score = found.votes
         if rule.statistics and state.evicted is not None:
             k, v = self.codec_stage().decode(layout, self.codec_bases(bases), held, found.k, found.v, found.position)
-            score = rule.informed(score, state.evicted, k, v, found.owner, layout.spec.scale)
+            sums = state.evicted
+            if first and rule.prefill == "informed":
+                sums = moment_summary.update(sums, k, v, _by_head(found, found.valid, heads))
+            score = rule.informed(score, sums, k, v, found.owner, layout.spec.scale)
         score = jnp.where(found.valid, score, -jnp.inf)
         if found.owner is None:
             kept = found.valid & (ranks(score) < shape.tokens)
@@ -295,10 +305,8 @@ class Staged(KVMethod):
         there = jnp.arange(slots.shape[-1]) < gone.sum(-1, keepdims=True)
         k, v, position = (take_slots(x, slots) for x in (found.k, found.v, found.position))
         k, v = self.codec_stage().decode(layout, own, state.held, k, v, position)
-        if found.owner is None:
-            weight = jnp.broadcast_to(there, (layout.batch, heads, there.shape[-1]))
-        else:
-            weight = there & (take_slots(found.owner, slots) == jnp.arange(heads)[:, None])
+        owner = None if found.owner is None else take_slots(found.owner, slots)
+        weight = _by_head(found._replace(owner=owner), there, heads)
         return dataclasses.replace(state, evicted=moment_summary.update(state.evicted, k, v, weight))
 
     def _evict_one(self, layout, bases, state, q):
@@ -411,6 +419,13 @@ def _arrange(shape: Shape, k, v, position, votes, valid) -> Candidates:
 
     owner = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int8)[:, None], votes.shape)
     return Candidates(*(pack(x) for x in (k, v, position, votes, valid, owner)))
+
+
+def _by_head(found: Candidates, chosen: jax.Array, heads: int) -> jax.Array:
+    """Which of the `chosen` `[B, J, S]` belong to each kv head: bool `[B, K, S]`."""
+    if found.owner is None:
+        return jnp.broadcast_to(chosen, (chosen.shape[0], heads, chosen.shape[2]))
+    return chosen & (found.owner == jnp.arange(heads)[:, None])
 
 
 def _kept(state: StagedState) -> Candidates:

@@ -15,3 +15,20 @@ def layer_budget(budget: int, length: int, layer: int, layers: int, beta: int = 
     if most >= length:
         most, least = length, 2 * budget - length
     return most - layer * ((most - least) // max(layers - 1, 1))
+
+
+def kvpress_layer_budget(budget: int, length: int, window: int, layer: int, layers: int, beta: int = 20) -> int:
+    """Tokens that a layer keeps, its window included, as kvpress divides them: fractions, and no pyramid where it is flat.
+
+    Args:
+        budget: tokens that a layer keeps on average, the window included.
+        length: of the prompt.
+        window: of the observation.
+    """
+    least = budget / beta
+    most = 2 * budget - least
+    if most >= length - window:
+        most, least = length - window, 2 * budget - (length - window)
+    if not length >= most >= least >= window:
+        return max(1, budget)
+    return round(most - layer * (most - least) / max(layers - 1, 1))

@@ -1,0 +1,118 @@
+"""Index sets of the kvpress presets, against kvpress itself on a seeded random Llama; skipped where it is absent."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eviction_oracle import kept_positions
+
+from lowrank_kv_jax.method import Layout
+from lowrank_kv_jax.parse import parse_method
+from lowrank_kv_jax.spec import AttentionSpec, Taps
+
+pytestmark = pytest.mark.filterwarnings("default")
+kvpress = pytest.importorskip("kvpress")
+torch = pytest.importorskip("torch")
+
+LENGTH, LAYERS, WINDOW = 200, 4, 16
+SPEC = AttentionSpec(LAYERS, 8, 4, 16, None, 4096, (None,) * LAYERS)
+
+
+@pytest.fixture(scope="module")
+def model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=16, max_position_embeddings=512, attn_implementation="sdpa",
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config).eval().float()
+
+
+@pytest.fixture(scope="module")
+def layers(model):
+    """Of each layer: the module, hidden states, keys, values, queries and position embeddings of a random prompt."""
+    from kvpress.utils import get_prerope_query_states
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    torch.manual_seed(2)  # with seed 1 two scores tie exactly where the cut falls
+    out = []
+    with torch.no_grad():
+        for layer in model.model.layers:
+            hidden = torch.randn(1, LENGTH, 128)
+            module = layer.self_attn
+            cos, sin = model.model.rotary_emb(hidden, torch.arange(LENGTH)[None])
+            keys, values = (
+                project(hidden).view(1, LENGTH, 4, 16).transpose(1, 2) for project in (module.k_proj, module.v_proj))
+            q, keys = apply_rotary_pos_emb(get_prerope_query_states(module, hidden), keys, cos, sin)
+            out.append((module, hidden, keys, values, q, (cos, sin)))
+    return out
+
+
+def ours(spec, layer, state):
+    """Positions that a method keeps of a layer, for each head."""
+    method = parse_method(spec)
+    module, _, keys, values, q, _ = state
+    del module
+    layout = Layout(SPEC, 1, LENGTH, LENGTH, 1, "float32")
+    q, k, v = (jnp.asarray(x.detach().numpy().swapaxes(1, 2)) for x in (q, keys, values))
+    bases = method.default_bases(SPEC)[layer]
+    empty = method.init(layout, bases)
+    lengths = jnp.asarray([LENGTH], jnp.int32)
+    held = method.compress(layout, bases, empty, (Taps(q, k, k, v, k[:, :, 0]),), lengths)
+    return [sorted([*found, *range(LENGTH - WINDOW, LENGTH)]) for found in kept_positions(held, 4)]
+
+
+def score(press, state):
+    module, hidden, keys, values, _, rope = state
+    with torch.no_grad():
+        return press.score(module, hidden, keys, values, None, {"position_embeddings": rope})
+
+
+@pytest.mark.parametrize("kept", [50, 120])
+def test_snapkv(layers, kept):
+    press = kvpress.SnapKVPress(1 - kept / LENGTH, window_size=WINDOW)
+    for layer, state in enumerate(layers):
+        theirs = score(press, state).topk(kept, dim=-1).indices[0].sort().values.tolist()
+        assert ours(f"snapkv:kvpress,budget={kept},recent={WINDOW}", layer, state) == theirs
+
+
+@pytest.mark.parametrize("kept", [50, 120])
+def test_pyramidkv(layers, kept):
+    press = kvpress.PyramidKVPress(1 - kept / LENGTH, window_size=WINDOW, beta=2)
+    sizes = []
+    for layer, state in enumerate(layers):
+        count = press.get_layer_budget(state[0], LENGTH)
+        sizes.append(count)
+        theirs = score(press, state).topk(count, dim=-1).indices[0].sort().values.tolist()
+        spec = f"pyramidkv:kvpress,budget={kept},recent={WINDOW},beta=2,allocation=kvpress"
+        assert ours(spec, layer, state) == theirs
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("kept, alpha", [(50, 0.2), (120, 0.5)])
+def test_adakv(layers, kept, alpha):
+    press = kvpress.AdaKVPress(kvpress.SnapKVPress(1 - kept / LENGTH, window_size=WINDOW), alpha)
+    for layer, state in enumerate(layers):
+        module, hidden, keys, values, _, rope = state
+        with torch.no_grad():
+            press.compress(module, hidden, keys, values, None, {"position_embeddings": rope})
+        _, heads, slots = module.masked_key_indices
+        gone = [set(slots[heads == h].tolist()) for h in range(4)]
+        theirs = [[p for p in range(LENGTH) if p not in gone[h]] for h in range(4)]
+        spec = f"adakv:kvpress,budget={kept},recent={WINDOW},allocation=kvpress,alpha={alpha}"
+        assert ours(spec, layer, state) == theirs
+    assert len({len(x) for x in theirs}) > 1
+
+
+def test_streamingllm(layers):
+    press = kvpress.StreamingLLMPress(0.5, n_sink=4)
+    theirs = score(press, layers[0]).topk(LENGTH // 2, dim=-1).indices[0, 0].sort().values.tolist()
+    assert theirs == [*range(4), *range(LENGTH - LENGTH // 2 + 4, LENGTH)]  # what our windowed cache holds by construction
+
+
+def test_positions_survive(layers):
+    """Keys are stored as they were cached, at their original positions."""
+    found = ours(f"snapkv:kvpress,budget=50,recent={WINDOW}", 0, layers[0])
+    assert all(np.diff(x).min() > 0 for x in found)
