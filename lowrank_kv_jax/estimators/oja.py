@@ -1,9 +1,14 @@
 """Oja's rule for a subspace (Oja, 1982; OjaKV, section 5.2 and Algorithm 1), in batch form."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.estimators.estimator import SizedEstimator, check_batch, register_estimator
+from lowrank_kv_jax.estimators.gha import start_columns
 from lowrank_kv_jax.estimators.linalg import eigenvalues, orthonormalise
+from lowrank_kv_jax.state import leaf, state
 
 NORMALIZATIONS = ("median", "largest", "residual", "token", "none")
 
@@ -55,3 +60,49 @@ def oja_update(basis: jax.Array, x: jax.Array, weight: jax.Array, eta: float, no
     moved = orthonormalise(u + eta * step)
     fed = jnp.sum(weight, axis=1) > 0
     return jnp.where(fed[:, None, None, None], moved, u)
+
+
+@state
+class Subspace:
+    """An orthonormal basis, float32 `[B, J, W, R]`."""
+
+    basis: jax.Array = leaf("batch", "kv_heads", "width", "rank", kind="moments")
+
+
+@register_estimator("oja")
+@dataclasses.dataclass(frozen=True)
+class Oja(SizedEstimator):
+    """A basis moved by `oja_update`. W R numbers are kept; an update costs 2 T W R multiplications, a QR of W x R and,
+    where it is normalised by a spectrum, the eigenvalues of an R x R matrix.
+
+    A step with a positive multiple of the identity is an orthogonal iteration, whose leading columns do not depend on
+    those after them: a basis of lower rank is the leading columns. ("residual", "token" and "none" move the subspace
+    as a whole; their columns have no order.)
+
+    Attributes:
+        size: R, columns.
+        eta, normalize: see `oja_update`.
+    """
+
+    eta: float = 1.0
+    normalize: str = "median"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.normalize not in NORMALIZATIONS:
+            raise ValueError(f"normalize={self.normalize!r}: allowed are {', '.join(NORMALIZATIONS)}")
+
+    def init(self, lead, width, start=None):
+        return Subspace(start_columns(lead, width, self.size, start))
+
+    def update(self, learned, x, weight=None):
+        x, weight = check_batch(x, weight)
+        lead = x.shape[:-2]
+        flat = learned.basis.reshape(-1, 1, *learned.basis.shape[-2:])
+        x, weight = x.reshape(len(flat), x.shape[-2], 1, -1), weight.reshape(len(flat), -1)
+        moved = oja_update(flat, x, weight, self.eta, self.normalize)
+        return Subspace(moved.reshape(*lead, *moved.shape[-2:]))
+
+    def basis(self, learned, rank):
+        self.check_rank(rank, learned.basis.shape[-2])
+        return learned.basis[..., :rank]

@@ -1,0 +1,144 @@
+"""The interface of everything a basis can be learned from, token by token."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+PRIOR = 1e-3  # energy of a starting basis in estimators that keep energies: it decides only where no token does
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimator(abc.ABC):
+    """Learns the principal subspace of a stream of tokens. Subclasses are frozen dataclasses, abstract or final.
+
+    The configuration is static; what was learned is a pytree of float32 arrays with any leading axes (rows, heads,
+    layers), which every function works on at once. All functions are pure and traceable, shapes never change, and
+    `vmap` adds axes as usual.
+    """
+
+    name: ClassVar[str]
+    """The registered name, set by `register_estimator`."""
+
+    mergeable: ClassVar[bool] = False
+    """Whether `merge` joins what two estimators learned from disjoint tokens."""
+
+    @abc.abstractmethod
+    def init(self, lead: tuple[int, ...], width: int, start: jax.Array | None = None) -> Any:
+        """What is known before any token.
+
+        Args:
+            lead: leading axes.
+            width: W, channels of a token.
+            start: orthonormal `[*lead, W, R]` to begin with; it gives way to what the tokens say.
+        """
+
+    @abc.abstractmethod
+    def update(self, learned: Any, x: jax.Array, weight: jax.Array | None = None) -> Any:
+        """Learn from a batch of T >= 1 tokens.
+
+        Args:
+            learned: as `init` or `update` returned it.
+            x: `[*lead, T, W]`.
+            weight: of each token, at least 0, broadcasts to `[*lead, T]`; 0 leaves it out. None means 1.
+        """
+
+    @abc.abstractmethod
+    def basis(self, learned: Any, rank: int) -> jax.Array:
+        """Orthonormal float32 `[*lead, W, rank]`, leading directions first.
+
+        Raises:
+            ValueError: `rank` exceeds what the estimator keeps.
+        """
+
+    def forget(self, learned: Any, factor: jax.Array | float) -> Any:
+        """Scale the weight of all tokens seen so far by `factor` in [0, 1], broadcast to `lead`.
+
+        Default: nothing; rules that hold only a basis forget by their step size.
+        """
+        del factor
+        return learned
+
+    def merge(self, first: Any, second: Any) -> Any:
+        """What both learned together, where `mergeable`."""
+        raise NotImplementedError(f"{self.name}: cannot be merged")
+
+    def check_rank(self, rank: int, width: int) -> None:
+        """Raise ValueError unless `basis` can give `rank` columns of `width` channels."""
+        if not 1 <= rank <= width:
+            raise ValueError(f"rank={rank}: must lie in 1..{width}, the width of the tokens")
+
+
+@dataclasses.dataclass(frozen=True)
+class SizedEstimator(Estimator):
+    """Abstract. Keeps a fixed number of directions.
+
+    Attributes:
+        size: directions kept, at least the rank of any basis asked for.
+    """
+
+    size: int = 64
+
+    def __post_init__(self):
+        if not isinstance(self.size, int) or isinstance(self.size, bool) or self.size < 1:
+            raise ValueError(f"size={self.size!r}: must be an int of at least 1")
+
+    def check_rank(self, rank: int, width: int) -> None:
+        super().check_rank(rank, width)
+        if rank > self.size:
+            raise ValueError(f"size={self.size}: {self.name} keeps fewer directions than the rank {rank} asked for")
+
+
+ESTIMATORS: dict[str, type[Estimator]] = {}
+
+_Estimator = TypeVar("_Estimator", bound=Estimator)
+
+
+def register_estimator(name: str) -> Callable[[type[_Estimator]], type[_Estimator]]:
+    """Class decorator: make an estimator known to `make_estimator`, the comparison and the tests."""
+
+    def add(cls: type[_Estimator]) -> type[_Estimator]:
+        if name in ESTIMATORS:
+            raise ValueError(f"estimator name {name!r} is taken by {ESTIMATORS[name].__qualname__}")
+        cls.name = name
+        ESTIMATORS[name] = cls
+        return cls
+
+    return add
+
+
+def make_estimator(name: str, **fields: Any) -> Estimator:
+    """The estimator of that name; fields that it does not have are left out.
+
+    Raises:
+        ValueError: an unknown name, or a field out of range.
+    """
+    if name not in ESTIMATORS:
+        raise ValueError(f"estimator={name!r}: allowed are {', '.join(sorted(ESTIMATORS))}")
+    cls = ESTIMATORS[name]
+    known = {field.name for field in dataclasses.fields(cls)}
+    return cls(**{key: value for key, value in fields.items() if key in known})
+
+
+def check_batch(x: jax.Array, weight: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Tokens `[..., T, W]` and their weights `[..., T]`, float32."""
+    x = x.astype(jnp.float32)
+    if weight is None:
+        return x, jnp.ones(x.shape[:-1], jnp.float32)
+    return x, jnp.broadcast_to(weight.astype(jnp.float32), x.shape[:-1])
+
+
+def batch_moment(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Sum of w_t x_t x_t^T, float32 `[..., W, W]`, of tokens `[..., T, W]`."""
+    left = x * weight[..., None]
+    return jnp.matmul(left.mT, x, precision=jax.lax.Precision.HIGHEST)
+
+
+def start_moment(start: jax.Array) -> jax.Array:
+    """A second moment `[..., W, W]` of little energy whose leading directions are the columns of `start` in order."""
+    rank = start.shape[-1]
+    energy = PRIOR * (2 - jnp.arange(rank, dtype=jnp.float32) / rank)
+    return jnp.matmul(start * energy, start.mT, precision=jax.lax.Precision.HIGHEST).astype(jnp.float32)

@@ -1,0 +1,111 @@
+"""Frequent Directions (Liberty, 2013; Ghashami et al., 2016), the sketch of Online Subspace Projection, section 5."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from lowrank_kv_jax.estimators.estimator import (
+    SizedEstimator,
+    batch_moment,
+    check_batch,
+    register_estimator,
+    start_moment,
+)
+from lowrank_kv_jax.estimators.linalg import eigenvectors
+from lowrank_kv_jax.estimators.svd import principal_subspace
+from lowrank_kv_jax.state import leaf, state
+
+
+@state
+class Sketch:
+    """A sketch S of the stacked tokens A.
+
+    Attributes:
+        rows: S, float32 `[B, J, l, W]`, orthogonal rows, longest first.
+        shrunk: float32 `[B, J]`, the sum of what was subtracted from the squared singular values. It is the bound
+            that is known without the tokens: 0 <= x^T (A^T A - S^T S) x <= shrunk for every unit x.
+    """
+
+    rows: jax.Array = leaf("batch", "kv_heads", None, "width", kind="moments")
+    shrunk: jax.Array = leaf("batch", "kv_heads", kind="moments")
+
+
+@register_estimator("frequent_directions")
+@dataclasses.dataclass(frozen=True)
+class FrequentDirections(SizedEstimator):
+    """A sketch of l = `size` rows with ||A^T A - S^T S|| <= ||A - A_r||_F^2 / (l - r) for every r < l.
+
+    An update stacks any number of rows under the sketch and shrinks once, by the l-th squared singular value: all of
+    the l leading directions lose as much, which is what the bound counts. (Shrinking only l rows by the middle one, as
+    is often done, has l / 2 in its place.) One batched update of T tokens costs l W^2 + T W^2 multiplications and an
+    eigendecomposition O(W^3), whatever T: large batches are cheap, and shrink less often. l W numbers are kept.
+
+    Attributes:
+        size: l.
+        subsample: learn from every so-many-th token of a batch only; the bound then holds for those.
+    """
+
+    subsample: int = 1
+
+    mergeable: ClassVar[bool] = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not isinstance(self.subsample, int) or self.subsample < 1:
+            raise ValueError(f"subsample={self.subsample!r}: must be an int of at least 1")
+
+    def init(self, lead, width, start=None):
+        if start is None:
+            moment = jnp.zeros((*lead, width, width), jnp.float32)
+        else:
+            moment = start_moment(jnp.broadcast_to(start, (*lead, *start.shape[-2:])))
+        return Sketch(leading_rows(moment, self.size, shrink=False)[0], jnp.zeros(lead, jnp.float32))
+
+    def update(self, learned, x, weight=None):
+        x, weight = check_batch(x, weight)
+        x, weight = x[..., :: self.subsample, :], weight[..., :: self.subsample]
+        rows, lost = leading_rows(gram(learned.rows) + batch_moment(x, weight), self.size, shrink=True)
+        # nothing came: a second shrinking would only lose more
+        fed = jnp.sum(weight, axis=-1) > 0
+        return Sketch(
+            jnp.where(fed[..., None, None], rows, learned.rows), learned.shrunk + jnp.where(fed, lost, 0.0)
+        )
+
+    def basis(self, learned, rank):
+        self.check_rank(rank, learned.rows.shape[-1])
+        return principal_subspace(gram(learned.rows), rank)
+
+    def forget(self, learned, factor):
+        factor = jnp.asarray(factor, jnp.float32)
+        return Sketch(learned.rows * jnp.sqrt(factor)[..., None, None], learned.shrunk * factor)
+
+    def merge(self, first, second):
+        """A sketch of both streams with the same guarantee: merging is an update by the other's rows."""
+        rows, lost = leading_rows(gram(first.rows) + gram(second.rows), self.size, shrink=True)
+        return Sketch(rows, first.shrunk + second.shrunk + lost)
+
+
+def gram(rows: jax.Array) -> jax.Array:
+    """S^T S, `[..., W, W]`."""
+    return jnp.matmul(rows.mT, rows, precision=jax.lax.Precision.HIGHEST)
+
+
+def leading_rows(moment: jax.Array, size: int, *, shrink: bool) -> tuple[jax.Array, jax.Array]:
+    """Rows `[..., size, W]` whose Gram matrix holds the leading directions of `moment`, and what was subtracted.
+
+    Args:
+        moment: symmetric positive semidefinite `[..., W, W]`.
+        size: l; with more rows than W the rest is zero.
+        shrink: subtract the l-th eigenvalue from all of them; from W < l nothing is subtracted.
+    """
+    width = moment.shape[-1]
+    vectors = eigenvectors(moment)[..., ::-1]
+    values = jnp.sum(vectors * jnp.matmul(moment, vectors, precision=jax.lax.Precision.HIGHEST), axis=-2)
+    values = jnp.maximum(values, 0.0)
+    lost = values[..., size - 1] if shrink and size <= width else jnp.zeros(values.shape[:-1], jnp.float32)
+    kept = jnp.sqrt(jnp.maximum(values - lost[..., None], 0.0))[..., :size]
+    rows = kept[..., None] * vectors[..., :size].mT
+    room = [(0, 0)] * (rows.ndim - 2) + [(0, max(size - width, 0)), (0, 0)]
+    return jnp.pad(rows, room), lost

@@ -1,0 +1,285 @@
+"""Basis estimators: one interface, oracles, and the bounds of the sketches."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowrank_kv_jax.estimators import ESTIMATORS, make_estimator
+from lowrank_kv_jax.estimators.gha import gha_update, start_columns
+from lowrank_kv_jax.evals.piecewise_stream import piecewise_stream, segment_error
+
+WIDTH, RANK = 12, 4
+every_estimator = pytest.mark.parametrize("name", sorted(ESTIMATORS))
+LEAD = (2, 3)
+
+
+def estimator(name, **fields):
+    return make_estimator(name, **{"size": 8, **fields})
+
+
+@functools.cache
+def update_of(made):
+    return jax.jit(made.update)
+
+
+def tokens(seed=0, count=40, lead=LEAD):
+    """Tokens with a clear principal subspace of their own for each of `lead`."""
+    rng = np.random.default_rng(seed)
+    scale = np.linspace(3.0, 0.1, WIDTH)
+    rotation = np.linalg.qr(rng.normal(size=(*lead, WIDTH, WIDTH)))[0]
+    x = rng.normal(size=(*lead, count, WIDTH)) * scale @ np.swapaxes(rotation, -1, -2)
+    return jnp.asarray(x, jnp.float32)
+
+
+def lost(basis, x):
+    """Residual energy ratio, mean over the leading axes."""
+    x, basis = np.asarray(x, np.float64), np.asarray(basis, np.float64)
+    return 1 - (((x @ basis) ** 2).sum((-2, -1)) / (x**2).sum((-2, -1))).mean()
+
+
+def oracle(x):
+    return lost(np.linalg.svd(np.asarray(x))[2][..., :RANK, :].swapaxes(-1, -2), x)
+
+
+# ---- the interface ----------------------------------------------------------------------------------------------
+
+
+@every_estimator
+def test_learns_the_principal_subspace_of_a_stream(name):
+    made = estimator(name)
+    x, learned = tokens(count=400), made.init(LEAD, WIDTH)
+    shapes = jax.tree.map(lambda a: (a.shape, a.dtype), learned)
+    for begin in range(0, 400, 40):
+        learned = update_of(made)(learned, x[..., begin : begin + 40, :])
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), learned) == shapes
+    assert all(a.dtype == jnp.float32 for a in jax.tree.leaves(learned))
+    basis = made.basis(learned, RANK)
+    assert basis.shape == (*LEAD, WIDTH, RANK) and basis.dtype == jnp.float32
+    np.testing.assert_allclose(basis.mT @ basis, np.broadcast_to(np.eye(RANK), (*LEAD, RANK, RANK)), atol=1e-5)
+    assert oracle(x) <= lost(basis, x) < oracle(x) + 0.03
+    # leading directions first: half of the basis is the best of half the rank
+    half = lost(basis[..., : RANK // 2], x)
+    best = lost(np.linalg.svd(np.asarray(x))[2][..., : RANK // 2, :].swapaxes(-1, -2), x)
+    assert half < best + 0.05
+
+
+@every_estimator
+def test_leading_axes_are_vmapped_and_weights_leave_tokens_out(name):
+    made, x = estimator(name, iterations=1), tokens()
+    together = made.update(made.init(LEAD, WIDTH), x)
+    alone = jax.vmap(jax.vmap(made.update))(made.init(LEAD, WIDTH), x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), together, alone)
+    weight = jnp.arange(40) < 25
+    short = made.update(made.init(LEAD, WIDTH), x[..., :25, :])
+    padded = made.update(made.init(LEAD, WIDTH), x.at[..., 25:, :].set(7.0), weight)
+    np.testing.assert_allclose(
+        *(np.abs(made.basis(s, RANK).mT @ tokens()[0, 0].T) for s in (short, padded)), atol=5e-3
+    )
+    nothing = made.update(short, x, jnp.zeros(40))
+    np.testing.assert_allclose(*(made.basis(s, RANK) @ made.basis(s, RANK).mT for s in (short, nothing)), atol=1e-4)
+
+
+@every_estimator
+def test_begins_with_the_basis_it_is_given(name):
+    made = estimator(name)
+    start = jnp.asarray(np.linalg.qr(np.random.default_rng(3).normal(size=(*LEAD, WIDTH, RANK)))[0], jnp.float32)
+    learned = made.init(LEAD, WIDTH, start)
+    np.testing.assert_allclose(jnp.abs(made.basis(learned, RANK).mT @ start), np.broadcast_to(np.eye(RANK), (*LEAD, 4, 4)), atol=1e-3)
+    for _ in range(30):  # and gives it up for what the tokens say
+        learned = update_of(made)(learned, tokens())
+    assert lost(made.basis(learned, RANK), tokens()) < oracle(tokens()) + 0.03
+
+
+@every_estimator
+def test_ranks_and_sizes_out_of_range_are_refused(name):
+    made = estimator(name)
+    learned = made.init((), WIDTH)
+    with pytest.raises(ValueError, match="rank=13: must lie in 1..12"):
+        made.basis(learned, 13)
+    if hasattr(made, "size"):
+        with pytest.raises(ValueError, match="size=8: .* fewer directions than the rank 9"):
+            made.basis(learned, 9)
+        with pytest.raises(ValueError, match="size=0"):
+            estimator(name, size=0)
+    with pytest.raises(ValueError, match="estimator='pca': allowed are covariance, "):
+        make_estimator("pca")
+
+
+def test_completed_columns_are_orthonormal():
+    start = jnp.asarray(np.linalg.qr(np.ones((6, 2)) + np.eye(6)[:, :2])[0], jnp.float32)
+    columns = start_columns((), 6, 5, start)
+    np.testing.assert_allclose(columns.T @ columns, np.eye(5), atol=1e-6)
+    np.testing.assert_array_equal(columns[:, :2], start)
+
+
+@pytest.mark.parametrize("name", ["covariance", "frequent_directions", "svd"])
+def test_forgetting_scales_the_weight_of_the_past(name):
+    made, (first, second) = estimator(name), (tokens(1), tokens(2))
+    start = made.init(LEAD, WIDTH)
+    faded = made.update(made.forget(made.update(start, first), 0.0), second)
+    fresh = made.update(start, second)
+    np.testing.assert_allclose(*(made.basis(s, RANK) @ made.basis(s, RANK).mT for s in (faded, fresh)), atol=1e-4)
+
+
+# ---- Frequent Directions ----------------------------------------------------------------------------------------
+
+
+def spectral_norm(x):
+    return np.linalg.norm(x, 2)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10**6), decay=st.floats(0.3, 1.0), size=st.sampled_from([5, 9, 16]),
+    batch=st.sampled_from([4, 60]), spike=st.booleans(),
+)
+def test_frequent_directions_keeps_its_bounds(seed, decay, size, batch, spike):
+    """||A^T A - S^T S|| <= ||A - A_r||_F^2 / (l - r), S^T S <= A^T A, and ||A (I - P)||^2 <= s_{r+1}^2 + eps."""
+    rng = np.random.default_rng(seed)
+    a = rng.normal(size=(60, WIDTH)) * decay ** np.arange(WIDTH)
+    if spike:
+        a[37] *= 50
+    a = a.astype(np.float32)
+    made = make_estimator("frequent_directions", size=size)
+    learned = made.init((), WIDTH)
+    for begin in range(0, 60, batch):
+        learned = update_of(made)(learned, a[begin : begin + batch])
+    a, s = a.astype(np.float64), np.asarray(learned.rows, np.float64)
+    difference = a.T @ a - s.T @ s
+    noise = 1e-5 * spectral_norm(a) ** 2
+    values = np.linalg.svd(a, compute_uv=False)
+    assert np.linalg.eigvalsh(difference).min() > -noise
+    assert spectral_norm(difference) <= float(learned.shrunk) + noise
+    for rank in range(1, min(size, WIDTH)):
+        bound = (values[rank:] ** 2).sum() / (size - rank)
+        assert spectral_norm(difference) <= bound + noise
+        basis = np.asarray(made.basis(learned, rank), np.float64)
+        left = spectral_norm(a - a @ basis @ basis.T) ** 2
+        assert left <= values[rank] ** 2 + bound + noise
+    if size >= WIDTH and values[-1] ** 2 < noise:
+        assert spectral_norm(difference) <= noise
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10**6), size=st.sampled_from([5, 9]))
+def test_merged_sketches_keep_the_bound_of_the_whole_stream(seed, size):
+    rng = np.random.default_rng(seed)
+    a = (rng.normal(size=(60, WIDTH)) * 0.7 ** np.arange(WIDTH)).astype(np.float32)
+    made = make_estimator("frequent_directions", size=size)
+    halves = [update_of(made)(made.init((), WIDTH), half) for half in (a[:30], a[30:])]
+    merged = made.merge(*halves)
+    a, s = a.astype(np.float64), np.asarray(merged.rows, np.float64)
+    error, noise = spectral_norm(a.T @ a - s.T @ s), 1e-5 * spectral_norm(a) ** 2
+    values = np.linalg.svd(a, compute_uv=False)
+    assert error <= float(merged.shrunk) + noise
+    for rank in range(1, size):
+        assert error <= (values[rank:] ** 2).sum() / (size - rank) + noise
+
+
+def test_a_subsampled_sketch_is_the_sketch_of_what_it_was_fed():
+    x = tokens(lead=())
+    every, some = (make_estimator("frequent_directions", size=6, subsample=n) for n in (1, 4))
+    np.testing.assert_allclose(
+        some.update(some.init((), WIDTH), x).rows, every.update(every.init((), WIDTH), x[::4]).rows, atol=1e-5
+    )
+    with pytest.raises(ValueError, match="subsample=0"):
+        make_estimator("frequent_directions", subsample=0)
+
+
+@pytest.mark.parametrize("name", ["covariance", "svd"])
+def test_other_mergeable_estimators_join_streams(name):
+    made, x = make_estimator(name, size=WIDTH), tokens()
+    merged = made.merge(*(made.update(made.init(LEAD, WIDTH), half) for half in (x[..., :20, :], x[..., 20:, :])))
+    whole = made.update(made.init(LEAD, WIDTH), x)
+    np.testing.assert_allclose(*(made.basis(s, RANK) @ made.basis(s, RANK).mT for s in (merged, whole)), atol=1e-4)
+
+
+# ---- GHA --------------------------------------------------------------------------------------------------------
+
+
+def sanger_steps(a, x, eta, iterations, tail):
+    """Float64, column by column, from the sums of equation 9."""
+    a = np.array(a, np.float64)
+    width, rank = a.shape
+    for _ in range(iterations):
+        step = np.zeros_like(a)
+        for sample in np.asarray(x, np.float64):
+            h = a.T @ sample
+            for i in range(rank):
+                rebuilt = sum(a[:, j] * h[j] for j in range(i + 1))
+                step[:, i] += h[i] * (sample - rebuilt)
+        step[:, : rank - tail] = 0
+        a += eta * step / len(x)
+    return a
+
+
+@pytest.mark.parametrize("iterations, tail", [(1, 4), (3, 2), (2, 0)])
+def test_gha_equals_a_float64_oracle(iterations, tail):
+    x = tokens(lead=(), count=20)
+    start = np.linalg.qr(np.random.default_rng(1).normal(size=(WIDTH, RANK)))[0]
+    ours = gha_update(jnp.asarray(start, jnp.float32), x, None, 0.05, tail=tail, iterations=iterations, scale="mean")
+    np.testing.assert_allclose(ours, sanger_steps(start, x, 0.05, iterations, tail), atol=2e-5)
+    np.testing.assert_array_equal(ours[:, : RANK - tail], start.astype(np.float32)[:, : RANK - tail])
+
+
+def test_the_printed_triangle_recovers_the_directions_in_reverse_order():
+    """Equation 15 of StreamingKV with A [d, r] has the lower triangle: its last column leads."""
+    x = tokens(lead=(), count=400)
+    directions = np.linalg.svd(np.asarray(x))[2][:RANK]
+    start = jnp.asarray(np.linalg.qr(np.random.default_rng(2).normal(size=(WIDTH, RANK)))[0], jnp.float32)
+    for orientation, order in (("sanger", slice(None)), ("printed", slice(None, None, -1))):
+        a = start
+        for _ in range(40):
+            a = gha_update(a, x, None, 0.4, iterations=10, orientation=orientation)
+        cosines = np.abs(np.diag(directions[order] @ np.asarray(a)))
+        assert cosines.min() > 0.99, orientation
+
+
+def test_outputs_can_be_frozen_as_in_algorithm_1():
+    x = tokens(lead=(), count=20)
+    a = jnp.eye(WIDTH, RANK)
+    h = np.asarray(x @ a, np.float64)
+    expected = np.array(a, np.float64)
+    for _ in range(3):  # y once, the triangle of y y^T, the moving basis
+        expected = expected + 1e-4 * (np.asarray(x, np.float64).T @ h - expected @ np.triu(h.T @ h))
+    ours = gha_update(a, x, None, 1e-4, iterations=3, scale="sum", frozen_outputs=True)
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
+    assert np.abs(ours - gha_update(a, x, None, 1e-4, iterations=3, scale="sum")).max() > 1e-4
+
+
+def test_gha_refuses_what_it_does_not_know():
+    a, x = jnp.eye(WIDTH, RANK), tokens(lead=())
+    for wrong, message in (({"orientation": "up"}, "orientation='up'"), ({"scale": "one"}, "scale='one'"), ({"tail": 5}, "tail=5: must lie in 0..4")):
+        with pytest.raises(ValueError, match=message):
+            gha_update(a, x, None, 0.1, **wrong)
+
+
+# ---- a stream whose subspace changes ----------------------------------------------------------------------------
+
+
+@every_estimator
+def test_following_a_changing_stream_beats_stopping_early(name):
+    """StreamingKV, figure 3(a): a static basis is worst, following it while decoding best."""
+    rank, errors = 6, {"static": [], "prefill": [], "decode": []}
+    made = make_estimator(name, size=12)
+    segments = piecewise_stream(segments=3, steps=12)
+    step = update_of(made)
+    learned = made.init((), 40)
+    for _ in range(10):
+        learned = step(learned, segments[0].prefill)
+    static = made.basis(learned, rank)
+    for segment in segments[1:]:
+        learned = step(made.forget(learned, 0.02), segment.prefill)
+        early = made.basis(learned, rank)
+        for batch in segment.decode:
+            errors["static"].append(segment_error(static, segment))
+            errors["prefill"].append(segment_error(early, segment))
+            errors["decode"].append(segment_error(made.basis(learned, rank), segment))
+            learned = step(learned, batch)
+    means = {key: np.mean(value) for key, value in errors.items()}
+    assert means["static"] > 1.1 * means["prefill"] > 1.1 * 1.1 * means["decode"]
