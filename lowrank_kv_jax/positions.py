@@ -25,6 +25,29 @@ class Runs:
         behind = slots[None, None, :] >= self.start[:, :, None]
         return slots[None, :] + jnp.sum(jnp.where(behind, self.jump[:, :, None], 0), axis=1)
 
+    def pieces(self) -> tuple[jax.Array, jax.Array]:
+        """Runs of consecutive tokens in order: first slots and offsets (position - slot), int32 `[B, P + 1]` each."""
+        start = jnp.maximum(self.start, 0)
+        gap = jnp.arange(start.shape[1])
+        # two gaps are ordered by comparisons, which fuse; a sort would be a program of its own
+        earlier = (start[:, None] < start[:, :, None]) | ((start[:, None] == start[:, :, None]) & (gap < gap[:, None]))
+        place = jnp.sum(earlier, axis=2)[:, None] == gap[:, None]
+        ordered = jnp.sum(jnp.where(place, start[:, None], 0), axis=2)
+        passed = start[:, None] <= ordered[:, :, None]
+        offset = jnp.sum(jnp.where(passed, self.jump[:, None], 0), axis=2)
+        none = jnp.zeros_like(start[:, :1])
+        return jnp.concatenate([none, ordered], axis=1), jnp.concatenate([none, offset], axis=1)
+
+    def slots_through(self, position: jax.Array) -> jax.Array:
+        """How many slots hold a token at or before `position` `[B, T]`: int32 `[B, T]`.
+
+        Positions rise from slot to slot, so these are the first ones.
+        """
+        first, offset = self.pieces()
+        end = jnp.concatenate([first[:, 1:], jnp.full_like(first[:, :1], jnp.iinfo(jnp.int32).max)], axis=1)
+        seen = position[:, :, None] + 1 - offset[:, None] - first[:, None]
+        return jnp.sum(jnp.clip(seen, 0, (end - first)[:, None]), axis=2, dtype=jnp.int32)
+
     def skip(self, run: int, tokens: jax.Array) -> "Runs":
         """Widen gap number `run` by `tokens` `[B]`."""
         return Runs(self.start, self.jump.at[:, run].add(tokens))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.partial import AttnPartial
+from lowrank_kv_jax.positions import PerHead
 
 # Blocks that stay in a core's cache: measured fastest on XLA's CPU backend, whose batched matmuls slow down beyond.
 BLOCK = 512
@@ -104,3 +105,23 @@ def block_range(size: int, lengths: jax.Array, lowest: jax.Array | None = None):
     last = (jnp.max(lengths) + BLOCK - 1) // BLOCK
     first = 0 if lowest is None else jnp.maximum(jnp.min(lowest), 0) // BLOCK
     return first, last
+
+
+def visible_slots(tokens, slots, fresh, q_positions, causal, window, q_heads):
+    """Which of `slots` each query may see: bool that broadcasts to `[B, J, T, G, S]`; positions `[B, 1 or J, S]`."""
+    positions = tokens.positions.at(slots)
+    positions = positions[:, None] if positions.ndim == 2 else positions
+    mask = (fresh & (slots[None] < tokens.lengths[:, None]))[:, None, None, None, :]
+    key, query = positions[:, :, None, None], q_positions[:, None, :, None, None]
+    if causal:
+        mask = mask & (key <= query)
+    if window is not None:
+        mask = mask & (key > query - window)
+    if isinstance(tokens.positions, PerHead) and tokens.positions.owner is not None:
+        mask = mask & tokens.positions.owned(slots, q_heads)
+    return mask, positions
+
+
+def spread_heads(x, heads):
+    """Repeat shared heads `[B, J, ...]` so that keys and values have `heads` of them."""
+    return x if x.shape[1] == heads else jnp.repeat(x, heads // x.shape[1], axis=1)

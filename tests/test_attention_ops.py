@@ -12,8 +12,8 @@ from lowrank_kv_jax.pallas_kernels.coefficient_attention import (
     CachedTokens,
     causal_attention,
     coefficient_attention,
-    rotary_coefficient_attention,
 )
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.positions import Runs
 from lowrank_kv_jax.rope import RopeSpec
 

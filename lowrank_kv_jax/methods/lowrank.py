@@ -10,10 +10,8 @@ import numpy as np
 from lowrank_kv_jax.codecs.basis import expand_values, fold_query, project
 from lowrank_kv_jax.method import KVMethod, Layout, Place
 from lowrank_kv_jax.moments import Moments
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import (
-    coefficient_attention,
-    rotary_coefficient_attention,
-)
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.partial import AttnPartial, merge
 from lowrank_kv_jax.positions import Runs
 from lowrank_kv_jax.rank import rank_for_energy, resolve_rank

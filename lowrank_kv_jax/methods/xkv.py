@@ -19,7 +19,7 @@ from lowrank_kv_jax.estimators.subspace_iteration import leading_subspace
 from lowrank_kv_jax.estimators.svd import second_moment
 from lowrank_kv_jax.layer_groups import LayerGroup, Ranks, read_table, resolve_pair, split_rank, stride_groups
 from lowrank_kv_jax.method import KVMethod, Layout, Place, register
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import rotary_coefficient_attention
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.partial import AttnPartial, merge
 from lowrank_kv_jax.positions import Runs
 from lowrank_kv_jax.rank import resolve_rank

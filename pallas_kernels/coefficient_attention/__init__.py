@@ -4,7 +4,6 @@ from lowrank_kv_jax.pallas_kernels.coefficient_attention.api import (
     CachedTokens,
     causal_attention,
     coefficient_attention,
-    rotary_coefficient_attention,
 )
 
-__all__ = ["CachedTokens", "causal_attention", "coefficient_attention", "rotary_coefficient_attention"]
+__all__ = ["CachedTokens", "causal_attention", "coefficient_attention"]

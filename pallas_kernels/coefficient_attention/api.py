@@ -1,12 +1,17 @@
 """The attention ops that the core calls; the platform decides the backend."""
 
+import functools
+import importlib
 from typing import Any, NamedTuple
 
 import jax
 
+from lowrank_kv_jax.pallas_kernels import dispatch
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import reference
 from lowrank_kv_jax.partial import AttnPartial
-from lowrank_kv_jax.rope import RopeSpec
+
+KERNELS = {"triton": "gpu_triton"}
+"""Modules of this folder that hold the op, by backend."""
 
 
 class CachedTokens(NamedTuple):
@@ -26,7 +31,8 @@ class CachedTokens(NamedTuple):
 
 
 def coefficient_attention(
-    q: jax.Array, tokens: CachedTokens, *, scale: float, q_positions: jax.Array, causal: bool, window: int | None
+    q: jax.Array, tokens: CachedTokens, *, scale: float, q_positions: jax.Array, causal: bool, window: int | None,
+    backend: str | None = None,
 ) -> AttnPartial:
     """Attention in the space in which the tokens are stored.
 
@@ -37,37 +43,24 @@ def coefficient_attention(
         q_positions: int32 `[B, T]`.
         causal: whether tokens of the segment may lie after a query (the block being appended).
         window: sliding window in tokens, or None.
+        backend: one of `dispatch.BACKENDS` instead of the platform's; interpreted where its hardware is not there.
 
     Returns:
         Partial whose out is in the space of the values, `[B, T, N, Dv]` (equations of section 3.2 of OjaKV).
+
+    Raises:
+        ValueError: an unknown backend. A case that the backend's kernel does not cover runs on XLA, with a warning.
     """
-    return reference.coefficient_attention(
-        q, tokens, scale=scale, q_positions=q_positions, causal=causal, window=window
+    attend = functools.partial(
+        _implementation, q=q, tokens=tokens, scale=scale, q_positions=q_positions, causal=causal, window=window
     )
+    kernels = {name: functools.partial(attend, module) for name, module in KERNELS.items()}
+    return dispatch.run("coefficient_attention", backend, kernels, functools.partial(attend, "reference"))
 
 
-def rotary_coefficient_attention(
-    q: jax.Array, tokens: CachedTokens, key_basis: jax.Array, *, rope: RopeSpec | None, kv_heads: int, scale: float,
-    q_positions: jax.Array, causal: bool, window: int | None, value_basis: jax.Array | None = None,
-) -> AttnPartial:
-    """Attention over keys stored as coefficients: rebuilt, and rotated if they were taken before RoPE, block by block.
-
-    Args:
-        q: queries after RoPE `[B, T, N, D]`.
-        tokens: `keys` holds coefficients `[B, J, S, R]`.
-        key_basis: `[J, W, R]` or per row `[B, J, W, R]`, W = (kv_heads / J) * D.
-        rope: rotation applied at the tokens' original positions; None leaves the rebuilt keys unrotated.
-        kv_heads: K.
-        scale, q_positions, causal, window: as in `coefficient_attention`.
-        value_basis: rebuild the values too (the compute order of OjaKV's section 3.3); None attends in their space.
-
-    Returns:
-        Partial whose out is in the space of the values, or in head space with `value_basis`.
-    """
-    return reference.rotary_coefficient_attention(
-        q, tokens, key_basis, rope=rope, kv_heads=kv_heads, scale=scale, q_positions=q_positions, causal=causal,
-        window=window, value_basis=value_basis,
-    )
+def _implementation(module: str, **arguments: Any) -> AttnPartial:
+    """Call the op in a module of this folder, imported when it is needed: Pallas is not where XLA is enough."""
+    return importlib.import_module(f"{__package__}.{module}").coefficient_attention(**arguments)
 
 
 def causal_attention(

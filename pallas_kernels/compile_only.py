@@ -1,0 +1,141 @@
+"""Compiling for accelerators that are not there: what the compiler of sm_90, TPU v5e or v6e says of a program.
+
+Needs the optional extra `kernel-compilers`, and a process of its own: libtpu and the CUDA plugin are loaded whole. It
+catches shapes that do not lower, memory that does not fit and spilled registers. It shows neither speed nor races.
+"""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+TARGETS = ("sm_90", "v5e", "v6e")
+EXTRA = "pip install 'lowrank-kv-jax[kernel-compilers]'"
+
+
+class NoCompiler(Exception):
+    """A target's compiler is not installed or does not start; the message says why."""
+
+
+class KernelFacts(NamedTuple):
+    """What ptxas and XLA say of one GPU kernel.
+
+    Attributes:
+        registers: of a thread.
+        spilled: bytes of registers spilled to memory, stores and loads.
+        shared: bytes of shared memory of a program.
+        grid, threads: of the launch.
+        instructions: kinds of PTX instructions that matter, and how often they stand in the code.
+    """
+
+    registers: int
+    spilled: int
+    shared: int
+    grid: str
+    threads: int
+    instructions: dict[str, int]
+
+
+@functools.cache
+def device(target: str) -> Any:
+    """A device that one can compile for and nothing else.
+
+    Raises:
+        ValueError: not one of `TARGETS`.
+        NoCompiler: the compiler cannot be had.
+    """
+    if target not in TARGETS:
+        raise ValueError(f"target={target!r}: allowed are {', '.join(TARGETS)}")
+    try:
+        if target == "sm_90":
+            config = (Path(__file__).parent / "targets" / "h200.txtpb").read_text()
+            topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=config)
+        else:
+            os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server to ask
+            topology = topologies.get_topology_desc(f"{target}:2x2", platform="tpu")
+    except Exception as error:  # plugins raise what they like
+        raise NoCompiler(f"no compiler for {target}: {_first_line(error)}. {EXTRA}") from error
+    return topology.devices[0]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def compile_for(target: str, f: Callable[..., Any], *args: Any, dump: str | None = None) -> Any:
+    """`f` compiled for arguments of the shapes of `args` (arrays or ShapeDtypeStructs); may not be run.
+
+    Args:
+        dump: a folder for what the compiler has to say.
+
+    Raises:
+        NoCompiler: as `device`.
+    """
+    where = NamedSharding(Mesh(np.array([device(target)]), ("x",)), PartitionSpec())
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
+    cuda = target == "sm_90"
+    mesh = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda")) if cuda else None
+    with jax.sharding.use_abstract_mesh(mesh) if mesh is not None else nullcontext():
+        lowered = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda" if cuda else "tpu",))
+        return lowered.compile(compiler_options={"xla_dump_to": dump} if dump else None)
+
+
+def gpu_facts(kernel: str, f: Callable[..., Any], *args: Any) -> KernelFacts:
+    """Facts about the kernel of that name in `f` compiled for sm_90.
+
+    Raises:
+        NoCompiler: as `device`, or ptxas is not installed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        compile_for("sm_90", f, *args, dump=folder)
+        files = [Path(folder) / name for name in sorted(os.listdir(folder))]
+        (ptx,) = (x for x in files if x.suffix == ".ptx" and f".entry {kernel}(" in x.read_text())
+        said = _assemble(ptx)
+        (thunks,) = (x.read_text() for x in files if x.name.endswith("thunk_sequence.txt"))
+        launch = re.search(rf"{kernel} grid: (\[.*?\]) threads: \[(\d+), .*?shared_memory: (\d+) bytes", thunks)
+        assert launch is not None
+        spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))
+        (registers,) = re.findall(r"Used (\d+) registers", said)
+        kinds = _instructions(ptx.read_text())
+    return KernelFacts(int(registers), spills, int(launch[3]), launch[1], int(launch[2]), kinds)
+
+
+def _assemble(ptx: Path) -> str:
+    try:
+        done = subprocess.run(
+            [_ptxas(), "-v", "-arch=sm_90a", str(ptx), "-o", os.devnull], capture_output=True, text=True, check=True
+        )
+    except subprocess.CalledProcessError as error:
+        raise NoCompiler(f"ptxas failed: {error.stderr.strip()}") from error
+    return done.stderr + done.stdout
+
+
+def _ptxas() -> str:
+    for folder in (*sys.path, *os.environ.get("PATH", "").split(os.pathsep)):
+        for found in (Path(folder) / "nvidia" / "cu13" / "bin" / "ptxas", Path(folder) / "ptxas"):
+            if found.is_file():
+                return str(found)
+    raise NoCompiler(f"ptxas is not installed. {EXTRA}")
+
+
+_KINDS = {
+    "wgmma": r"\bwgmma\.mma_async", "mma": r"\bmma\.sync", "cp.async": r"\bcp\.async\.c[ag]", "tma": r"\bcp\.async\.bulk",
+    "ldmatrix": r"\bldmatrix", "ex2": r"\bex2\.", "bar": r"\bbar\.sync", "ld.local": r"\bld\.local",
+}
+
+
+def _instructions(ptx: str) -> dict[str, int]:
+    found = Counter({kind: len(re.findall(pattern, ptx)) for kind, pattern in _KINDS.items()})
+    return {kind: n for kind, n in found.items() if n}

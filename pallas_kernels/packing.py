@@ -1,0 +1,138 @@
+"""What the kernels share: queries by kv head, visible slots as ranges, and the merge of splits."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
+from lowrank_kv_jax.partial import AttnPartial
+
+EMPTY = -1e30  # the log-sum-exp of a part without tokens inside of kernels, where -inf would make NaNs
+LOG2_E = 1.4426950408889634  # kernels exponentiate in base 2, as the hardware does
+TILE_OF_SCALES = 128  # tokens that share the scale of a component in 8-bit storage
+MAX_ROWS = 64  # query rows of a kv head; longer blocks of queries are matrix products that XLA does as well
+
+
+class Packed(NamedTuple):
+    """Queries that one pass over the tokens serves.
+
+    Attributes:
+        q: `[B, H, M, D]`, M = T * N / H query rows of each of H heads.
+        begin, end: int32 `[B, M]`, the slots that a row sees: begin <= slot < end.
+        span: int32 `[B, 2]`, lowest begin and highest end of a batch row; (0, 0) where nothing is seen.
+    """
+
+    q: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    span: jax.Array
+
+
+def pack(q: jax.Array, heads: int, begin: jax.Array, end: jax.Array) -> Packed:
+    """`Packed` from queries `[B, T, N, D]` and slot ranges `[B, T]`.
+
+    Raises:
+        Unsupported: more query rows than `MAX_ROWS`.
+    """
+    batch, queries, q_heads, _ = q.shape
+    per_head = q_heads // heads
+    rows = queries * per_head
+    if rows > MAX_ROWS:
+        raise Unsupported(f"{queries} queries of {per_head} heads a kv head make {rows} rows, at most {MAX_ROWS}")
+    packed = q.reshape(batch, queries, heads, per_head, -1).swapaxes(1, 2).reshape(batch, heads, rows, -1)
+    sees = end > begin
+    low = jnp.min(jnp.where(sees, begin, jnp.iinfo(jnp.int32).max), axis=1)
+    high = jnp.max(jnp.where(sees, end, 0), axis=1)
+    span = jnp.where(high[:, None] > 0, jnp.stack([low, high], axis=1), 0)
+    begin, end = (jnp.repeat(x, per_head, axis=1) for x in (begin, end))
+    return Packed(packed, begin, end, span)
+
+
+def unpack(part: AttnPartial, queries: int) -> AttnPartial:
+    """Partial `[B, T, N, ...]` of one `[B, H, M, ...]`, with -inf for an empty one."""
+
+    def heads_last(x):
+        batch, heads, rows, *rest = x.shape
+        x = x.reshape(batch, heads, queries, rows // queries, *rest).swapaxes(1, 2)
+        return x.reshape(batch, queries, heads * rows // queries, *rest)
+
+    lse = jnp.where(part.lse <= EMPTY / 2, -jnp.inf, part.lse)
+    return AttnPartial(heads_last(part.out), heads_last(lse))
+
+
+def visible_range(tokens: Any, q_positions: jax.Array, causal: bool, window: int | None):
+    """Slots `begin <= slot < end`, int32 `[B, T]` each, that queries at `q_positions` `[B, T]` see.
+
+    Raises:
+        Unsupported: the positions do not rise with the slots, so that what is seen is no range.
+    """
+    begin = jnp.zeros_like(q_positions)
+    end = jnp.broadcast_to(tokens.lengths[:, None], q_positions.shape)
+    if causal or window is not None:
+        through = getattr(tokens.positions, "slots_through", None)
+        if through is None:
+            raise Unsupported(f"causal or windowed attention over {type(tokens.positions).__name__} positions, "
+                              "which need not rise from slot to slot")
+        if causal:
+            end = jnp.minimum(end, through(q_positions))
+        if window is not None:
+            begin = through(q_positions - window)
+    elif getattr(tokens.positions, "owner", None) is not None:
+        raise Unsupported("tokens of all heads packed in one buffer")
+    return begin, end
+
+
+def merge_splits(out: jax.Array, lse: jax.Array) -> AttnPartial:
+    """Merge partials `[B, H, splits, M, ...]` of the splits of the tokens; an empty one is (0, `EMPTY`)."""
+    if out.shape[2] == 1:
+        return AttnPartial(out[:, :, 0], lse[:, :, 0])
+    top = jnp.max(lse, axis=2, keepdims=True)
+    weight = jnp.exp(lse - top)
+    total = jnp.sum(weight, axis=2)
+    out = jnp.sum(weight[..., None] * out, axis=2) / total[..., None]
+    return AttnPartial(out, top[:, :, 0] + jnp.log(total))
+
+
+def columns(width: int, least: int = 16, most: int = 128) -> tuple[tuple[int, int], ...]:
+    """(start, size) of power-of-two pieces that cover `width`: 96 is 64 + 32, 256 twice 128.
+
+    Raises:
+        Unsupported: a remainder below `least`.
+    """
+    pieces, start = [], 0
+    while start < width:
+        size = min(most, 1 << (width - start).bit_length() - 1)
+        if size < least:
+            raise Unsupported(f"width {width} is no multiple of {least}")
+        pieces.append((start, size))
+        start += size
+    return tuple(pieces)
+
+
+def power_of_two(n: int, least: int) -> int:
+    """The smallest power of two of at least `n` and `least`."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
+class Stored(NamedTuple):
+    """Tokens as arrays that a kernel reads: codes `[B, J, S, R]` and, of 8-bit ones, scales `[B, J, tiles, R]`."""
+
+    codes: jax.Array
+    scales: jax.Array | None
+
+
+def stored_arrays(tokens: Any) -> Stored:
+    """The arrays behind a segment's keys or values.
+
+    Raises:
+        Unsupported: a storage that is neither a plain array nor symmetric 8-bit codes with a scale for each component
+            of every `TILE_OF_SCALES` tokens.
+    """
+    if isinstance(tokens, jax.Array):
+        return Stored(tokens, None)
+    if getattr(tokens, "bits", None) != 8 or tuple(tokens.tile) != (TILE_OF_SCALES, 1) or tokens.lows is not None:
+        raise Unsupported(f"tokens stored as {type(tokens).__name__}, other than in 8 bits with a scale for each "
+                          f"component of {TILE_OF_SCALES} tokens")
+    scales = tokens.scales  # kept as the bits of bfloat16 numbers
+    return Stored(tokens.codes, jax.lax.bitcast_convert_type(scales, jnp.bfloat16))

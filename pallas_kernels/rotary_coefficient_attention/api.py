@@ -1,0 +1,51 @@
+"""The op that the core calls; the platform decides the backend."""
+
+import functools
+import importlib
+from typing import Any
+
+import jax
+
+from lowrank_kv_jax.pallas_kernels import dispatch
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
+from lowrank_kv_jax.partial import AttnPartial
+from lowrank_kv_jax.rope import RopeSpec
+
+KERNELS = {"triton": "gpu_triton"}
+"""Modules of this folder that hold the op, by backend."""
+
+
+def rotary_coefficient_attention(
+    q: jax.Array, tokens: CachedTokens, key_basis: jax.Array, *, rope: RopeSpec | None, kv_heads: int, scale: float,
+    q_positions: jax.Array, causal: bool, window: int | None, value_basis: jax.Array | None = None,
+    backend: str | None = None,
+) -> AttnPartial:
+    """Attention over keys stored as coefficients: rebuilt, and rotated if they were taken before RoPE, block by block.
+
+    Args:
+        q: queries after RoPE `[B, T, N, D]`.
+        tokens: `keys` holds coefficients `[B, J, S, R]`.
+        key_basis: `[J, W, R]` or per row `[B, J, W, R]`, W = (kv_heads / J) * D.
+        rope: rotation applied at the tokens' original positions; None leaves the rebuilt keys unrotated.
+        kv_heads: K.
+        scale, q_positions, causal, window, backend: as in `coefficient_attention`.
+        value_basis: give the output in head space (the compute order of OjaKV's section 3.3, which XLA follows by
+            rebuilding the values; a kernel expands the attended coefficients, which is the same sum).
+
+    Returns:
+        Partial whose out is in the space of the values, or in head space with `value_basis`.
+
+    Raises:
+        ValueError: an unknown backend. A case that the backend's kernel does not cover runs on XLA, with a warning.
+    """
+    attend = functools.partial(
+        _implementation, q=q, tokens=tokens, key_basis=key_basis, rope=rope, kv_heads=kv_heads, scale=scale,
+        q_positions=q_positions, causal=causal, window=window, value_basis=value_basis,
+    )
+    kernels = {name: functools.partial(attend, module) for name, module in KERNELS.items()}
+    return dispatch.run("rotary_coefficient_attention", backend, kernels, functools.partial(attend, "reference"))
+
+
+def _implementation(module: str, **arguments: Any) -> AttnPartial:
+    """Call the op in a module of this folder, imported when it is needed: Pallas is not where XLA is enough."""
+    return importlib.import_module(f"{__package__}.{module}").rotary_coefficient_attention(**arguments)

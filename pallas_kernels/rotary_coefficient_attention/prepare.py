@@ -1,0 +1,90 @@
+"""What the kernels of this op share: queries and bases as channel pairs, and runs of consecutive positions."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
+from lowrank_kv_jax.pallas_kernels.packing import Packed, pack, visible_range
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import channel_pairs, digit_tables, split_pairs
+
+
+class Rotary(NamedTuple):
+    """Inputs of a kernel beside the stored coefficients.
+
+    Attributes:
+        packed: queries `[B, K, M, 2 H]`, the first channels of all pairs and then the second; H = D / 2 rounded up to
+            a power of two.
+        basis: key basis of each kv head `[B or 1, K, 2, H, R]`, in the dtype of the queries.
+        first, offset: int32 `[B, P]`, runs of consecutive positions: first slot, and position minus slot.
+        cos, sin: `digit_tables`.
+    """
+
+    packed: Packed
+    basis: jax.Array
+    first: jax.Array
+    offset: jax.Array
+    cos: jax.Array
+    sin: jax.Array
+
+
+def prepare(q, tokens, key_basis, *, rope, kv_heads, q_positions, causal, window) -> Rotary:
+    """Arrange the op's arguments.
+
+    Raises:
+        Unsupported: positions that are no runs of consecutive tokens, or what `pack` and `visible_range` refuse.
+    """
+    head_dim = q.shape[-1]
+    pairs = channel_pairs(rope, head_dim)
+    packed = pack(q, kv_heads, *visible_range(tokens, q_positions, causal, window))
+    if rope is None:
+        first = offset = jnp.zeros((q.shape[0], 1), jnp.int32)
+    elif hasattr(tokens.positions, "pieces"):
+        first, offset = tokens.positions.pieces()
+    else:
+        raise Unsupported(f"rotation at {type(tokens.positions).__name__} positions, which are no runs of tokens")
+    rows = key_basis if key_basis.ndim == 4 else key_basis[None]
+    by_head = rows.reshape(rows.shape[0], kv_heads, head_dim, -1).swapaxes(2, 3)
+    basis = jnp.moveaxis(split_pairs(by_head, pairs), 2, -1).astype(q.dtype)
+    cos, sin = (jnp.asarray(table) for table in digit_tables(rope, head_dim))
+    turned = split_pairs(packed.q, pairs)
+    return Rotary(packed._replace(q=turned.reshape(*turned.shape[:3], -1)), basis, first, offset, cos, sin)
+
+
+class Run(NamedTuple):
+    """Tiles that hold a run of consecutive positions; a tile with a gap in it is visited once for each of its runs.
+
+    Attributes:
+        visit: number of the first visit to one of them, counted over all runs.
+        tile: the first of them.
+        offset: position minus slot.
+        low, high: its slots that some query sees, low <= slot < high.
+    """
+
+    visit: jax.Array
+    tile: jax.Array
+    offset: jax.Array
+    low: jax.Array
+    high: jax.Array
+
+
+def visits(rotary: Rotary, tile: int) -> jax.Array:
+    """The `Run`s of each row and how many visits they make, int32 `[B, 5 P + 1]`; `read_run` finds them again."""
+    first, offset, span = rotary.first, rotary.offset, rotary.packed.span
+    last = jnp.concatenate([first[:, 1:], jnp.full_like(first[:, :1], np.iinfo(np.int32).max)], axis=1)
+    low, high = jnp.maximum(first, span[:, :1]), jnp.minimum(last, span[:, 1:])
+    begin = low // tile
+    count = jnp.where(high > low, (high + tile - 1) // tile - begin, 0)
+    until = jnp.cumsum(count, axis=1)
+    return jnp.concatenate([until - count, begin, offset, low, high, until[:, -1:]], axis=1)
+
+
+def read_run(ref, runs: int, visit) -> Run:
+    """Inside of a kernel: the run and the tile of a visit, from a row of `visits`."""
+    fields = [ref[field * runs] for field in range(5)]
+    for run in range(1, runs):
+        behind = visit >= ref[run]
+        fields = [jnp.where(behind, ref[field * runs + run], now) for field, now in enumerate(fields)]
+    return Run(*fields)._replace(tile=fields[1] + visit - fields[0])

@@ -1,0 +1,121 @@
+"""Inputs for the attention kernels with NaN in every slot beyond a row's length, and their float64 answers."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from helpers import softmax_attention
+
+from lowrank_kv_jax.codecs.quantised import store_tokens
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
+from lowrank_kv_jax.positions import Runs
+from lowrank_kv_jax.rope import RopeSpec
+
+SCALE = 0.3
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A shape; N query heads, J and J' stored heads, T queries, S slots; rope only for the rotary op."""
+
+    J: int = 2
+    Jv: int = 2
+    rank_k: int = 32
+    rank_v: int = 32
+    lengths: tuple[int, ...] = (0, 1, 127, 128, 129, 300)
+    S: int = 300
+    N: int = 4
+    K: int = 2
+    D: int = 64
+    T: int = 1
+    dtype: str = "float32"
+    causal: bool = False
+    window: int | None = None
+    rope: RopeSpec | None = None
+    bits: int | None = None
+    gaps: tuple[int, int] = (0, 100)
+    jumps: tuple[int, int] = (3, 5)
+    per_row: bool = False
+    poison: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    q: jnp.ndarray
+    tokens: CachedTokens
+    basis: jnp.ndarray
+    options: dict
+    oracle: tuple[np.ndarray, np.ndarray]
+
+
+def make(case: Case, seed: int = 0) -> Inputs:
+    """Inputs of `coefficient_attention`, and with `rope` or a basis of those of the rotary op."""
+    rng, batch, S = np.random.default_rng(seed), len(case.lengths), case.S
+    lengths = np.asarray(case.lengths, np.int32)
+    dtype = jnp.dtype(case.dtype)
+    k, v = (
+        rng.normal(size=(batch, J, S, r)) for J, r in ((case.J, case.rank_k), (case.Jv, case.rank_v))
+    )
+    stale = np.arange(S)[None, None, :, None] >= lengths[:, None, None, None]
+    k, v = (np.where(stale, 0.0, x) for x in (k, v))
+    runs = Runs(*(jnp.asarray([x] * batch, jnp.int32) for x in (case.gaps, case.jumps)))
+    keys, values = (store_tokens(jnp.asarray(x, jnp.float32), case.bits, dtype) for x in (k, v))
+    exact = [np.asarray(x.read_block(0, S) if case.bits else x, np.float64) for x in (keys, values)]
+    if case.bits is None and case.poison:
+        keys, values = (jnp.where(stale, jnp.nan, x) for x in (keys, values))
+    elif case.bits:  # tiles beyond the length: their scales, the bits of bfloat16 numbers, are NaN
+        tiles = (np.arange(keys.scales.shape[2]) * 128 >= lengths[:, None])[:, None, :, None]
+        keys, values = (
+            dataclasses.replace(x, scales=jnp.where(tiles, jnp.uint16(0x7FC0), x.scales)) for x in (keys, values)
+        )
+    positions = np.asarray(runs.at(jnp.arange(S)))
+    index = np.clip(lengths[:, None] - case.T + np.arange(case.T), 0, S - 1)
+    at = np.take_along_axis(positions, index, axis=1).astype(np.int32)
+    mask = np.broadcast_to((np.arange(S) < lengths[:, None])[:, None], (batch, case.T, S)).copy()
+    if case.causal:
+        mask &= positions[:, None] <= at[:, :, None]
+    if case.window is not None:
+        mask &= positions[:, None] > at[:, :, None] - case.window
+    tokens = CachedTokens(keys, values, jnp.asarray(lengths), runs)
+    options = dict(scale=SCALE, q_positions=jnp.asarray(at), causal=case.causal, window=case.window)
+    return Inputs(*_queries(case, rng, exact, positions, mask, dtype, tokens, options))
+
+
+def _queries(case, rng, exact, positions, mask, dtype, tokens, options):
+    k, v = exact
+    batch, rotary = len(case.lengths), case.rope is not None or case.per_row
+    dim = case.D if rotary else case.rank_k
+    q = jnp.asarray(rng.normal(size=(batch, case.T, case.N, dim)), dtype)
+    wide = np.asarray(q, np.float64)
+    basis = None
+    if rotary:
+        rows = batch if case.per_row else 1
+        shape = (rows, case.J, case.K // case.J * case.D, case.rank_k)
+        basis = jnp.asarray(rng.normal(size=shape) / np.sqrt(case.rank_k), dtype)
+        k = np.einsum("bjsr,bjwr->bsjw", k, np.broadcast_to(np.asarray(basis, np.float64), (batch, *shape[1:])))
+        k = k.reshape(batch, case.S, case.K, case.D)
+        k = k if case.rope is None else rotated(k, positions, case.rope)
+        basis = basis if case.per_row else basis[0]
+        options |= dict(rope=case.rope, kv_heads=case.K)
+    else:
+        k = k.swapaxes(1, 2)
+    return q, tokens, basis, options, softmax_attention(wide, k, v.swapaxes(1, 2), mask, SCALE)
+
+
+def rotated(x, positions, rope):
+    """float64 rotation of `[B, S, K, D]` by complex multiplication."""
+    half = rope.rotary_dim // 2
+    turn = np.exp(1j * positions[:, :, None, None] * rope.inverse_frequencies())
+    z = (x[..., :half] + 1j * x[..., half : 2 * half]) * turn
+    return np.concatenate([z.real, z.imag, x[..., 2 * half :]], axis=-1)
+
+
+def check(partial, oracle, dtype="float32"):
+    """Outputs and log-sum-exps within the rounding of the compute dtype; empty rows are exactly (0, -inf)."""
+    atol = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
+    out, lse = oracle
+    empty = np.isneginf(lse)
+    np.testing.assert_array_equal(np.isneginf(partial.lse), empty)
+    np.testing.assert_array_equal(np.asarray(partial.out)[empty], 0)
+    np.testing.assert_allclose(partial.out, out, atol=atol)
+    np.testing.assert_allclose(np.asarray(partial.lse)[~empty], lse[~empty], atol=atol)
