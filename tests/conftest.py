@@ -5,6 +5,9 @@ import os
 # XLA's own passes, and with them donation, fusion and memory plans, stay as they are.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=1"
 
+# A program that another process compiled can crash this one when it is read back.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
@@ -18,3 +21,26 @@ def exact_matmuls():
     """float32 means float32: the TF32 or bf16 products that backends default to fail exactness tests."""
     with jax.default_matmul_precision("highest"):
         yield
+
+
+_last = None
+
+
+def resident_bytes() -> int:
+    """Of this process, or 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def few_compiled_programs(request):
+    """Programs are dropped between files or methods once they fill gigabytes."""
+    global _last
+    callspec = getattr(request.node, "callspec", None)
+    now = request.node.path, callspec and callspec.params.get("name")
+    if _last not in (None, now) and resident_bytes() > 2e9:
+        jax.clear_caches()
+    _last = now

@@ -110,10 +110,12 @@ def test_streaming_waits_for_whole_characters(capsys):
 
 @pytest.fixture
 def untouched_config(monkeypatch):
-    """JAX's settings as they were, after the test."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    """An accelerator, and JAX's settings as they were after the test."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_enable_compilation_cache")
     before = {name: getattr(jax.config, name) for name in names}
     jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_enable_compilation_cache", True)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     yield
     for name, value in before.items():
         jax.config.update(name, value)
@@ -123,6 +125,13 @@ def test_compilation_cache_is_in_the_users_directory(untouched_config, monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     enable_compilation_cache()
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "lowrank-kv-jax" / "jax")
+
+
+def test_compiled_cpu_programs_are_not_kept(untouched_config, monkeypatch, tmp_path):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    enable_compilation_cache()
+    assert jax.config.jax_compilation_cache_dir is None and not list(tmp_path.iterdir())
 
 
 def test_compilation_cache_respects_settings_and_never_fails(untouched_config, monkeypatch, tmp_path):

@@ -6,10 +6,15 @@ from pathlib import Path
 
 
 def enable_compilation_cache() -> None:
-    """Turn JAX's persistent compilation cache on, unless it is set up already or there is no place for it."""
+    """Turn JAX's persistent compilation cache on, unless it is set up already or there is no place for it.
+
+    Not on a CPU: reading compiled CPU programs back can crash the process (jax-ml/jax issue 28908).
+    """
     import jax
 
     if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
+        return
+    if jax.default_backend() == "cpu":
         return
     directory = user_cache_directory() / "jax"
     try:
