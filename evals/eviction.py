@@ -9,16 +9,18 @@ import numpy as np
 from lowrank_kv_jax.accounting import cache_bytes
 from lowrank_kv_jax.corpus import load_corpus, token_windows
 from lowrank_kv_jax.evals.compare import parse_methods
-from lowrank_kv_jax.evals.eviction_error import LayerError, eviction_errors
+from lowrank_kv_jax.evals.eviction_error import LayerError, average, eviction_errors, mean_error
 from lowrank_kv_jax.evals.needle_grid import evaluate_needles
 from lowrank_kv_jax.evals.perplexity_run import evaluate_perplexity, total_perplexity
 from lowrank_kv_jax.forward import DEFAULT_BLOCK, make_layout
 from lowrank_kv_jax.saved_cache import abstract_cache
 
-STUDIES = ("error", "ablation", "bytes", "ojakv")
 BASELINES = ("h2o", "snapkv", "pyramidkv", "adakv")
-TABLE_6 = {"full": "100%", "snapkv:keep=0.5,decoding=keep": "50%", "ojakv:rank=0.6": "60%",
-           "ojakv:rank=0.6+snapkv:keep=0.5,decoding=keep": "30%"}
+NOMINAL = {"full": 1.0, "snapkv:keep=0.5,decoding=keep": 0.5, "ojakv:rank=0.6": 0.6,
+           "ojakv:rank=0.6+snapkv:keep=0.5,decoding=keep": 0.3}
+"""The caches of OjaKV's table 6, with the share of the bytes that rank and budget alone stand for."""
+SCORED = ("ablation", "bytes", "ojakv")
+STUDIES = ("error", *SCORED, "speed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +31,9 @@ class Settings:
         length: of the prompt, in tokens.
         budgets: tokens a kv head keeps.
         windows, scored: texts for the perplexity, and tokens of each that are scored through the cache.
-        depths, samples: needles at each of so many depths.
+        depths, samples: needles at each of so many depths; no samples, no needles.
         seed: of needles and texts.
-        text: what errors are measured on.
+        text: what errors and perplexity are measured on.
     """
 
     length: int = 2048
@@ -43,46 +45,66 @@ class Settings:
     seed: int = 0
     text: str | tuple[str, ...] = "pydoc:second"
 
+    def __post_init__(self):
+        for field, least in (("length", 1), ("windows", 1), ("scored", 1), ("samples", 0), ("depths", 2)):
+            if getattr(self, field) < least:
+                raise ValueError(f"{field}={getattr(self, field)}: must be at least {least}")
+        wrong = [budget for budget in self.budgets if not 1 <= budget < self.length]
+        if wrong or not self.budgets:
+            raise ValueError(f"budgets={list(self.budgets)}: each must lie in 1..{self.length - 1}, below the length")
+
+
+# ---- errors inside of layers ----------------------------------------------------------------------------------------
+
+
+def error_specs(budgets: Sequence[int]) -> list[str]:
+    """H2O as in figures 2 and 3 of the paper, MomentKV's own selection, and the paper's literal one."""
+    return [spec for budget in budgets for spec in (
+        f"h2o:budget={budget}+moments:order=gaussian", f"momentkv:budget={budget},order=gaussian",
+        f"momentkv:budget={budget},order=gaussian,prefill=literal")]
+
 
 def error_table(model: Any, settings: Settings) -> list[LayerError]:
-    """Errors of each layer, of H2O and of MomentKV's selection, at every budget."""
+    """Errors of each layer at every budget, means over `windows` texts."""
     corpus = load_corpus(settings.text)
-    windows = token_windows(model.tokenizer, corpus.texts, settings.length + DEFAULT_BLOCK, 1, settings.seed)
-    specs = [spec for budget in settings.budgets for spec in (
-        f"h2o:budget={budget}+moments:order=gaussian", f"momentkv:budget={budget},order=gaussian")]
-    return eviction_errors(model, parse_methods(specs), np.asarray(windows[0]), DEFAULT_BLOCK)
+    texts = token_windows(
+        model.tokenizer, corpus.texts, settings.length + DEFAULT_BLOCK, settings.windows, settings.seed)
+    methods = parse_methods(error_specs(settings.budgets))
+    return average([eviction_errors(model, methods, np.asarray(text), DEFAULT_BLOCK) for text in texts])
 
 
-def means(rows: Sequence[LayerError]) -> dict[str, dict[str, float]]:
-    """Means over the layers, by spec."""
-    out: dict[str, dict[str, float]] = {}
-    for spec in dict.fromkeys(row.spec for row in rows):
-        own = [dataclasses.asdict(row) for row in rows if row.spec == spec]
-        flat = [{k: v for k, v in row.items() if isinstance(v, float)}
-                | {f"{k}_{o}": v for k, d in row.items() if isinstance(d, dict) for o, v in d.items()} for row in own]
-        out[spec] = {name: float(np.mean([row[name] for row in flat])) for name in flat[0]}
-    return out
+def means(rows: Sequence[LayerError]) -> dict[str, LayerError]:
+    """Means over the layers, by spec; `layer` is -1."""
+    specs = dict.fromkeys(row.spec for row in rows)
+    return {spec: mean_error([row for row in rows if row.spec == spec], -1) for spec in specs}
+
+
+# ---- scores ---------------------------------------------------------------------------------------------------------
 
 
 def ablation_specs(budget: int) -> list[str]:
-    """MomentKV without, with either and with both of its mechanisms, and by order of the approximation."""
+    """MomentKV without, with either and with both of its mechanisms, then the approximation's order, then literally."""
     base = f"momentkv:budget={budget}"
-    return [f"{base},mi=false,nc=false", f"{base},nc=false", f"{base},mi=false", base, f"{base},prefill=literal",
-            f"{base},order=0", f"{base},order=gaussian"]
+    return [f"{base},mi=false,nc=false", f"{base},nc=false", f"{base},mi=false", base,
+            f"{base},mi=false,order=0", f"{base},mi=false,order=gaussian", f"{base},prefill=literal"]
 
 
 def equal_bytes_specs(model: Any, settings: Settings, budget: int) -> list[str]:
-    """MomentKV at `budget` tokens, and the others at the bytes that it takes, statistics included."""
+    """MomentKV at `budget` tokens, and the others at the bytes that it takes, statistics included.
+
+    H2O's recent tokens are half of `budget`, as its own default is; the others keep MomentKV's window of 32.
+    """
     spec = f"momentkv:budget={budget}"
     layout = make_layout(model.config, 1, settings.length, settings.length + settings.scored)
     spent = cache_bytes(abstract_cache(parse_methods([spec])[spec], layout)).total
-    return [*(f"{name}:budget_bytes={spent},recent=32" for name in BASELINES), spec]
+    recent = {"h2o": budget // 2}
+    return [*(f"{name}:budget_bytes={spent},recent={recent.get(name, 32)}" for name in BASELINES), spec]
 
 
 def study_specs(model: Any, study: str, settings: Settings) -> list[str]:
-    """The methods of a study that scores methods."""
+    """The methods of one of `SCORED`."""
     if study == "ojakv":
-        return list(TABLE_6)
+        return list(NOMINAL)
     specs = ["full"]
     for budget in settings.budgets:
         specs += ablation_specs(budget) if study == "ablation" else equal_bytes_specs(model, settings, budget)
@@ -91,7 +113,14 @@ def study_specs(model: Any, study: str, settings: Settings) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Of one method: perplexity through the cache, needles found in percent, bytes of a row of the needle's cache."""
+    """Of one method.
+
+    Attributes:
+        spec: the method.
+        perplexity: of all scored tokens.
+        needle: needles found, in percent; None where none were asked for.
+        cache_bytes, full_bytes: of a row of the perplexity's cache, and of a 16-bit full cache.
+    """
 
     spec: str
     perplexity: float
@@ -100,22 +129,27 @@ class Score:
     full_bytes: int
 
 
-def scores(model: Any, specs: Sequence[str], settings: Settings, json: str | None = None, progress: bool = False):
-    """Perplexity and needles of every method, context compressed before the question is known."""
-    methods = parse_methods(specs)
-    text = load_corpus(settings.text)
+def scores(
+    model: Any, specs: Sequence[str], settings: Settings, json: str | None = None, progress: bool = False
+) -> dict[str, Score]:
+    """Perplexity and needles by spec, the context compressed before the question is known.
+
+    Raises:
+        ValueError: as `evaluate_perplexity` and `evaluate_needles`.
+    """
+    methods = parse_methods(list(dict.fromkeys(specs)))
     texts = evaluate_perplexity(
-        model, methods, text, "stream", settings.length + settings.scored, settings.length, settings.windows, json=json,
-        progress=progress,
+        model, methods, load_corpus(settings.text), "stream", settings.length + settings.scored, settings.length,
+        settings.windows, json=json, progress=progress,
     )
     needles = [] if settings.samples == 0 else evaluate_needles(
         model, methods, [settings.length], settings.depths, settings.samples, seed=settings.seed, json=json,
-        progress=progress,
+        rows=settings.depths, progress=progress,
     )
-    rows = []
+    rows = {}
     for spec in methods:
         found = [r["score"] for r in needles if r["method"] == spec]
         record = next(r for r in texts if r["method"] == spec)
-        rows.append(Score(spec, total_perplexity(texts, spec), float(np.mean(found)) if found else None,
-                          record["cache_bytes"], record["full_cache_bytes"]))
+        rows[spec] = Score(spec, total_perplexity(texts, spec), float(np.mean(found)) if found else None,
+                           record["cache_bytes"], record["full_cache_bytes"])
     return rows

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +41,21 @@ class LayerError:
     corrected: dict[str, float]
     cosine: dict[str, float]
     partition: dict[str, float]
+
+
+def mean_error(rows: Sequence[LayerError], layer: int) -> LayerError:
+    """The mean of some errors of one method, as the error of `layer`."""
+    plain = {name: float(np.mean([getattr(row, name) for row in rows])) for name in ("mass", "angle", "error")}
+    by_order = {
+        name: {order: float(np.mean([getattr(row, name)[order] for row in rows])) for order in ORDERS}
+        for name in ("corrected", "cosine", "partition")
+    }
+    return LayerError(rows[0].spec, layer, **plain, **by_order)
+
+
+def average(texts: Sequence[Sequence[LayerError]]) -> list[LayerError]:
+    """Means over several texts, layer by layer and method by method."""
+    return [mean_error(same, same[0].layer) for same in zip(*texts, strict=True)]
 
 
 def eviction_errors(

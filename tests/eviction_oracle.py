@@ -4,8 +4,10 @@ The oracle knows nothing of buffers: a head is a list of tokens, eviction remove
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,6 +15,7 @@ from lowrank_kv_jax.method import Layout, Place
 from lowrank_kv_jax.spec import AttentionSpec, Taps
 
 SPEC = AttentionSpec(1, 4, 2, 8, None, 4096, (None,))
+CAPACITY = 96  # of every cache that is driven: streams of any length share their compiled functions
 
 
 class Stream(NamedTuple):
@@ -49,27 +52,55 @@ def taps_of(stream: Stream, begin: int, end: int) -> Taps:
     return Taps(q, k, k, v, k[:, :, 0])
 
 
-def drive(method, stream, prompt, *, width=1, block=8, refresh_every=8, lengths=None):
+@functools.cache
+def compiled(method, layout):
+    """compress, one step and refresh, compiled once for all streams of a shape."""
+    (bases,) = method.default_bases(SPEC)
+
+    def compress(taps, lengths):
+        return method.compress(layout, bases, method.init(layout, bases), (taps,), lengths)
+
+    def step(state, taps, positions):
+        counts = jnp.asarray([taps.k.shape[1]], jnp.int32)
+        state = method.append(layout, bases, state, taps, counts, positions, Place())
+        partial = method.attend(layout, bases, state, taps.q, positions, Place())
+        return method.observe(layout, bases, state, taps.q, partial.lse, positions, Place()), partial.out
+
+    return jax.jit(compress), jax.jit(step), jax.jit(lambda state: method.refresh(layout, bases, state))
+
+
+def drive(method, stream, prompt, *, block=8, refresh_every=8):
     """Feed a stream to a method as a model would; the final state and outputs `[S - prompt, N, D]` of its decoding."""
     size = len(stream.q)
-    layout = Layout(SPEC, 1, prompt, size + block, block, "float32")
-    (bases,) = method.default_bases(SPEC)
-    state = method.init(layout, bases)
+    layout = Layout(SPEC, 1, prompt, CAPACITY, block, "float32")
+    compress, step, refresh = compiled(method, layout)
     if prompt:
-        lengths = jnp.asarray([prompt], jnp.int32)
-        state = method.compress(layout, bases, state, (taps_of(stream, 0, prompt),), lengths)
+        state = compress(taps_of(stream, 0, prompt), jnp.asarray([prompt], jnp.int32))
+    else:
+        state = method.init(layout, *method.default_bases(SPEC))
     outs = []
-    for begin in range(prompt, size, width):
-        if begin > prompt and (begin - prompt) % refresh_every == 0:
-            state = method.refresh(layout, bases, state)
-        taps = taps_of(stream, begin, begin + width)
-        here = taps.k.shape[1]
-        positions = begin + jnp.arange(here, dtype=jnp.int32)[None]
-        state = method.append(layout, bases, state, taps, jnp.asarray([here], jnp.int32), positions, Place())
-        partial = method.attend(layout, bases, state, taps.q, positions, Place())
-        state = method.observe(layout, bases, state, taps.q, partial.lse, positions, Place())
-        outs.append(np.asarray(partial.out[0]))
+    for at in range(prompt, size):
+        if at > prompt and (at - prompt) % refresh_every == 0:
+            state = refresh(state)
+        state, out = step(state, taps_of(stream, at, at + 1), jnp.asarray([[at]], jnp.int32))
+        outs.append(np.asarray(out[0]))
     return state, np.concatenate(outs) if outs else None
+
+
+def check_ends(state, stream, sinks, recent):
+    """Sinks and recent tokens are held, selected ones lie between them and once a head, keys are those of the stream."""
+    held, size = state.held.exact, len(stream.q)
+    at = np.asarray(held.positions.at(jnp.arange(int(held.length[0]))))[0].tolist()
+    assert set(range(sinks)) <= set(at) and set(range(size - recent, size)) <= set(at)
+    for found in kept_positions(state):
+        assert not set(at) & set(found) and len(set(found)) == len(found)
+        assert all(sinks <= p < size for p in found)
+    coded = state.held.coded
+    count, where = int(coded.length[0]), coded.positions
+    for j, positions in enumerate(np.asarray(where.position[0, :, :count])):
+        heads = np.full(count, j) if where.owner is None else np.asarray(where.owner[0, 0, :count])
+        for buffer, of in ((coded.k, stream.k), (coded.v, stream.v)):
+            np.testing.assert_allclose(buffer[0, j, :count], of[positions, heads], atol=1e-6)
 
 
 def kept_positions(state, heads=SPEC.kv_heads) -> list[list[int]]:

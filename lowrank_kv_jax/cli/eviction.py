@@ -1,28 +1,37 @@
-"""`lowrank-kv eviction`: what eviction costs, and what the moments of the evicted recover."""
+"""`lowrank-kv eviction`: what eviction costs, what it saves, and what the moments of the evicted recover."""
 
 import argparse
+import sys
 
-HELP = "what eviction costs inside of layers and in scores, and what moments recover"
+HELP = "what eviction costs and saves, and what the moments of the evicted recover"
+STUDIES = ("error", "ablation", "bytes", "ojakv", "speed")
+THOUSANDTHS = "{:.3f}".format
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
+    from lowrank_kv_jax.cli.options import add_model_options
+
     parser = subparsers.add_parser(
         "eviction", help=HELP,
-        description="error: ||f - f_R|| / ||f|| in each layer, and corrected by moments. ablation: MomentKV without and "
-                    "with its parts. bytes: rules at equal bytes, statistics counted. ojakv: table 6 of OjaKV.",
+        description="error: ||f - f_R|| / ||f|| in each layer, and what is left of it with moments (MomentKV, figures 2 "
+                    "and 3). ablation: perplexity and needles of MomentKV without and with its parts. bytes: rules at "
+                    "equal bytes, statistics counted. ojakv: table 6 of OjaKV. speed: decode steps and attention alone.",
     )
-    parser.add_argument("--model", default="smollm2-135m", help="name, directory, .gguf file or hub id (%(default)s)")
-    parser.add_argument("--studies", nargs="+", choices=("error", "ablation", "bytes", "ojakv"), default=["error"],
-                        help="(error)")
+    add_model_options(parser)
+    parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES), help="(all)")
     parser.add_argument("--length", type=int, default=2048, help="tokens of the prompt (%(default)s)")
     parser.add_argument("--budgets", nargs="+", type=int, default=[64, 128, 256, 512], metavar="N",
                         help="tokens a kv head keeps (64 128 256 512)")
-    parser.add_argument("--windows", type=int, default=4, help="texts for the perplexity (%(default)s)")
+    parser.add_argument("--windows", type=int, default=4, help="texts for errors and perplexity (%(default)s)")
     parser.add_argument("--depths", type=int, default=4, help="of needles (%(default)s)")
     parser.add_argument("--samples", type=int, default=2, help="needles at each depth, 0 for none (%(default)s)")
+    parser.add_argument("--timed-length", type=int, default=4096, metavar="N",
+                        help="context in which decoding is timed (%(default)s)")
+    parser.add_argument("--timed-budget", type=int, default=256, metavar="N", help="budget there (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after one that compiles (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of texts and needles (%(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="append records; a file that holds some is gone on with")
+    parser.add_argument("--json", metavar="FILE", help="append records; scores that it holds are not computed again")
     parser.set_defaults(run=run)
     return parser
 
@@ -33,61 +42,95 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_model` and the evaluations.
     """
-    import sys
-
+    from lowrank_kv_jax.cli.options import device_line, load_from
     from lowrank_kv_jax.evals import eviction
     from lowrank_kv_jax.evals.records import check_writable
-    from lowrank_kv_jax.models.load import load_model
 
-    if args.json:
-        check_writable(args.json)
     settings = eviction.Settings(args.length, tuple(args.budgets), args.windows, depths=args.depths,
                                  samples=args.samples, seed=args.seed)
-    model = load_model(args.model)
-    for study in args.studies:
-        if study == "error":
-            _print_errors(args, model, settings)
-            continue
-        specs = eviction.study_specs(model, study, settings)
+    if args.rounds < 1:
+        raise ValueError(f"--rounds {args.rounds}: must be at least 1")
+    if args.json:
+        check_writable(args.json)
+    model = load_from(args)
+    if "error" in args.studies:
+        _errors(args, model, settings)
+    scored = {study: eviction.study_specs(model, study, settings) for study in args.studies if study in eviction.SCORED}
+    if scored:  # in one go: a prompt is prefilled once for all methods of all studies
+        specs = [spec for own in scored.values() for spec in own]
         rows = eviction.scores(model, specs, settings, json=args.json, progress=sys.stderr.isatty())
-        _print_scores(study, rows)
+        for study, own in scored.items():
+            _print_scores(study, [rows[spec] for spec in own])
+    if "speed" in args.studies:
+        _speed(args, model)
+    print(device_line())
     return 0
 
 
-def _print_errors(args, model, settings) -> None:
+def _errors(args, model, settings) -> None:
     import dataclasses
 
     from lowrank_kv_jax.evals import eviction
-    from lowrank_kv_jax.evals.records import append_record, make_record
 
     rows = eviction.error_table(model, settings)
-    means = eviction.means(rows)
-    columns = ("mass", "angle", "error", "corrected_0", "corrected_1", "corrected_gaussian", "cosine_0", "cosine_1",
-               "partition_1", "partition_gaussian")
-    _table("Eviction, means over layers", ("method", *columns),
-           [(spec, *(f"{own[c]:.3f}" for c in columns)) for spec, own in means.items()])
-    least = min(settings.budgets)
-    layers = [row for row in rows if f"budget={least}" in row.spec]
-    _table(f"Eviction by layer at a budget of {least}",
-           ("method", "layer", "mass", "error", "corrected_1", "cosine_1"),
-           [(r.spec, str(r.layer), f"{r.mass:.3f}", f"{r.error:.3f}", f"{r.corrected['1']:.3f}", f"{r.cosine['1']:.3f}")
-            for r in layers])
-    if args.json:
-        for row in rows:
-            append_record(args.json, make_record(
-                "eviction", model=model.name, method=row.spec, task="eviction-error", length=settings.length, samples=1,
-                seed=settings.seed, protocol="query-agnostic", **{k: v for k, v in dataclasses.asdict(row).items()
-                                                                   if k != "spec"}))
+    columns = {"mass": lambda r: r.mass, "cos f_E f_R": lambda r: r.angle, "error": lambda r: r.error}
+    columns |= {f"order {o}": lambda r, o=o: r.corrected[o] for o in ("0", "1", "gaussian")}
+    columns |= {f"cos f^ f, {o}": lambda r, o=o: r.cosine[o] for o in ("0", "1")}
+    columns |= {f"log Z^/Z, {o}": lambda r, o=o: r.partition[o] for o in ("1", "gaussian")}
+
+    def lines(found, first):
+        return [(*first(row), *(THOUSANDTHS(value(row)) for value in columns.values())) for row in found]
+
+    _table("eviction error, means over layers", ("method", *columns),
+           lines(eviction.means(rows).values(), lambda row: (row.spec,)))
+    least = eviction.error_specs([min(settings.budgets)])
+    _table(f"eviction error by layer, budget {min(settings.budgets)}", ("method", "layer", *columns),
+           lines([row for row in rows if row.spec in least], lambda row: (row.spec, str(row.layer))))
+    _append(args, "eviction-error", settings.length, settings.windows,
+            ((row.spec, {k: v for k, v in dataclasses.asdict(row).items() if k != "spec"}) for row in rows))
 
 
 def _print_scores(study: str, rows) -> None:
-    from lowrank_kv_jax.evals.eviction import TABLE_6
+    from lowrank_kv_jax.evals.eviction import NOMINAL
 
     lines = []
     for row in rows:
-        share, needle = 100 * row.cache_bytes / row.full_bytes, "" if row.needle is None else f"{row.needle:.0f}"
-        lines.append((row.spec, TABLE_6.get(row.spec, ""), f"{share:.1f}%", f"{row.perplexity:.3f}", needle))
-    _table(study, ("method", "nominal", "bytes of full", "perplexity", "needles %"), lines)
+        nominal = NOMINAL.get(row.spec) if study == "ojakv" else None
+        lines.append((row.spec, "" if nominal is None else f"{100 * nominal:.0f}",
+                      f"{100 * row.cache_bytes / row.full_bytes:.1f}", f"{row.perplexity:.3f}",
+                      "" if row.needle is None else f"{row.needle:.0f}"))
+    _table(study, ("method", "nominal bytes, %", "bytes of full, %", "perplexity", "needles, %"), lines)
+
+
+def _speed(args, model) -> None:
+    from lowrank_kv_jax.evals.compare import parse_methods
+    from lowrank_kv_jax.evals.eviction_speed import eviction_speed
+
+    budget = args.timed_budget
+    methods = parse_methods(["full", f"snapkv:budget={budget}", f"momentkv:budget={budget}"])
+    rows = eviction_speed(model, methods, args.timed_length, rounds=args.rounds, seed=args.seed)
+    full, snapkv, _ = rows
+    lines = [(row.spec, f"{row.step_ms:.2f}", f"{full.step_ms / row.step_ms:.2f}", f"{row.step_ms / snapkv.step_ms:.3f}",
+              f"{row.attention_ms:.3f}", f"{full.attention_ms / row.attention_ms:.1f}", str(row.cache_bytes),
+              str(row.predicted_bytes)) for row in rows]
+    _table(f"decoding in a context of {args.timed_length} tokens, float32 caches",
+           ("method", "ms a step", "x full's speed", "of SnapKV's time", "attention alone, ms", "x full's speed",
+            "bytes", "predicted"), lines)
+    _append(args, "eviction-speed", args.timed_length, args.rounds,
+            ((row.spec, {"step_ms": row.step_ms, "attention_ms": row.attention_ms, "cache_bytes": row.cache_bytes,
+                         "predicted_bytes": row.predicted_bytes, "decode_tokens_per_s": 1e3 / row.step_ms})
+             for row in rows))
+
+
+def _append(args, task: str, length: int, samples: int, rows) -> None:
+    if not args.json:
+        return
+    from lowrank_kv_jax.evals.records import append_record, make_record
+
+    for spec, values in rows:
+        append_record(args.json, make_record(
+            "eviction", model=args.model, method=spec, task=task, length=length, samples=samples, seed=args.seed,
+            protocol="query-agnostic", **values))
 
 
 def _table(title: str, columns, lines) -> None:
@@ -96,7 +139,10 @@ def _table(title: str, columns, lines) -> None:
 
     table = Table(title=title)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", overflow="fold")
+        table.add_column(column, justify="right" if i else "left", no_wrap=not i)
     for line in lines:
         table.add_row(*line)
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal or console.width < 100:
+        console = Console(width=160)
+    console.print(table)

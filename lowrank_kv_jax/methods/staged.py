@@ -104,13 +104,18 @@ class Staged(KVMethod):
     def shape(self, layout: Layout, bases: Any) -> Shape:
         """The shape that the budget asks for."""
         rule, (sinks, recent) = self.selection_stage(), self.ends(layout)
-        room = max(layout.capacity - sinks - recent, 1)
         if rule.budget_bytes is not None:
             tokens = _tokens_for_bytes(self, layout, bases, rule.budget_bytes)
         else:
             tokens = max(rule.tokens(layout) - sinks - recent, 0)
+        return self.shape_for(layout, bases, self.layer_tokens(layout, bases, tokens))
+
+    def layer_tokens(self, layout: Layout, bases: Any, tokens: int) -> int:
+        """Selected tokens a head of one layer, where every layer has `tokens` on average."""
+        rule, (sinks, recent) = self.selection_stage(), self.ends(layout)
+        room = max(layout.capacity - sinks - recent, 1)
         tokens = rule.of_layer(tokens, room if rule.decoding == "evict" else layout.prompt - recent, bases)
-        return self.shape_for(layout, bases, min(max(tokens, 0 if rule.keeps_none else 1), room))
+        return min(max(tokens, 0 if rule.keeps_none else 1), room)
 
     def codec_bases(self, bases: Any) -> Any:
         """What of a group's bases belongs to the codec."""
@@ -178,20 +183,23 @@ class Staged(KVMethod):
         return state
 
     def attend(self, layout, bases, state, q, positions, place):
-        retained, summary = self.retained(layout, bases, state, q, positions, place), self.summary_stage()
-        if summary is None or place.window is not None:  # moments do not know which tokens left a sliding window
-            return retained
-        return merge([retained, moment_summary.partial(state.evicted, q, layout.spec.scale)])
+        parts, summary = self._retained_parts(layout, bases, state, q, positions, place), self.summary_stage()
+        if summary is not None and place.window is None:  # moments do not know which tokens left a sliding window
+            parts.append(moment_summary.partial(state.evicted, q, layout.spec.scale))
+        return merge(parts)
 
     def retained(self, layout, bases, state, q, positions, place) -> AttnPartial:
         """Attention over the tokens that are still there."""
+        return merge(self._retained_parts(layout, bases, state, q, positions, place))
+
+    def _retained_parts(self, layout, bases, state, q, positions, place) -> list[AttnPartial]:
         spec, held = layout.spec, state.held
         if self.selection_stage().positions == "cache" and spec.rope is not None:
-            return merge(self._attend_rotated(layout, state, q, positions, place))
+            return self._attend_rotated(layout, state, q, positions, place)
         parts = [exact_tokens.attend(held.exact, q, positions, scale=spec.scale, window=place.window)]
         if held.coded is not None:
             parts.append(self.codec_stage().attend(layout, self.codec_bases(bases), held, q, positions, place))
-        return merge(parts)
+        return parts
 
     def observe(self, layout, bases, state, q, lse, positions, place):
         rule = self.selection_stage()
@@ -285,7 +293,7 @@ class Staged(KVMethod):
             floor, share, allocation = rule.allocation_of(shape.tokens, *self.ends(layout))
             budgets = head_budgets(score[:, 0], found.owner[:, 0], heads, shape.tokens, floor, share, allocation)
             most = jnp.take_along_axis(budgets[:, None], found.owner.astype(jnp.int32), axis=2)
-            kept = found.valid & (ranks(score, found.owner, heads) < most)
+            kept = found.valid & (ranks(score[:, 0], found.owner[:, 0], heads)[:, None] < most)
         slots = compact(kept, shape.size)
         length = jnp.minimum(kept.sum(-1, dtype=jnp.int32)[:, 0], shape.size)
         owner = None if found.owner is None else take_slots(found.owner, slots)
@@ -382,10 +390,16 @@ def _tokens_for_bytes(method: Staged, layout: Layout, bases: Any, budget: int) -
         empty = jax.eval_shape(lambda: method.init_shape(row, bases, shape))
         return sum(math.prod(x.shape) * x.dtype.itemsize for _, x, _ in walk(empty))
 
-    share = (budget - 12) // layout.spec.num_layers  # 12: length, limit and pending of the cache itself
     one, two = layer_bytes(1), layer_bytes(2)
-    tokens = 1 + (share - one) // (two - one)
-    if tokens < 1:
+    layers = method.selection_stage().default_bases(layout.spec)
+
+    def spent(tokens):  # 12: length, limit and pending of the cache itself
+        return 12 + sum(one + (two - one) * (method.layer_tokens(row, layer, tokens) - 1) for layer in layers)
+
+    tokens = 1 + ((budget - 12) // layout.spec.num_layers - one) // (two - one)
+    while tokens > 1 and spent(tokens) > budget:  # budgets that differ by layer are rounded, upwards on average
+        tokens -= 1
+    if tokens < 1 or spent(tokens) > budget:
         least = one * layout.spec.num_layers + 12
         raise ValueError(f"budget_bytes={budget}: sinks, recent tokens, room for a block and statistics take {least}")
     return tokens

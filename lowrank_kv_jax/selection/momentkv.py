@@ -26,10 +26,10 @@ def residual_norms(
         if slope is not None:
             predicted = predicted + jnp.einsum("bkde,bkse->bksd", slope, k)
         return jnp.linalg.norm(v - predicted, axis=-1)
-    predicted = jnp.zeros_like(v[:, 0])
-    for head in range(mean.shape[1]):
-        own = mean[:, head][:, None]
-        if slope is not None:
-            own = own + jnp.einsum("bde,bse->bsd", slope[:, head], k[:, 0])
-        predicted = jnp.where((owners[:, 0] == head)[..., None], own, predicted)
-    return jnp.linalg.norm(v - predicted[:, None], axis=-1)
+    predicted = mean[:, None]
+    if slope is not None:  # what every head would predict, in one product
+        predicted = predicted + jnp.einsum("bse,bkde->bskd", k[:, 0], slope)
+    own = predicted[:, :, 0]
+    for head in range(1, mean.shape[1]):
+        own = jnp.where((owners[:, 0] == head)[..., None], predicted[:, :, head], own)
+    return jnp.linalg.norm(v - own[:, None], axis=-1)

@@ -18,7 +18,7 @@ def layer_budget(budget: int, length: int, layer: int, layers: int, beta: int = 
 
 
 def kvpress_layer_budget(budget: int, length: int, window: int, layer: int, layers: int, beta: int = 20) -> int:
-    """Tokens that a layer keeps, its window included, as kvpress divides them: fractions, and no pyramid where it is flat.
+    """Tokens that a layer keeps, its window included, as kvpress divides them: in fractions, flat where it is too flat.
 
     Args:
         budget: tokens that a layer keeps on average, the window included.

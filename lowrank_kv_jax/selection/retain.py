@@ -14,12 +14,14 @@ def ranks(scores: jax.Array, owners: jax.Array | None = None, heads: int = 1) ->
     Returns:
         int32 `[..., S]`.
     """
+    order = jnp.argsort(-scores, axis=-1, stable=True)
     if owners is None:
-        return _inverse(jnp.argsort(-scores, axis=-1, stable=True))
-    order = jnp.lexsort((-scores, owners), axis=-1)
-    per_head = head_counts(jnp.ones_like(owners, bool), owners, heads)
-    first = jnp.cumsum(per_head, axis=-1) - per_head
-    return _inverse(order) - jnp.take_along_axis(first, owners.astype(jnp.int32), axis=-1)
+        return _inverse(order)
+    # one sort serves the ranks within all heads, and with them those without owners: a compiler sees it only once
+    mine = jnp.take_along_axis(owners, order, axis=-1)[..., None, :] == jnp.arange(heads)[:, None]
+    before = jnp.cumsum(mine, axis=-1, dtype=jnp.int32) - 1
+    rank = jnp.sum(jnp.where(mine, before, 0), axis=-2, dtype=jnp.int32)
+    return jnp.put_along_axis(jnp.zeros_like(rank), order, rank, axis=-1, inplace=False)
 
 
 def head_counts(chosen: jax.Array, owners: jax.Array, heads: int) -> jax.Array:

@@ -60,9 +60,12 @@ def decoding_votes(
     """
     batch, tokens, heads, dim = q.shape
     groups = keys.shape[1]
-    q = q.reshape(batch, tokens, groups, heads // groups, dim)
-    logits = jnp.einsum("btjgd,bjsd->bjtgs", q, keys.astype(q.dtype), preferred_element_type=jnp.float32) * scale
-    lse = lse.reshape(batch, tokens, groups, heads // groups).transpose(0, 2, 1, 3)[..., None]
+    per_head = heads // groups
+    # the very product that blockwise_attention computes of a single block: compilers then take it once for both
+    q = q.reshape(batch, tokens, groups, per_head, dim).swapaxes(1, 2).reshape(batch, groups, tokens * per_head, dim)
+    logits = jnp.einsum("bjmd,bjsd->bjms", q, keys.astype(q.dtype), preferred_element_type=jnp.float32) * scale
+    logits = logits.reshape(batch, groups, tokens, per_head, -1)
+    lse = lse.reshape(batch, tokens, groups, per_head).transpose(0, 2, 1, 3)[..., None]
     return vote(jnp.where(seen, jnp.exp(jnp.minimum(logits - lse, 0.0)), 0.0), positions)
 
 

@@ -105,19 +105,24 @@ def partial(moments: Moments, q: jax.Array, scale: float) -> AttnPartial:
     batch, queries, heads, dim = q.shape
     kv_heads = moments.count.shape[1]
     q = q.astype(jnp.float32).reshape(batch, queries, kv_heads, heads // kv_heads, dim)
-    count = jnp.maximum(moments.count, 1.0)
+    q = q.swapaxes(1, 2).reshape(batch, kv_heads, -1, dim)
+    count = jnp.maximum(moments.count, 1.0)[..., None]
     mean, slope = affine_model(moments, scale)
-    key_mean = moments.keys.astype(jnp.float32) / count[..., None]
-    lse = jnp.einsum("btkgd,bkd->btkg", q, key_mean) * scale
+    lse = jnp.einsum("bkmd,bkd->bkm", q, moments.keys.astype(jnp.float32)) * (scale / count)
     if moments.squares is not None and moments.longest is not None:
-        second = jnp.einsum("btkgd,bkde,btkge->btkg", q, moments.squares.astype(jnp.float32) / count[..., None, None], q)
+        second = jnp.einsum("bkmd,bkde,bkme->bkm", q, moments.squares.astype(jnp.float32) / count[..., None], q)
         variance = jnp.maximum(second * scale**2 - lse**2, 0.0)
-        most = jnp.linalg.norm(q, axis=-1) * moments.longest[:, None, :, None] * scale
+        most = jnp.linalg.norm(q, axis=-1) * moments.longest[..., None] * scale
         lse = jnp.minimum(lse + variance / 2, most)
-    out = jnp.broadcast_to(mean[:, None, :, None], q.shape)
+    out = jnp.broadcast_to(mean[:, :, None], q.shape)
     if slope is not None:
-        out = out + jnp.einsum("bkde,btkge->btkgd", slope, q)
-    some = (moments.count > 0)[:, None, :, None]
-    lse = jnp.where(some, lse + jnp.log(count)[:, None, :, None], -jnp.inf)
+        out = out + jnp.einsum("bkme,bkde->bkmd", q, slope)
+    some = (moments.count > 0)[..., None]
+    lse = jnp.where(some, lse + jnp.log(count), -jnp.inf)
     out = jnp.where(some[..., None], out, 0.0)
-    return AttnPartial(out.reshape(batch, queries, heads, dim), lse.reshape(batch, queries, heads))
+
+    def heads_last(x):
+        x = x.reshape(batch, kv_heads, queries, -1, *x.shape[3:])
+        return x.swapaxes(1, 2).reshape(batch, queries, heads, *x.shape[4:])
+
+    return AttnPartial(heads_last(out), heads_last(lse))
