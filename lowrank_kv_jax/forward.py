@@ -21,6 +21,7 @@ from lowrank_kv_jax.models.decoder import block_output, block_taps, embed, unemb
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import causal_attention
 from lowrank_kv_jax.sharding import check_mesh, constrain, replicate, shard_rows
 from lowrank_kv_jax.spec import Taps
+from lowrank_kv_jax.token_layout import lay_out
 
 DEFAULT_BLOCK = 32
 
@@ -56,7 +57,8 @@ def layer_extend(config, method, layout, place, layer, bases, state, x, position
 
 @functools.partial(jax.jit, static_argnames=("method", "layout"), donate_argnames=("state",))
 def refresh_group(method, layout, bases, state):
-    return constrain(layout.mesh, method.refresh(layout, bases, state))
+    refreshed = method.refresh(layout, bases, lay_out(state, "rows"))
+    return constrain(layout.mesh, lay_out(refreshed, layout.tokens))
 
 
 embed_tokens = jax.jit(embed, static_argnums=0)

@@ -23,6 +23,7 @@ class Layout:
         block: tokens that may be appended between two refreshes.
         dtype: name of the dtype of the cache's floating leaves.
         mesh: devices that the cache is laid out over, with the axes "data" and "model"; None for one device.
+        tokens: how coded tokens lie in memory, "rows" or "lanes" (see `token_layout`).
     """
 
     spec: AttentionSpec
@@ -32,6 +33,7 @@ class Layout:
     block: int
     dtype: str
     mesh: jax.sharding.Mesh | None = None
+    tokens: str = "rows"
 
 
 @dataclasses.dataclass(frozen=True)

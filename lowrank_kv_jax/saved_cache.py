@@ -14,9 +14,10 @@ from lowrank_kv_jax.checkpoint import load_arrays, load_metadata, save_arrays
 from lowrank_kv_jax.method import KVMethod, Layout
 from lowrank_kv_jax.sharding import check_mesh, leaf_sharding
 from lowrank_kv_jax.state import map_leaves, walk
+from lowrank_kv_jax.token_layout import lay_out
 
 KIND = "cache"
-_STORED = ("batch", "prompt", "capacity", "block", "dtype")
+_STORED = ("batch", "prompt", "capacity", "block", "dtype", "tokens")
 
 
 def save_cache(path: str | Path, cache: Cache, model: Any, *, bases: Any = None) -> None:
@@ -80,7 +81,7 @@ def _digest(bases: Any) -> str | None:
 def abstract_cache(method: KVMethod, layout: Layout, bases: Any = None) -> Cache:
     """The shapes, dtypes and shardings of a cache, nothing allocated; `cache_bytes` reads it as it reads a cache."""
     bases = bases_of_group(method, layout.spec, bases)
-    groups = tuple(jax.eval_shape(lambda b=b: method.init(layout, b)) for b in bases)
+    groups = tuple(jax.eval_shape(lambda b=b: lay_out(method.init(layout, b), layout.tokens)) for b in bases)
     rows: Any = jax.ShapeDtypeStruct((layout.batch,), jnp.int32)
     scalar: Any = jax.ShapeDtypeStruct((), jnp.int32)
     cache = Cache(groups, rows, rows, scalar, method, layout)

@@ -94,18 +94,23 @@ def _children(tree: Any) -> Iterator[tuple[str, LeafInfo | None, Any]]:
         raise TypeError(f"{type(tree).__name__} inside a cache state is not declared with lowrank_kv_jax.state.leaf")
 
 
-def write_tokens(buffer: jax.Array, new: jax.Array, start: jax.Array, counts: jax.Array) -> jax.Array:
+def write_tokens(
+    buffer: jax.Array, new: jax.Array, start: jax.Array, counts: jax.Array, token_axis: int = 2
+) -> jax.Array:
     """Write the first `counts[b]` of `T` tokens of each row at `start[b]`, in place when `buffer` is donated.
 
     Args:
-        buffer: `[B, J, S, R]`.
+        buffer: `[B, J, S, R]`, or a storage that writes tokens itself.
         new: `[B, J, T, R]` with T <= S.
         start, counts: int32 `[B]`. Tokens that would fall outside the buffer are dropped, nothing else is touched.
+        token_axis: 3 where both are transposed, `[B, J, R, S]`.
 
     Returns:
         The buffer with O(T) of it changed.
     """
-    tokens, size = new.shape[2], buffer.shape[2]
+    if hasattr(buffer, "write_tokens"):
+        return buffer.write_tokens(new, start, counts)
+    tokens, size, axis = new.shape[token_axis], buffer.shape[token_axis], token_axis - 1
     if tokens > size:
         raise ValueError(f"{tokens} tokens written at once into a buffer of {size}")
     new = new.astype(buffer.dtype)
@@ -114,11 +119,12 @@ def write_tokens(buffer: jax.Array, new: jax.Array, start: jax.Array, counts: ja
         # dynamic slices clamp: near the end the window starts earlier and keeps what it holds there
         at = jnp.clip(begin, 0, size - tokens)
         source = at + jnp.arange(tokens) - begin
-        old = jax.lax.dynamic_slice_in_dim(buf, at, tokens, axis=1)
+        old = jax.lax.dynamic_slice_in_dim(buf, at, tokens, axis=axis)
         if tokens > 1:
-            fresh = jnp.take(fresh, jnp.clip(source, 0, tokens - 1), axis=1)
+            fresh = jnp.take(fresh, jnp.clip(source, 0, tokens - 1), axis=axis)
         keep = (source >= 0) & (source < count)
-        return jax.lax.dynamic_update_slice_in_dim(buf, jnp.where(keep[None, :, None], fresh, old), at, axis=1)
+        keep = keep[None, :, None] if axis == 1 else keep[None, None]
+        return jax.lax.dynamic_update_slice_in_dim(buf, jnp.where(keep, fresh, old), at, axis=axis)
 
     return jax.vmap(row)(buffer, new, start, counts)
 

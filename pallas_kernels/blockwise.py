@@ -50,8 +50,10 @@ def blockwise_attention(
         new_top = jnp.maximum(top, logits.max(-1))
         weights = jnp.where(mask, jnp.exp(logits - new_top[..., None]), 0.0)
         shrink = jnp.exp(top - new_top)
+        # values that all heads share make one product with all rows, and no copy for each head
+        shared = "bjms,bjsd->bjmd" if values.shape[1] == shared_heads else "bjms,bxsd->bjmd"
         added = jnp.einsum(
-            "bjms,bjsd->bjmd", weights.astype(q.dtype), values.astype(q.dtype), preferred_element_type=jnp.float32
+            shared, weights.astype(q.dtype), values.astype(q.dtype), preferred_element_type=jnp.float32
         )
         return new_top, total * shrink + weights.sum(-1), out * shrink[..., None] + added
 

@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,10 +84,12 @@ def compile_for(target: str, f: Callable[..., Any], *args: Any, dump: str | None
     """
     where = NamedSharding(Mesh(np.array([device(target)]), ("x",)), PartitionSpec())
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
-    cuda = target == "sm_90"
-    mesh = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda")) if cuda else None
-    with jax.sharding.use_abstract_mesh(mesh) if mesh is not None else nullcontext():
-        lowered = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda" if cuda else "tpu",))
+    there = device(target)
+    platform = "cuda" if target == "sm_90" else "tpu"
+    cores = getattr(there, "core_count", None) or getattr(there, "num_cores", 1)
+    mesh = AbstractMesh((), (), abstract_device=AbstractDevice(there.device_kind, cores, platform))
+    with jax.sharding.use_abstract_mesh(mesh):
+        lowered = jax.jit(f).trace(*args).lower(lowering_platforms=(platform,))
         return lowered.compile(compiler_options={"xla_dump_to": dump} if dump else None)
 
 

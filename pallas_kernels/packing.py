@@ -95,16 +95,14 @@ def merge_splits(out: jax.Array, lse: jax.Array) -> AttnPartial:
 
 
 def columns(width: int, least: int = 16, most: int = 128) -> tuple[tuple[int, int], ...]:
-    """(start, size) of power-of-two pieces that cover `width`: 96 is 64 + 32, 256 twice 128.
+    """(start, size) of power-of-two pieces that cover `width`: 96 is 64 + 32, 256 twice 128, and 38 is 32 + 16.
 
-    Raises:
-        Unsupported: a remainder below `least`.
+    A last piece that reaches beyond the width is read and written under a mask.
     """
     pieces, start = [], 0
     while start < width:
-        size = min(most, 1 << (width - start).bit_length() - 1)
-        if size < least:
-            raise Unsupported(f"width {width} is no multiple of {least}")
+        left = width - start
+        size = max(least, min(most, 1 << left.bit_length() - 1))
         pieces.append((start, size))
         start += size
     return tuple(pieces)

@@ -10,6 +10,7 @@ from lowrank_kv_jax.codecs.quantised import store_tokens
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
 from lowrank_kv_jax.positions import Runs
 from lowrank_kv_jax.rope import RopeSpec
+from lowrank_kv_jax.token_layout import TokensOnLanes
 
 SCALE = 0.3
 
@@ -79,6 +80,11 @@ def make(case: Case, seed: int = 0) -> Inputs:
     tokens = CachedTokens(keys, values, jnp.asarray(lengths), runs)
     options = dict(scale=SCALE, q_positions=jnp.asarray(at), causal=case.causal, window=case.window)
     return Inputs(*_queries(case, rng, exact, positions, mask, dtype, tokens, options))
+
+
+def lanes(tokens: CachedTokens) -> CachedTokens:
+    """The same tokens, transposed as the TPU kernels read them."""
+    return tokens._replace(**{x: TokensOnLanes(getattr(tokens, x).swapaxes(2, 3)) for x in ("keys", "values")})
 
 
 def _queries(case, rng, exact, positions, mask, dtype, tokens, options):

@@ -1,14 +1,15 @@
-"""`lowrank-kv bench decode`: time to first token and decode speed, side by side."""
+"""`lowrank-kv bench`: time to first token and decode speed, side by side; and the attention ops by themselves."""
 
 import argparse
 import os
 import sys
 
-HELP = "speed: time to first token and decode tokens/s"
+HELP = "speed: time to first token and decode tokens/s; the attention kernels"
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
+    from lowrank_kv_jax.cli.bench_kernels import add_compile_parser, add_kernels_parser
     from lowrank_kv_jax.cli.options import add_model_options
 
     parser = subparsers.add_parser("bench", help=HELP, description=HELP)
@@ -29,6 +30,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
                         help="time transformers on torch in the same rounds")
     decode.add_argument("--json", metavar="FILE", help="append one JSON object for each contender and length")
     decode.set_defaults(run=run)
+    add_kernels_parser(kinds)
+    add_compile_parser(kinds)
     return parser
 
 

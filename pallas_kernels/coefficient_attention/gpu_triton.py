@@ -116,11 +116,36 @@ def split_range(tiles, grid: Grid):
     return start, jnp.minimum(start + each, tiles)
 
 
-def load_rows(ref, rows: int, *cols, other=0):
-    """The first `rows` of `ref` `[M, ..]`, those beyond M filled with `other`."""
-    inside = jnp.arange(rows) < ref.shape[0]
-    mask = inside[:, None] if cols else inside
-    return plgpu.load(ref.at[(pl.ds(0, rows), *cols)], mask=mask, other=other)
+def load_rows(ref, rows: int):
+    """The first `rows` numbers of `ref` `[M]`, zeros beyond M."""
+    at = jnp.arange(rows)
+    return plgpu.load(ref.at[at], mask=at < ref.shape[0], other=0)
+
+
+def load_block(ref, start, rows, piece: tuple[int, int]):
+    """Some columns of n rows of `ref` `[.., R]` from row `start`; zeros where not `rows` `[n]`, and beyond R."""
+    return plgpu.load(_block(ref, start, rows.shape[0], piece), mask=_inside(rows, piece, ref.shape[-1]), other=0)
+
+
+def _block(ref, start, n: int, piece: tuple[int, int]):
+    """Where a block lies. Slices that are known to leave the array are refused: lists of indices are not."""
+    c, w = piece
+    if c + w <= ref.shape[1] and not (isinstance(start, int) and start + n > ref.shape[0]):
+        return ref.at[pl.ds(start, n), pl.ds(c, w)]
+    rows, cols = (start + jnp.arange(n))[:, None], (c + jnp.arange(w))[None]
+    return ref.at[jnp.broadcast_to(rows, (n, w)), jnp.broadcast_to(cols, (n, w))]
+
+
+def load_scale(ref, row, piece: tuple[int, int]):
+    """Some columns of a row of scales, float32 `[1, w]`, zeros beyond R."""
+    return load_block(ref, row, jnp.full((1,), True), piece).astype(jnp.float32)
+
+
+def _inside(rows, piece: tuple[int, int], width: int):
+    mask = rows[:, None]
+    if sum(piece) > width:
+        mask = mask & (piece[0] + jnp.arange(piece[1]) < width)[None]
+    return mask
 
 
 def online_softmax(logits, visible, top, total):
@@ -132,14 +157,12 @@ def online_softmax(logits, visible, top, total):
     return weights, shrink, new_top, total * shrink + jnp.sum(weights, axis=1)
 
 
-def add_values(weights, shrink, accs, pieces, load, scales, tile):
-    """Weighted values of a tile, piece by piece of their columns."""
+def add_values(weights, shrink, accs, pieces, load, scale):
+    """Weighted values of a tile, piece by piece of their columns; `load` and `scale` (or None) give those of a piece."""
     out = []
-    for acc, (c, w) in zip(accs, pieces, strict=True):
-        added = dot(weights, load(c, w).astype(weights.dtype))
-        if scales is not None:
-            added = added * scales[tile, pl.ds(c, w)].astype(jnp.float32)[None]
-        out.append(acc * shrink[:, None] + added)
+    for acc, piece in zip(accs, pieces, strict=True):
+        added = dot(weights, load(piece).astype(weights.dtype))
+        out.append(acc * shrink[:, None] + (added if scale is None else added * scale(piece)))
     return tuple(out)
 
 
@@ -151,13 +174,15 @@ def dot(a, b):
 
 def write_partial(out_ref, lse_ref, rows: int, accs, pieces, top, total) -> None:
     """Store a split's partial; rows that saw nothing get (0, `EMPTY`)."""
-    inside = jnp.arange(rows) < lse_ref.shape[0]
+    row = jnp.arange(rows)
+    inside = row < lse_ref.shape[0]
     empty = total == 0
     total = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, EMPTY, top / LOG2_E + jnp.log(total))
-    plgpu.store(lse_ref.at[pl.ds(0, rows)], lse, mask=inside)
-    for acc, (c, w) in zip(accs, pieces, strict=True):
-        plgpu.store(out_ref.at[pl.ds(0, rows), pl.ds(c, w)], acc / total[:, None], mask=inside[:, None])
+    plgpu.store(lse_ref.at[row], lse, mask=inside)
+    for acc, piece in zip(accs, pieces, strict=True):
+        at = _block(out_ref, 0, rows, piece)
+        plgpu.store(at, acc / total[:, None], mask=_inside(inside, piece, out_ref.shape[-1]))
 
 
 def start_carry(rows: int, pieces):
@@ -173,29 +198,29 @@ def _kernel(span_ref, begin_ref, end_ref, q_ref, *refs, grid: Grid, scale: float
         (k_ref, v_ref, out_ref, lse_ref), ks_ref, vs_ref = refs, None, None
     key_pieces, value_pieces = columns(k_ref.shape[-1]), columns(v_ref.shape[-1])
     begin, end = load_rows(begin_ref, grid.rows), load_rows(end_ref, grid.rows)
-    queries = [load_rows(q_ref, grid.rows, pl.ds(c, w)) for c, w in key_pieces]
+    there = jnp.arange(grid.rows) < q_ref.shape[0]
+    queries = [load_block(q_ref, 0, there, piece) for piece in key_pieces]
     start, stop, high = tile_range(span_ref, grid)
 
     def body(tile, carry):
         top, total, accs = carry
         at = tile * grid.tile
         slots = at + jnp.arange(grid.tile)
-        inside = (slots < high)[:, None]
+        scale_row = at // TILE_OF_SCALES
 
-        def read(ref, c, w):
-            return plgpu.load(ref.at[pl.ds(at, grid.tile), pl.ds(c, w)], mask=inside, other=0)
+        def read(ref, piece):
+            return load_block(ref, at, slots < high, piece)
 
         logits = jnp.zeros((grid.rows, grid.tile), jnp.float32)
-        scale_row = at // TILE_OF_SCALES
-        for q, (c, w) in zip(queries, key_pieces, strict=True):
+        for q, piece in zip(queries, key_pieces, strict=True):
             if ks_ref is not None:
-                q = (q.astype(jnp.float32) * ks_ref[scale_row, pl.ds(c, w)].astype(jnp.float32)[None]).astype(q.dtype)
-            logits += dot(q, read(k_ref, c, w).astype(q.dtype).T)
+                q = (q.astype(jnp.float32) * load_scale(ks_ref, scale_row, piece)).astype(q.dtype)
+            logits += dot(q, read(k_ref, piece).astype(q.dtype).T)
         visible = (slots[None] >= begin[:, None]) & (slots[None] < end[:, None])
         weights, shrink, top, total = online_softmax(logits * (scale * LOG2_E), visible, top, total)
-        weights = weights.astype(q_ref.dtype)
-        accs = add_values(weights, shrink, accs, value_pieces, functools.partial(read, v_ref), vs_ref, scale_row)
-        return top, total, accs
+        value_scale = None if vs_ref is None else functools.partial(load_scale, vs_ref, scale_row)
+        values = functools.partial(read, v_ref)
+        return top, total, add_values(weights.astype(q_ref.dtype), shrink, accs, value_pieces, values, value_scale)
 
     top, total, accs = jax.lax.fori_loop(start, stop, body, start_carry(grid.rows, value_pieces))
     write_partial(out_ref, lse_ref, grid.rows, accs, value_pieces, top, total)

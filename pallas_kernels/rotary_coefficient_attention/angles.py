@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.packing import power_of_two
@@ -75,8 +76,9 @@ def turn(first: jax.Array, second: jax.Array, cos: jax.Array, sin: jax.Array) ->
 def position_angle(cos_ref, sin_ref, position):
     """cos and sin `[1, padded]` of a scalar position, inside of a kernel, from refs of `digit_tables`."""
     digits = [(position // DIGIT**level) % DIGIT for level in range(DIGITS)]
-    (cos, sin), *others = [(cos_ref[level, digit][None], sin_ref[level, digit][None])
-                           for level, digit in enumerate(digits)]
+    (cos, sin), *others = [
+        tuple(table[level, pl.ds(digit, 1)] for table in (cos_ref, sin_ref)) for level, digit in enumerate(digits)
+    ]
     for other in others:
         cos, sin = turn(cos, sin, *other)
     return cos, sin

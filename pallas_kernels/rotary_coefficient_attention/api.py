@@ -11,7 +11,7 @@ from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
 from lowrank_kv_jax.partial import AttnPartial
 from lowrank_kv_jax.rope import RopeSpec
 
-KERNELS = {"triton": "gpu_triton"}
+KERNELS = {"triton": "gpu_triton", "tpu": "tpu"}
 """Modules of this folder that hold the op, by backend."""
 
 

@@ -20,7 +20,9 @@ from lowrank_kv_jax.pallas_kernels.coefficient_attention.gpu_triton import (
     dot,
     given,
     head_spec,
+    load_block,
     load_rows,
+    load_scale,
     online_softmax,
     row_spec,
     split_range,
@@ -63,7 +65,7 @@ def attend_packed(
     """Partial `[B, K, M, Rv]`, lse `EMPTY` where a row sees nothing."""
     packed = rotary.packed
     check_stored(packed, keys, values)
-    (batch, heads, rows, _), half = packed.q.shape, rotary.basis.shape[3]
+    (batch, heads, rows, _), half = packed.q.shape, rotary.basis.shape[2] // 2
     width = values.codes.shape[-1]
     token_bytes = bytes_of_token(keys) + bytes_of_token(values) + 2 * half * packed.q.dtype.itemsize
     grid = decode_grid(rows, batch * heads, keys.codes.shape[2], token_bytes)
@@ -83,7 +85,7 @@ def attend_packed(
         grid=(grid.splits, heads, batch),
         in_specs=[
             *(row_spec(x) for x in per_row), whole, whole, head_spec(packed.q, heads),
-            pl.BlockSpec((None, None, *rotary.basis.shape[2:]), lambda s, h, b: (basis_row(b), h, 0, 0, 0)),
+            pl.BlockSpec((None, None, *rotary.basis.shape[2:]), lambda s, h, b: (basis_row(b), h, 0, 0)),
             *(head_spec(x, heads) for x in stored),
         ],
         out_specs=[
@@ -109,9 +111,14 @@ def _kernel(
     dtype = q_ref.dtype
     key_pieces, value_pieces = columns(k_ref.shape[-1]), columns(v_ref.shape[-1])
     begin, end = load_rows(begin_ref, grid.rows), load_rows(end_ref, grid.rows)
-    half = basis_ref.shape[1]
-    query = tuple(load_rows(q_ref, grid.rows, pl.ds(side * half, half)).astype(jnp.float32) for side in range(2))
-    held = [[basis_ref[side, :, pl.ds(c, w)] for c, w in key_pieces] for side in range(2)] if resident else None
+    half = basis_ref.shape[0] // 2
+    there, all_half = jnp.arange(grid.rows) < q_ref.shape[0], jnp.full((half,), True)
+    query = tuple(load_block(q_ref, 0, there, (side * half, half)).astype(jnp.float32) for side in range(2))
+
+    def basis(side):
+        return [load_block(basis_ref, side * half, all_half, piece) for piece in key_pieces]
+
+    held = [basis(side) for side in range(2)] if resident else None
     start, stop = split_range(runs_ref[5 * runs], grid)
     local = [table[0, : grid.tile] for table in (cos_ref, sin_ref)]
 
@@ -119,26 +126,26 @@ def _kernel(
         """Both halves of the tile's keys, float32 `[tile, H]`."""
         halves = []
         for side in range(2):
-            bases = held[side] if held else [basis_ref[side, :, pl.ds(c, w)] for c, w in key_pieces]
+            bases = held[side] if held else basis(side)
             halves.append(sum(dot(x, u.T) for x, u in zip(coefficients, bases, strict=True)))
         return halves
 
     def body(visit, carry):
         top, total, accs = carry
-        run = read_run(runs_ref, runs, visit)
+        run = read_run(lambda i: runs_ref[i], runs, visit)
         at = run.tile * grid.tile
         slots = at + jnp.arange(grid.tile)
         mine = (slots >= run.low) & (slots < run.high)
         scale_row = at // TILE_OF_SCALES
 
-        def read(ref, c, w):
-            return plgpu.load(ref.at[pl.ds(at, grid.tile), pl.ds(c, w)], mask=mine[:, None], other=0)
+        def read(ref, piece):
+            return load_block(ref, at, mine, piece)
 
         coefficients = []
-        for c, w in key_pieces:
-            x = read(k_ref, c, w)
+        for piece in key_pieces:
+            x = read(k_ref, piece)
             if ks_ref is not None:
-                x = x.astype(jnp.float32) * ks_ref[scale_row, pl.ds(c, w)].astype(jnp.float32)[None]
+                x = x.astype(jnp.float32) * load_scale(ks_ref, scale_row, piece)
             coefficients.append(x.astype(dtype))
         keys, turned = rebuild(coefficients), query
         if rotate:
@@ -147,9 +154,9 @@ def _kernel(
         logits = sum(dot(x.astype(dtype), k.astype(dtype).T) for x, k in zip(turned, keys, strict=True))
         visible = mine[None] & (slots[None] >= begin[:, None]) & (slots[None] < end[:, None])
         weights, shrink, top, total = online_softmax(logits * (scale * LOG2_E), visible, top, total)
-        weights = weights.astype(dtype)
-        accs = add_values(weights, shrink, accs, value_pieces, functools.partial(read, v_ref), vs_ref, scale_row)
-        return top, total, accs
+        value_scale = None if vs_ref is None else functools.partial(load_scale, vs_ref, scale_row)
+        values = functools.partial(read, v_ref)
+        return top, total, add_values(weights.astype(dtype), shrink, accs, value_pieces, values, value_scale)
 
     top, total, accs = jax.lax.fori_loop(start, stop, body, start_carry(grid.rows, value_pieces))
     write_partial(out_ref, lse_ref, grid.rows, accs, value_pieces, top, total)

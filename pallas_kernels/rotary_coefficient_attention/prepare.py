@@ -1,5 +1,6 @@
 """What the kernels of this op share: queries and bases as channel pairs, and runs of consecutive positions."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ class Rotary(NamedTuple):
     Attributes:
         packed: queries `[B, K, M, 2 H]`, the first channels of all pairs and then the second; H = D / 2 rounded up to
             a power of two.
-        basis: key basis of each kv head `[B or 1, K, 2, H, R]`, in the dtype of the queries.
+        basis: key basis of each kv head `[B or 1, K, 2 H, R]`, its channels in the same order, in the queries' dtype.
         first, offset: int32 `[B, P]`, runs of consecutive positions: first slot, and position minus slot.
         cos, sin: `digit_tables`.
     """
@@ -47,10 +48,11 @@ def prepare(q, tokens, key_basis, *, rope, kv_heads, q_positions, causal, window
         raise Unsupported(f"rotation at {type(tokens.positions).__name__} positions, which are no runs of tokens")
     rows = key_basis if key_basis.ndim == 4 else key_basis[None]
     by_head = rows.reshape(rows.shape[0], kv_heads, head_dim, -1).swapaxes(2, 3)
-    basis = jnp.moveaxis(split_pairs(by_head, pairs), 2, -1).astype(q.dtype)
+    basis = jnp.moveaxis(split_pairs(by_head, pairs), 2, -1).reshape(*rows.shape[:1], kv_heads, 2 * pairs.padded, -1)
     cos, sin = (jnp.asarray(table) for table in digit_tables(rope, head_dim))
     turned = split_pairs(packed.q, pairs)
-    return Rotary(packed._replace(q=turned.reshape(*turned.shape[:3], -1)), basis, first, offset, cos, sin)
+    packed = packed._replace(q=turned.reshape(*turned.shape[:3], -1))
+    return Rotary(packed, basis.astype(q.dtype), first, offset, cos, sin)
 
 
 class Run(NamedTuple):
@@ -81,10 +83,10 @@ def visits(rotary: Rotary, tile: int) -> jax.Array:
     return jnp.concatenate([until - count, begin, offset, low, high, until[:, -1:]], axis=1)
 
 
-def read_run(ref, runs: int, visit) -> Run:
-    """Inside of a kernel: the run and the tile of a visit, from a row of `visits`."""
-    fields = [ref[field * runs] for field in range(5)]
+def read_run(read: Callable[[int], jax.Array], runs: int, visit) -> Run:
+    """Inside of a kernel: the run and the tile of a visit; `read(i)` gives number `i` of a row of `visits`."""
+    fields = [read(field * runs) for field in range(5)]
     for run in range(1, runs):
-        behind = visit >= ref[run]
-        fields = [jnp.where(behind, ref[field * runs + run], now) for field, now in enumerate(fields)]
+        behind = visit >= read(run)
+        fields = [jnp.where(behind, read(field * runs + run), now) for field, now in enumerate(fields)]
     return Run(*fields)._replace(tile=fields[1] + visit - fields[0])

@@ -28,7 +28,7 @@ def rotary_coefficient_attention(
         values = slice_block(tokens.values, start)
         if value_basis is not None:
             values = reconstruct(value_basis, values.astype(q.dtype), kv_heads)
-        return keys, spread_heads(values, kv_heads), mask
+        return keys, values if values.shape[1] == 1 else spread_heads(values, kv_heads), mask
 
     value_dim = tokens.values.shape[-1] if value_basis is None else q.shape[-1]
     first, last = block_range(size, tokens.lengths)

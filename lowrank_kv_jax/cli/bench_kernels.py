@@ -1,0 +1,132 @@
+"""`lowrank-kv bench kernels` and `bench compile`: the attention ops by themselves."""
+
+import argparse
+
+
+def add_kernels_parser(kinds) -> argparse.ArgumentParser:
+    """Declare `bench kernels`."""
+    text = "decode attention alone: checked against float64, then timed over buffers that no cache holds"
+    parser = kinds.add_parser("kernels", help=text, description=text)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[4096], metavar="S", help="cached tokens (4096)")
+    parser.add_argument("--batch", nargs="+", type=int, default=[1], metavar="B", help="rows (1)")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[32, 64], metavar="R", help="(32 64)")
+    parser.add_argument("--ops", nargs="+", choices=("coefficients", "int8", "rotary"), default=["coefficients"])
+    parser.add_argument("--q-heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="(%(default)s)")
+    parser.add_argument("--ragged", action="store_true", help="rows of half the length up to all of it")
+    parser.add_argument("--repeats", type=int, default=20, help="timed rounds, alternating (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE", help="append one JSON object for each contender and shape")
+    parser.add_argument("--plot", metavar="FILE", help="draw speedups and bandwidths")
+    parser.set_defaults(run=run_kernels)
+    return parser
+
+
+def run_kernels(args: argparse.Namespace) -> int:
+    """Measure and print the table.
+
+    Raises:
+        ValueError, OSError: sizes that do not fit together, a wrong result, a file that cannot be written.
+    """
+    from lowrank_kv_jax.evals import kernels
+    from lowrank_kv_jax.evals.records import append_record, check_writable
+
+    for field in ("lengths", "batch", "ranks"):
+        if min(getattr(args, field)) < 1:
+            raise ValueError(f"--{field} {getattr(args, field)}: must be at least 1")
+    for field in ("repeats", "q_heads", "kv_heads", "head_dim"):
+        if getattr(args, field) < 1:
+            raise ValueError(f"--{field.replace('_', '-')} {getattr(args, field)}: must be at least 1")
+    if args.q_heads % args.kv_heads:
+        raise ValueError(f"--q-heads {args.q_heads}: must be a multiple of --kv-heads {args.kv_heads}")
+    if args.json:
+        check_writable(args.json)
+    bandwidth = kernels.copy_bandwidth()
+    speeds = []
+    for batch in args.batch:
+        for length in args.lengths:
+            shape = kernels.Shape(
+                batch, length, args.q_heads, args.kv_heads, args.head_dim, args.dtype, args.ragged
+            )
+            speeds += kernels.bench(shape, args.ranks, args.ops, repeats=args.repeats, seed=args.seed)
+    _print_speeds(speeds, bandwidth, args.repeats)
+    if args.json:
+        for record in kernels.records(speeds, bandwidth, args.seed):
+            append_record(args.json, record)
+    if args.plot:
+        kernels.plot(speeds, bandwidth, args.plot)
+    return 0
+
+
+def _print_speeds(speeds, bandwidth: float, repeats: int) -> None:
+    from lowrank_kv_jax.cli.options import device_line
+    from lowrank_kv_jax.evals.kernels import fastest_full
+
+    best = fastest_full(speeds)
+    rows = []
+    for speed in speeds:
+        rate = speed.bytes / speed.seconds
+        rows.append((
+            str(speed.shape.batch), str(speed.shape.length), speed.contender.name, f"{1e6 * speed.seconds:.1f}",
+            f"{rate / 1e9:.1f}", f"{100 * rate / bandwidth:.0f}", f"{best[speed.shape].seconds / speed.seconds:.2f}",
+            f"{speed.error:.0e}",
+        ))
+    heads = ("B", "tokens", "attention", "us", "GB/s", "% of copy", "x full rank", "error")
+    first = speeds[0].shape
+    _print_table(heads, rows, f"{first.q_heads}/{first.kv_heads} heads of {first.head_dim}, {first.dtype}")
+    print(f"medians of {repeats} alternating rounds; bytes are those of valid coefficients; copying runs at "
+          f"{bandwidth / 1e9:.1f} GB/s; ratios to the fastest full-rank peer; {device_line()}")
+
+
+def _print_table(heads, rows, title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, header_style="bold")
+    text = ("attention", "kernel", "instructions", "grid")
+    for head in heads:
+        table.add_column(head, justify="left" if head in text else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    if not console.is_terminal or console.width < 140:
+        console = Console(width=max(console.width, 160))
+    console.print(table)
+
+
+def add_compile_parser(kinds) -> argparse.ArgumentParser:
+    """Declare `bench compile`."""
+    text = "compile the kernels for hardware that is not there, and say what the compilers say of them"
+    parser = kinds.add_parser("compile", help=text, description=text)
+    parser.add_argument("--targets", nargs="+", choices=("sm_90", "v5e", "v6e"), default=["sm_90", "v5e", "v6e"])
+    parser.add_argument("--json", metavar="FILE", help="append one JSON object for each program and target")
+    parser.set_defaults(run=run_compile)
+    return parser
+
+
+def run_compile(args: argparse.Namespace) -> int:
+    """Compile the grid of programs and print a table a target; 1 if one of them fails.
+
+    Raises:
+        ValueError: no target's compiler can be had.
+    """
+    from lowrank_kv_jax.evals.records import append_record, check_writable, make_record
+    from lowrank_kv_jax.pallas_kernels.compile_grid import compile_all
+
+    if args.json:
+        check_writable(args.json)
+    results, missing = compile_all(args.targets)
+    for target in args.targets:
+        rows = [result.row() for result in results if result.target == target]
+        if rows:
+            _print_table(results[0].heads(), rows, target)
+    for target, reason in missing.items():
+        print(f"{target}: not compiled: {reason}")
+    if args.json:
+        for result in results:
+            append_record(args.json, make_record("bench compile", task=result.name, **result.record()))
+    if not results:
+        raise ValueError("; ".join(missing.values()))
+    return int(any(result.failure for result in results))

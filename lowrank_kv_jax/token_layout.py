@@ -1,0 +1,83 @@
+"""How coded tokens lie in memory: as rows `[S, R]`, or on the lanes of a TPU, `[R, S]`.
+
+A TPU's registers hold 128 numbers a row. Tokens of rank 32 in rows fill a quarter of them, so XLA lays such a buffer out
+the other way round for a kernel, and copies all of it at every call. Kept transposed, nothing is copied; `compress`
+and `refresh`, which methods write for rows, pay for it with a transposition each.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from lowrank_kv_jax.cache import Cache
+from lowrank_kv_jax.state import leaf, state, write_tokens
+
+TOKEN_LAYOUTS = ("rows", "lanes")
+
+
+@state
+class TokensOnLanes:
+    """Coefficients of tokens, transposed; stands in the place of an array `[B, J, S, R]` in a segment.
+
+    Attributes:
+        on_lanes: `[B, J, R, S]`.
+    """
+
+    on_lanes: jax.Array = leaf("batch", "kv_heads", "rank", "tokens", kind="coefficients")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array that it stands for."""
+        batch, heads, rank, size = self.on_lanes.shape
+        return batch, heads, size, rank
+
+    @property
+    def dtype(self):
+        return self.on_lanes.dtype
+
+    def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
+        """Tokens `start` to `start + size`, `[B, J, size, R]`."""
+        return jax.lax.dynamic_slice_in_dim(self.on_lanes, start, size, axis=3).swapaxes(2, 3)
+
+    def write_tokens(self, new: jax.Array, start: jax.Array, counts: jax.Array) -> "TokensOnLanes":
+        """As `state.write_tokens`, of `new` `[B, J, T, R]`."""
+        return TokensOnLanes(write_tokens(self.on_lanes, new.swapaxes(2, 3), start, counts, token_axis=3))
+
+
+def with_token_layout(cache: Cache, layout: str) -> Cache:
+    """The cache with its coefficients laid out as `layout`; its static `layout.tokens` says which.
+
+    Storage in fewer bits than a float stays as it is. What does not change is shared with the given cache, which a
+    donating step may then not be given too.
+
+    Args:
+        layout: "rows", which every backend reads, or "lanes", which the TPU kernels need and XLA reads too.
+
+    Raises:
+        ValueError: another word.
+    """
+    if layout not in TOKEN_LAYOUTS:
+        raise ValueError(f"token layout {layout!r}: allowed are {', '.join(TOKEN_LAYOUTS)}")
+    if layout == cache.layout.tokens:
+        return cache
+    groups = lay_out(cache.groups, layout)
+    return dataclasses.replace(cache, groups=groups, layout=dataclasses.replace(cache.layout, tokens=layout))
+
+
+def lay_out(tree: Any, layout: str) -> Any:
+    """A tree of states with every array of coefficients, token axis before rank axis, laid out as `layout`."""
+    if isinstance(tree, tuple | list):
+        return type(tree)(lay_out(x, layout) for x in tree)
+    if not dataclasses.is_dataclass(tree):
+        return tree
+    changes = {}
+    for field in dataclasses.fields(tree):
+        value, info = getattr(tree, field.name), field.metadata.get("leaf")
+        if info is None or info.kind != "coefficients" or info.axes[-2:] != ("tokens", "rank"):
+            changes[field.name] = lay_out(value, layout)
+        elif layout == "lanes":
+            changes[field.name] = value if dataclasses.is_dataclass(value) else TokensOnLanes(value.swapaxes(2, 3))
+        else:
+            changes[field.name] = value.on_lanes.swapaxes(2, 3) if isinstance(value, TokensOnLanes) else value
+    return dataclasses.replace(tree, **changes)

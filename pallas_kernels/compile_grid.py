@@ -1,0 +1,155 @@
+"""The programs that are compiled for each target: ops, ranks, storages and shapes."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lowrank_kv_jax.codecs.quantised import store_tokens
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
+from lowrank_kv_jax.pallas_kernels.compile_only import NoCompiler, compile_for, device, gpu_facts
+from lowrank_kv_jax.positions import Runs
+from lowrank_kv_jax.rope import RopeSpec
+from lowrank_kv_jax.token_layout import TokensOnLanes
+
+HEADS, KV_HEADS = 32, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One op at one shape; `joint` has one basis and one set of coefficients for all heads."""
+
+    op: str
+    rank_k: int
+    rank_v: int
+    batch: int = 8
+    size: int = 32768
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    joint: bool = False
+    queries: int = 1
+
+    def __str__(self) -> str:
+        op = {"coefficient_attention": "coefficients", "rotary_coefficient_attention": "pre-RoPE"}[self.op]
+        heads = ", joint" if self.joint else ""
+        return (f"{op} {self.rank_k}/{self.rank_v}{heads}, D={self.head_dim}, {self.dtype}, B={self.batch}, "
+                f"S={self.size}, T={self.queries}")
+
+
+PLAIN, ROTARY = "coefficient_attention", "rotary_coefficient_attention"
+PROGRAMS = (
+    *(Program(PLAIN, r, r) for r in (16, 32, 48, 64, 96, 128)),
+    Program(PLAIN, 64, 96), Program(PLAIN, 32, 32, batch=1), Program(PLAIN, 128, 128, size=131072),
+    Program(PLAIN, 256, 256, head_dim=256), Program(PLAIN, 64, 64, dtype="float32", size=1000),
+    Program(PLAIN, 64, 64, queries=4), Program(PLAIN, 32, 32, dtype="int8"), Program(PLAIN, 64, 64, dtype="int8"),
+    Program(PLAIN, 512, 512, joint=True),
+    *(Program(ROTARY, r, r) for r in (16, 32, 64, 96, 128)),
+    Program(ROTARY, 48, 32, head_dim=64), Program(ROTARY, 48, 96, head_dim=96), Program(ROTARY, 64, 64, head_dim=256),
+    Program(ROTARY, 64, 64, dtype="int8"), Program(ROTARY, 512, 512, joint=True), Program(ROTARY, 256, 384, joint=True),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What came of one program: facts of the compiler, or why it failed."""
+
+    name: str
+    target: str
+    facts: dict[str, Any]
+    failure: str | None = None
+
+    @staticmethod
+    def heads() -> tuple[str, ...]:
+        return "kernel", "registers", "spilled, B", "shared, KiB", "grid", "threads", "temporaries, KiB", "instructions"
+
+    def row(self) -> tuple[str, ...]:
+        if self.failure:
+            return self.name, *[""] * 6, f"FAILED: {self.failure[:60]}"
+        f = self.facts
+        shared = f"{f['shared'] / 1024:.0f}" if "shared" in f else ""
+        kinds = " ".join(f"{kind}:{n}" for kind, n in f.get("instructions", {}).items())
+        return (self.name, str(f.get("registers", "")), str(f.get("spilled", "")), shared, f.get("grid", ""),
+                str(f.get("threads", "")), f"{f['temporaries'] / 1024:.0f}" if "temporaries" in f else "", kinds)
+
+    def record(self) -> dict[str, Any]:
+        return {"target": self.target, "failure": self.failure, **self.facts}
+
+
+def supported(program: Program, target: str) -> bool:
+    """Whether the target's kernels claim the case: no 8-bit storage on a TPU yet."""
+    return target == "sm_90" or program.dtype != "int8"
+
+
+def compile_all(targets: Sequence[str], programs: Sequence[Program] = PROGRAMS) -> tuple[list[Result], dict[str, str]]:
+    """Every program for every target whose compiler is there; and the others' reasons."""
+    results, missing = [], {}
+    for target in targets:
+        try:
+            device(target)
+        except NoCompiler as reason:
+            missing[target] = str(reason)
+            continue
+        for program in programs:
+            if supported(program, target):
+                results.append(_compile(program, target))
+    return results, missing
+
+
+def _compile(program: Program, target: str) -> Result:
+    f, args = arguments(program, target)
+    try:
+        if target == "sm_90":
+            return Result(str(program), target, gpu_facts(program.op, f, *args)._asdict())
+        memory = compile_for(target, f, *args).memory_analysis()
+        return Result(str(program), target, {"temporaries": memory.temp_size_in_bytes})
+    except NoCompiler:
+        raise
+    except Exception as error:  # a compiler raises what it likes
+        return Result(str(program), target, {}, " ".join(str(error).split())[:400] or type(error).__name__)
+
+
+def arguments(program: Program, target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The op's kernel for a target, and the shapes it is compiled for."""
+    import importlib
+
+    module = importlib.import_module(
+        f"lowrank_kv_jax.pallas_kernels.{program.op}.{'gpu_triton' if target == 'sm_90' else 'tpu'}"
+    )
+    shape = jax.ShapeDtypeStruct
+    compute = jnp.float32 if program.dtype == "float32" else jnp.bfloat16
+    stored, heads = 1 if program.joint else KV_HEADS, KV_HEADS
+
+    def side(rank):
+        full = (program.batch, stored, program.size, rank)
+        if program.dtype == "int8":
+            return jax.eval_shape(lambda x: store_tokens(x, 8, compute), shape(full, jnp.float32))
+        if target == "sm_90":
+            return shape(full, jnp.dtype(program.dtype))
+        return TokensOnLanes(shape((*full[:2], rank, program.size), jnp.dtype(program.dtype)))
+
+    gaps = shape((program.batch, 2), jnp.int32)
+    rows = shape((program.batch,), jnp.int32)
+    tokens = CachedTokens(side(program.rank_k), side(program.rank_v), rows, Runs(gaps, gaps))
+    positions = shape((program.batch, program.queries), jnp.int32)
+    common = dict(scale=program.head_dim**-0.5, causal=False, window=None)
+    if program.op == PLAIN:
+        q = shape((program.batch, program.queries, HEADS, program.rank_k), compute)
+
+        def plain(q, tokens, positions):
+            return module.coefficient_attention(q, tokens, q_positions=positions, **common)
+
+        return plain, (q, tokens, positions)
+    q = shape((program.batch, program.queries, HEADS, program.head_dim), compute)
+    basis = shape((stored, heads // stored * program.head_dim, program.rank_k), compute)
+    rotary = functools.partial(
+        module.rotary_coefficient_attention, rope=RopeSpec(500000.0, program.head_dim), kv_heads=heads, value_basis=None,
+        **common,
+    )
+
+    def pre_rope(q, tokens, positions, basis):
+        return rotary(q, tokens, basis, q_positions=positions)
+
+    return pre_rope, (q, tokens, positions, basis)

@@ -1,0 +1,94 @@
+"""Coefficients on the lanes of a TPU: the same cache, transposed; and kernels under the whole core."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from helpers import BLOCK, CAPACITY, PLAIN, bases_for, model, prompts
+
+from lowrank_kv_jax.accounting import cache_bytes
+from lowrank_kv_jax.cache import fork
+from lowrank_kv_jax.forward import extend, prefill, refresh
+from lowrank_kv_jax.models.decoder import init_params
+from lowrank_kv_jax.parse import parse_method
+from lowrank_kv_jax.saved_cache import abstract_cache
+from lowrank_kv_jax.state import walk
+from lowrank_kv_jax.token_layout import TokensOnLanes, with_token_layout
+
+METHOD = parse_method("ojakv:rank=0.5,sinks=4,recent=8")
+SHORT = dataclasses.replace(PLAIN, num_layers=1, windows=(None,))
+
+
+def prefilled(config=SHORT, method=METHOD, params=None):
+    params = model(config).params if params is None else params
+    bases = bases_for(method, config)
+    tokens = prompts(rows=2, length=48, vocab=config.vocab_size)
+    lengths = np.array([48, 31], np.int32)
+    cache, _ = prefill(
+        method, config, params, tokens, lengths, bases=bases, capacity=CAPACITY, block=BLOCK, dtype="float32"
+    )
+    return cache, bases, params
+
+
+def decode(cache, bases, params, config, method, steps):
+    out = []
+    for i in range(steps):
+        token = np.array([[i + 1], [2 * i]], np.int32)
+        cache, logits = extend(method, config, params, cache, token, bases=bases)
+        out.append(np.asarray(logits))
+        if i % BLOCK == BLOCK - 1:
+            cache = refresh(method, cache, bases=bases)
+    return cache, np.stack(out)
+
+
+def leaves(cache):
+    return {name: np.asarray(array) for name, array, _ in walk(cache)}
+
+
+def test_there_and_back_is_the_same_cache_and_lanes_are_what_they_say():
+    cache, bases, _ = prefilled()
+    lanes = with_token_layout(cache, "lanes")
+    assert lanes.layout.tokens == "lanes" and isinstance(lanes.groups[0].coded.k, TokensOnLanes)
+    np.testing.assert_array_equal(lanes.groups[0].coded.k.on_lanes, np.swapaxes(cache.groups[0].coded.k, 2, 3))
+    back = with_token_layout(lanes, "rows")
+    assert jax.tree.structure(back) == jax.tree.structure(cache)
+    for name, value in leaves(cache).items():
+        np.testing.assert_array_equal(leaves(back)[name], value)
+    assert cache_bytes(lanes, bases).total == cache_bytes(cache, bases).total
+    expected = abstract_cache(METHOD, lanes.layout, bases)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), lanes) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
+
+
+def test_a_cache_on_lanes_decodes_and_refreshes_as_one_in_rows():
+    cache, bases, params = prefilled()
+    lanes = with_token_layout(fork(cache), "lanes")
+    rows, expected = decode(cache, bases, params, SHORT, METHOD, BLOCK + 2)
+    lanes, found = decode(lanes, bases, params, SHORT, METHOD, BLOCK + 2)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert isinstance(lanes.groups[0].coded.k, TokensOnLanes)
+    np.testing.assert_allclose(lanes.groups[0].coded.k.read_block(0, 32), rows.groups[0].coded.k[:, :, :32], atol=1e-5)
+
+
+def test_an_unknown_layout_is_refused():
+    cache, _, _ = prefilled()
+    with pytest.raises(ValueError, match="columns.*rows, lanes"):
+        with_token_layout(cache, "columns")
+
+
+@pytest.mark.parametrize("rope", ["post", "pre"])
+@pytest.mark.parametrize("backend, layout", [("triton", "rows"), ("tpu", "lanes")])
+@pytest.mark.filterwarnings("ignore:coefficient_attention runs on XLA:RuntimeWarning")  # exact tokens, in rows, on a TPU
+def test_the_core_decodes_through_kernels_as_through_xla(monkeypatch, backend, layout, rope):
+    config = dataclasses.replace(SHORT, q_heads=2, kv_heads=1)
+    method = dataclasses.replace(METHOD, rope=rope)
+    cache, bases, params = prefilled(config, method, init_params(config, jax.random.key(0)))
+    cache = with_token_layout(cache, layout)
+    token = np.array([[5], [6]], np.int32)
+    _, expected = extend(method, config, params, fork(cache), token, bases=bases)
+    jax.clear_caches()  # the backend is chosen while tracing
+    monkeypatch.setenv("LOWRANK_KV_BACKEND", backend)
+    _, found = extend(method, config, params, cache, token, bases=bases)
+    monkeypatch.undo()
+    jax.clear_caches()
+    np.testing.assert_allclose(found, expected, atol=2e-4)
