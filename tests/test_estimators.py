@@ -1,17 +1,24 @@
 """Basis estimators: one interface, oracles, and the bounds of the sketches."""
 
+import argparse
 import functools
 
+import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from character_tokenizer import Characters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowrank_kv_jax.cli import estimators as command
 from lowrank_kv_jax.estimators import ESTIMATORS, make_estimator
 from lowrank_kv_jax.estimators.gha import gha_update, start_columns
+from lowrank_kv_jax.evals.estimator_comparison import stream_table
 from lowrank_kv_jax.evals.piecewise_stream import piecewise_stream, segment_error
+from lowrank_kv_jax.evals.records import read_records
+from lowrank_kv_jax.models.load import LoadedModel
 
 WIDTH, RANK = 12, 4
 every_estimator = pytest.mark.parametrize("name", sorted(ESTIMATORS))
@@ -283,3 +290,26 @@ def test_following_a_changing_stream_beats_stopping_early(name):
             learned = step(learned, batch)
     means = {key: np.mean(value) for key, value in errors.items()}
     assert means["static"] > 1.1 * means["prefill"] > 1.1 * 1.1 * means["decode"]
+
+
+# ---- the comparison ---------------------------------------------------------------------------------------------
+
+
+def test_the_comparison_measures_every_estimator(tmp_path, monkeypatch, capsys):
+    tiny = LoadedModel("tiny", helpers.PLAIN, helpers.model().params, Characters(), "a" * 64)
+    monkeypatch.setattr("lowrank_kv_jax.cli.options.load_from", lambda args: tiny)
+    monkeypatch.setattr("lowrank_kv_jax.evals.estimator_comparison.stream_table", functools.partial(stream_table, ["svd"], 1))
+    for name in ("prose", "code"):
+        (tmp_path / f"{name}.txt").write_text(f"some {name} text, " * 40)
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["estimators", "--length", "128", "--page", "16", "--json", str(tmp_path / "out.jsonl"),
+                              "--texts", str(tmp_path / "prose.txt"), str(tmp_path / "code.txt")])
+    assert args.run(args) == 0
+    assert "frequent_directions" in capsys.readouterr().out
+    records = read_records(tmp_path / "out.jsonl")
+    assert {r["estimator"] for r in records if r["task"] == "k"} == set(ESTIMATORS)
+    for record in records:
+        if record["task"] in "kv":
+            assert 0 < record["oracle"] <= record["after"] < 1 and record["bytes"] > 0 and record["update_ms"] > 0
+    assert [r["bytes"] for r in records if r["estimator"] == "covariance"][:1] == [8 * 8 * 4]

@@ -16,7 +16,10 @@ COMMANDS = {
     "eval": "benchmarks through compressed caches",
     "report": "tables and figures from the records of evaluations",
     "cross-layer": "what the layers' caches share (CKA, cosine, ranks), and what sharing a basis costs",
-    "bench": "speed: time to first token and decode tokens/s",
+    "estimators": "where bases can come from, compared: error, time, bytes",
+    "falsify": "the four falsifiers of Online Subspace Projection, with a verdict for each",
+    "roofline": "FLOPs and bytes of a decoded token of any method, counted without running it",
+    "bench": "speed: time to first token and decode tokens/s; the attention kernels",
 }
 
 

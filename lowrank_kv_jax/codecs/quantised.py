@@ -1,15 +1,19 @@
-"""Quantised storage: 8-bit codes with scales, widened where they are read.
+"""Quantised storage: codes of 2, 4 or 8 bits with scales, widened where they are read.
 
 Storage is the second half of a codec: any transform's output can be kept by it. What a storage class holds
 stands in the place of a plain array in a segment, and the attention ops read it block by block.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.state import leaf, state
+from lowrank_kv_jax.pallas_kernels.blockwise import block_range, block_slots, slice_block
+from lowrank_kv_jax.state import leaf, state, static, write_tokens
 
 TILE = 128  # tokens that share a scale
+TOKEN_BITS = (2, 4, 8)
 BASIS_STORAGE = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8")
 _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
@@ -29,48 +33,233 @@ def quantise(x: jax.Array, axis: int, dtype: str = "int8") -> tuple[jax.Array, j
     return codes, scale
 
 
-@state
-class Int8Tokens:
-    """Coefficients of tokens in 8 bits, a scale for each component of each tile of tokens.
+# ---- tokens
 
-    Components of a principal basis differ in size by orders of magnitude: a scale for each keeps the small
-        ones.
 
-    Attributes:
-        codes: int8 `[B, J, S, R]`.
-        scales: bfloat16 `[B, J, ceil(S / TILE), R]`.
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """What shares a scale: so many tokens times so many channels (None: all of them).
+
+    (128, 1) suits coefficients, whose components differ in size by orders of magnitude; (1, None) is 8-bit KV with a
+    scale for each token; KIVI takes (32, 1) for keys and (1, 32) for values.
     """
 
-    codes: jax.Array = leaf("batch", "kv_heads", "tokens", "rank", kind="coefficients")
-    scales: jax.Array = leaf("batch", "kv_heads", "tokens", "rank", kind="scales")
+    tokens: int = TILE
+    channels: int | None = 1
+
+
+COEFFICIENTS = Tile()
+
+
+@state
+class QuantisedTokens:
+    """Tokens in `bits` bits a channel: x ~ lows + codes * scales.
+
+    Attributes:
+        codes: int8 `[B, J, S, R]` for 8 bits, which are symmetric; for fewer uint8 `[B, J, S, ceil(R * bits / 8)]`,
+            several unsigned codes packed in a byte, the first channel in its lowest bits.
+        scales: `[B, J, ceil(S / tile.tokens), ceil(R / tile.channels)]`, the bits of bfloat16 numbers as uint16: XLA's
+            CPU backend would widen all of a bfloat16 buffer in order to gather from it or to scatter into it.
+        lows: the least value of each tile, like `scales`; None for 8 bits.
+        bits: 2, 4 or 8.
+        tile: what shares a scale.
+        channels: R.
+    """
+
+    codes: jax.Array = leaf("batch", "kv_heads", "tokens", None, kind="coefficients")
+    scales: jax.Array = leaf("batch", "kv_heads", "tokens", None, kind="scales")
+    lows: jax.Array | None = leaf("batch", "kv_heads", "tokens", None, kind="scales")
+    bits: int = static()
+    tile: Tile = static()
+    channels: int = static()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.codes.shape
+        return (*self.codes.shape[:-1], self.channels)
 
     def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
         """Tokens `start` to `start + size`, float32 `[B, J, size, R]`."""
-        codes = jax.lax.dynamic_slice_in_dim(self.codes, start, size, axis=2)
-        scales = jnp.take(self.scales, (start + jnp.arange(size)) // TILE, axis=2)
-        return codes.astype(jnp.float32) * scales.astype(jnp.float32)
+        codes = _unpack(jax.lax.dynamic_slice_in_dim(self.codes, start, size, axis=2), self.bits, self.channels)
+        tiles = (start + jnp.arange(size)) // self.tile.tokens
+        scales = self._by_channel(jnp.take(self.scales, tiles, axis=2))
+        x = codes.astype(jnp.float32) * scales
+        return x if self.lows is None else x + self._by_channel(jnp.take(self.lows, tiles, axis=2))
+
+    def write_block(self, start: jax.Array | int, x: jax.Array, valid: jax.Array, touch: jax.Array) -> "QuantisedTokens":
+        """Whole tiles written anew from slot `start`, a multiple of `tile.tokens`.
+
+        Args:
+            x: `[B, J, n * tile.tokens, R]`.
+            valid: bool `[B, n * tile.tokens]`, slots that hold a token; in front of the others in each tile.
+            touch: bool `[B, n]`, tiles to write; the others keep their codes and scales.
+        """
+        begin = start // self.tile.tokens
+        n = touch.shape[1]
+        scales, lows = (
+            None if a is None else jax.lax.dynamic_slice_in_dim(a, begin, n, axis=2) for a in (self.scales, self.lows)
+        )
+        fresh = _encode(x, self.bits, self.tile, valid)
+        old = QuantisedTokens(
+            jax.lax.dynamic_slice_in_dim(self.codes, start, x.shape[2], axis=2), scales, lows, self.bits, self.tile,
+            self.channels,
+        )
+        every = jnp.repeat(touch, self.tile.tokens, axis=1)[:, None, :, None]
+        mask = touch[:, None, :, None]
+        return self._put(
+            start, begin, jnp.where(every, fresh.codes, old.codes), jnp.where(mask, fresh.scales, old.scales),
+            None if self.lows is None else jnp.where(mask, fresh.lows, old.lows),
+        )
+
+    def _put(self, start, begin, codes, scales, lows) -> "QuantisedTokens":
+        def put(buffer, new, at):
+            return None if buffer is None else jax.lax.dynamic_update_slice_in_dim(buffer, new, at, axis=2)
+
+        return QuantisedTokens(
+            put(self.codes, codes, start), put(self.scales, scales, begin), put(self.lows, lows, begin), self.bits,
+            self.tile, self.channels,
+        )
+
+    def _by_channel(self, of_tiles: jax.Array) -> jax.Array:
+        each = self.tile.channels
+        of_tiles = _widen(of_tiles)
+        if each == 1 or each is None:  # broadcasts
+            return of_tiles
+        return jnp.repeat(of_tiles, each, axis=-1)[..., : self.channels]
 
 
-def store_tokens(x: jax.Array, bits: int | None, dtype) -> "jax.Array | Int8Tokens":
-    """Keep coefficients `[B, J, S, R]` as `dtype`, or in 8 bits."""
+def store_tokens(x: jax.Array, bits: int | None, dtype, tile: Tile = COEFFICIENTS) -> "jax.Array | QuantisedTokens":
+    """Keep tokens `[B, J, S, R]` as `dtype`, or in `bits` bits."""
     if bits is None:
         return x.astype(dtype)
     size = x.shape[2]
-    tiles = -(-size // TILE)
-    padded = jnp.pad(x, ((0, 0), (0, 0), (0, tiles * TILE - size), (0, 0)))
-    codes, scales = quantise(padded.reshape(*x.shape[:2], tiles, TILE, -1), axis=3)
-    return Int8Tokens(codes.reshape(padded.shape)[:, :, :size], scales[:, :, :, 0])
+    room = -size % tile.tokens
+    padded = jnp.pad(x, ((0, 0), (0, 0), (0, room), (0, 0)))
+    valid = jnp.ones((x.shape[0], size + room), bool)
+    stored = _encode(padded, bits, tile, valid)
+    codes = stored.codes[:, :, :size]
+    return QuantisedTokens(codes, stored.scales, stored.lows, bits, tile, x.shape[3])
 
 
-def read_tokens(stored: "jax.Array | Int8Tokens") -> jax.Array:
+def read_tokens(stored: "jax.Array | QuantisedTokens") -> jax.Array:
     """All tokens, widened to float32."""
-    if isinstance(stored, Int8Tokens):
+    if isinstance(stored, QuantisedTokens):
         return stored.read_block(0, stored.shape[2])
     return stored.astype(jnp.float32)
+
+
+def append_tokens(stored: "jax.Array | QuantisedTokens", new: jax.Array, start: jax.Array, counts: jax.Array):
+    """Write the first `counts[b]` of T tokens `[B, J, T, R]` of each row behind its `start[b]`, the length so far; O(T).
+
+    In quantised storage a tile is coded anew each time that tokens come to it: those that it held already then err by
+    half a step of every scale that they were coded with.
+    """
+    if not isinstance(stored, QuantisedTokens):
+        return write_tokens(stored, new, start, counts)
+    tokens, size, width = stored.tile.tokens, stored.shape[2], new.shape[2]
+    if size % tokens:
+        raise ValueError(f"{size} slots: storage that is appended to needs a multiple of the {tokens} tokens of a tile")
+    tiles = min((width + tokens - 2) // tokens + 1, size // tokens)
+
+    def row(held, fresh, begin, count):
+        held = jax.tree.map(lambda a: a[None], held)
+        first = jnp.clip(begin // tokens, 0, size // tokens - tiles)
+        slots = first * tokens + jnp.arange(tiles * tokens)
+        source = slots - begin
+        is_new = (source >= 0) & (source < count)
+        old = held.read_block(first * tokens, tiles * tokens)[0]
+        x = jnp.where(is_new[:, None], jnp.take(fresh, jnp.clip(source, 0, width - 1), axis=1), old)
+        touch = jnp.any(is_new.reshape(tiles, tokens), axis=1)
+        written = held.write_block(first * tokens, x[None], (slots < begin + count)[None], touch[None])
+        return jax.tree.map(lambda a: a[0], written)
+
+    return jax.vmap(row)(stored, new.astype(jnp.float32), start, counts)
+
+
+def map_tokens(stored: "jax.Array | QuantisedTokens", lengths: jax.Array, change) -> "jax.Array | QuantisedTokens":
+    """Every token by `change`, `[B, J, T, R]` to the same shape, block by block in place: O(length) work.
+
+    Args:
+        lengths: int32 `[B]`, tokens held by each row.
+    """
+    if isinstance(stored, QuantisedTokens) and stored.shape[2] % stored.tile.tokens:
+        raise ValueError(f"{stored.shape[2]} slots: storage that changes needs a multiple of {stored.tile.tokens}")
+
+    def step(i, buffer):
+        start, slots, fresh = block_slots(i, buffer.shape[2])
+        block = slice_block(buffer, start)
+        if isinstance(buffer, QuantisedTokens):
+            valid = slots[None] < lengths[:, None]
+            touch = fresh.reshape(1, -1, buffer.tile.tokens)[:, :, 0] & jnp.ones_like(valid[:, :1])
+            return buffer.write_block(start, change(block), valid, touch)
+        moved = jnp.where(fresh[:, None], change(block), block)
+        return jax.lax.dynamic_update_slice_in_dim(buffer, moved, start, axis=2)
+
+    return jax.lax.fori_loop(*block_range(stored.shape[2], lengths), step, stored)
+
+
+def _encode(x: jax.Array, bits: int, tile: Tile, valid: jax.Array) -> QuantisedTokens:
+    """Codes of whole tiles `[B, J, n * tile.tokens, R]`; slots that are not `valid` `[B, ..]` get the code of zero."""
+    batch, heads, size, channels = x.shape
+    each = channels if tile.channels is None else tile.channels
+    x = x.astype(jnp.float32)
+    valid = valid[:, None, :, None]
+    tiles = jnp.where(valid, x, 0.0).reshape(batch, heads, -1, tile.tokens, channels)
+    # what no token fills must not widen the range: the first slot of a tile stands in for it
+    filled = jnp.where(valid.reshape(batch, 1, -1, tile.tokens, 1), tiles, tiles[:, :, :, :1])
+    room = ((0, 0),) * 4 + ((0, -channels % each),)
+    filled = jnp.pad(filled, room, mode="edge").reshape(*filled.shape[:-1], -1, each)
+    if bits == 8:
+        low, steps = None, 127.0
+        scale = _grid(jnp.max(jnp.abs(filled), axis=(3, 5)) / steps)
+    else:
+        steps = 2.0**bits - 1
+        low = _below(jnp.min(filled, axis=(3, 5)))
+        scale = _grid((jnp.max(filled, axis=(3, 5)) - low.astype(jnp.float32)) / steps)
+
+    def spread(of_tiles):
+        return jnp.repeat(of_tiles.astype(jnp.float32), each, axis=-1)[:, :, :, None, :channels]
+
+    codes = (tiles if low is None else tiles - spread(low)) / spread(jnp.where(scale == 0, 1, scale))
+    codes = jnp.round(jnp.clip(codes, -steps if low is None else 0.0, steps)).reshape(batch, heads, size, channels)
+    scale, low = (None if x is None else jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (scale, low))
+    return QuantisedTokens(_pack(codes, bits), scale, low, bits, tile, channels)
+
+
+def _widen(bits_of_bfloat16: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits_of_bfloat16, jnp.bfloat16).astype(jnp.float32)
+
+
+def _grid(step: jax.Array) -> jax.Array:
+    """The least bfloat16 scale at or above a float32 step (up to rounding), so that the largest entry still fits."""
+    rounded = step.astype(jnp.bfloat16)
+    low = rounded.astype(jnp.float32) < step * (1 - 1e-6)
+    return jnp.where(low, jnp.nextafter(rounded, jnp.bfloat16(jnp.inf)), rounded)
+
+
+def _below(x: jax.Array) -> jax.Array:
+    rounded = x.astype(jnp.bfloat16)
+    return jnp.where(rounded.astype(jnp.float32) > x, jnp.nextafter(rounded, jnp.bfloat16(-jnp.inf)), rounded)
+
+
+def _pack(codes: jax.Array, bits: int) -> jax.Array:
+    """Whole-number codes `[..., R]` as int8, or packed into uint8 `[..., ceil(R * bits / 8)]`."""
+    if bits == 8:
+        return codes.astype(jnp.int8)
+    each = 8 // bits
+    codes = jnp.pad(codes.astype(jnp.uint8), [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % each)])
+    codes = codes.reshape(*codes.shape[:-1], -1, each) << (bits * jnp.arange(each, dtype=jnp.uint8))
+    return jnp.sum(codes, axis=-1, dtype=jnp.uint8)
+
+
+def _unpack(packed: jax.Array, bits: int, channels: int) -> jax.Array:
+    if bits == 8:
+        return packed
+    shifts = bits * jnp.arange(8 // bits, dtype=jnp.uint8)
+    codes = (packed[..., None] >> shifts) & jnp.uint8(2**bits - 1)
+    return codes.reshape(*packed.shape[:-1], -1)[..., :channels]
+
+
+# ---- bases
 
 
 @state

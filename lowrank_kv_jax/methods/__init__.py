@@ -6,9 +6,11 @@ from lowrank_kv_jax.methods.adakv import AdaKV
 from lowrank_kv_jax.methods.composed import compose
 from lowrank_kv_jax.methods.full import Full
 from lowrank_kv_jax.methods.h2o import H2O
+from lowrank_kv_jax.methods.kivi import KIVI
 from lowrank_kv_jax.methods.minicache import MiniCache
 from lowrank_kv_jax.methods.momentkv import MomentKV
 from lowrank_kv_jax.methods.ojakv import OjaKV
+from lowrank_kv_jax.methods.osp import OnlineSubspaceProjection, StaticSubspace
 from lowrank_kv_jax.methods.pyramidkv import PyramidKV
 from lowrank_kv_jax.methods.scissorhands import Scissorhands
 from lowrank_kv_jax.methods.single_svd import SingleSVD
@@ -18,6 +20,7 @@ from lowrank_kv_jax.methods.windowed import SlidingWindow, StreamingLLM
 from lowrank_kv_jax.methods.xkv import XKV
 
 __all__ = [
-    "REGISTRY", "AdaKV", "EigenAttention", "EigenN", "Full", "H2O", "MiniCache", "MomentKV", "OjaKV", "PyramidKV",
-    "Scissorhands", "SingleSVD", "SlidingWindow", "SnapKV", "StaticPCA", "StaticPCAH", "StreamingLLM", "XKV", "compose",
+    "REGISTRY", "AdaKV", "EigenAttention", "EigenN", "Full", "H2O", "KIVI", "MiniCache", "MomentKV", "OjaKV",
+    "OnlineSubspaceProjection", "PyramidKV", "Scissorhands", "SingleSVD", "SlidingWindow", "SnapKV", "StaticPCA",
+    "StaticPCAH", "StaticSubspace", "StreamingLLM", "XKV", "compose",
 ]

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.codecs.basis import expand_values, fold_query, project
+from lowrank_kv_jax.codecs.basis import expand_values, fold_query, project, reconstruct
+from lowrank_kv_jax.codecs.quantised import TOKEN_BITS, read_tokens
 from lowrank_kv_jax.method import KVMethod, Layout, Place
 from lowrank_kv_jax.moments import Moments
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
@@ -63,6 +64,8 @@ class LowRank(KVMethod):
             prompt stays exact.
         order: "reduced" attends in coefficient space, "reconstruct" rebuilds keys and values block by block first
             (both orders of OjaKV, A.3; keys coded before RoPE are always rebuilt).
+        bits: 8, 4 or 2 quantises the coefficients, a scale for each component of every 128 tokens; None keeps them in
+            the cache's dtype.
     """
 
     rank: int | float | None = 0.5
@@ -76,6 +79,7 @@ class LowRank(KVMethod):
     recent_of: str = "ring"
     decoded: str = "coded"
     order: str = "reduced"
+    bits: int | None = None
 
     stage: ClassVar[str | None] = "codec"
     adapts: ClassVar[bool] = False
@@ -91,6 +95,8 @@ class LowRank(KVMethod):
         for field, values in allowed.items():
             if getattr(self, field) not in values:
                 raise ValueError(f"{field}={getattr(self, field)!r}: allowed are {', '.join(values)}")
+        if self.bits is not None and self.bits not in TOKEN_BITS:
+            raise ValueError(f"bits={self.bits!r}: allowed are None, {', '.join(map(str, TOKEN_BITS))}")
         for field in ("sinks", "recent"):
             if not isinstance(getattr(self, field), int) or getattr(self, field) < 0:
                 raise ValueError(f"{field}={getattr(self, field)!r}: must be an int of at least 0")
@@ -194,7 +200,7 @@ class LowRank(KVMethod):
         )
         coded = coded_tokens.empty_coded(
             layout.batch, (self.key_heads(spec, start), start.k.shape[-1]), (start.v.shape[-3], start.v.shape[-1]),
-            max(coded_size, layout.block), dtype,
+            max(coded_size, layout.block), dtype, self.bits,
         )
         own = (u.astype(dtype) for u in start) if self.adapts else (None, None)
         return LowRankState(exact, coded, *own)
@@ -268,6 +274,13 @@ class LowRank(KVMethod):
         own = bases if state.k_basis is None or state.v_basis is None else Bases(state.k_basis, state.v_basis)
         assert own is not None
         return own
+
+    def rebuilt(self, layout: Layout, bases: Bases, state: LowRankState) -> tuple[jax.Array, jax.Array]:
+        """What attention sees of the coded tokens: keys (before RoPE where they are coded so) and values, float32
+        `[B, K, S, D]`."""
+        use, heads = self.bases_of(bases, state), layout.spec.kv_heads
+        k, v = (read_tokens(x) for x in (state.coded.k, state.coded.v))
+        return reconstruct(use.k, k, heads), reconstruct(use.v, v, heads)
 
     def prompt_bases(self, layout: Layout, state: LowRankState, taps: Taps, lengths: jax.Array) -> Bases:
         """Bases `[B, J, W, R]` for a prompt, orthonormal float32; only asked of methods that adapt."""

@@ -3,15 +3,22 @@
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.pallas_kernels.blockwise import block_range, block_slots, slice_block
+from lowrank_kv_jax.codecs.quantised import (
+    COEFFICIENTS,
+    QuantisedTokens,
+    Tile,
+    append_tokens,
+    map_tokens,
+    store_tokens,
+)
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
 from lowrank_kv_jax.positions import Runs
-from lowrank_kv_jax.state import leaf, state, write_tokens
+from lowrank_kv_jax.state import leaf, state
 
 
 @state
 class Coded:
-    """Coefficients of keys and values.
+    """Coefficients of keys and values, as arrays or in quantised storage.
 
     Attributes:
         k: `[B, J, S, Rk]`.
@@ -20,40 +27,55 @@ class Coded:
         positions: a gap before the first token and one where the prompt's own exact tokens are missing.
     """
 
-    k: jax.Array = leaf("batch", "kv_heads", "tokens", "rank", kind="coefficients")
-    v: jax.Array = leaf("batch", "kv_heads", "tokens", "rank", kind="coefficients")
+    k: jax.Array | QuantisedTokens = leaf("batch", "kv_heads", "tokens", "rank", kind="coefficients")
+    v: jax.Array | QuantisedTokens = leaf("batch", "kv_heads", "tokens", "rank", kind="coefficients")
     length: jax.Array = leaf("batch", kind="indices")
     positions: Runs
 
 
-def empty_coded(batch: int, k_shape: tuple[int, int], v_shape: tuple[int, int], size: int, dtype) -> Coded:
-    """An empty segment of `size` slots; shapes are (heads, rank) of the coefficients."""
+def empty_coded(
+    batch: int, k_shape: tuple[int, int], v_shape: tuple[int, int], size: int, dtype, bits: int | None = None,
+    k_tile: Tile = COEFFICIENTS, v_tile: Tile = COEFFICIENTS,
+) -> Coded:
+    """An empty segment of `size` slots; shapes are (heads, rank) of the coefficients.
+
+    Args:
+        bits: 2, 4 or 8 for quantised storage, whose size is rounded up to whole tiles; None stores `dtype`.
+        k_tile, v_tile: what shares a scale there.
+    """
     none = jnp.zeros((batch,), jnp.int32)
     gaps = jnp.zeros((batch, 2), jnp.int32)
-    return Coded(
-        jnp.zeros((batch, k_shape[0], size, k_shape[1]), dtype),
-        jnp.zeros((batch, v_shape[0], size, v_shape[1]), dtype),
-        none,
-        Runs(gaps, gaps),
+    if bits is not None:
+        most = max(k_tile.tokens, v_tile.tokens)
+        size = -(-size // most) * most
+    k, v = (
+        store_tokens(jnp.zeros((batch, heads, size, rank), jnp.float32), bits, dtype, tile)
+        for (heads, rank), tile in ((k_shape, k_tile), (v_shape, v_tile))
     )
+    return Coded(k, v, none, Runs(gaps, gaps))
 
 
 def hold(segment: Coded, k: jax.Array, v: jax.Array, counts: jax.Array, positions: Runs) -> Coded:
     """Fill an empty segment with the first `counts[b]` of T coefficients `[B, J, T, R]`."""
-    size = min(k.shape[2], segment.k.shape[2])
-    return Coded(
-        segment.k.at[:, :, :size].set(k[:, :, :size].astype(segment.k.dtype)),
-        segment.v.at[:, :, :size].set(v[:, :, :size].astype(segment.v.dtype)),
-        counts,
-        positions,
-    )
+    return Coded(_fill(segment.k, k, counts), _fill(segment.v, v, counts), counts, positions)
+
+
+def _fill(stored, x: jax.Array, counts: jax.Array):
+    size = min(x.shape[2], stored.shape[2])
+    if not isinstance(stored, QuantisedTokens):
+        return stored.at[:, :, :size].set(x[:, :, :size].astype(stored.dtype))
+    whole = -(-size // stored.tile.tokens) * stored.tile.tokens
+    x = jnp.pad(x[:, :, :size].astype(jnp.float32), ((0, 0), (0, 0), (0, whole - size), (0, 0)))
+    valid = jnp.arange(whole)[None] < counts[:, None]
+    touch = jnp.ones((x.shape[0], whole // stored.tile.tokens), bool)
+    return stored.write_block(0, x, valid, touch)
 
 
 def append(segment: Coded, k: jax.Array, v: jax.Array, counts: jax.Array) -> Coded:
     """Append the first `counts[b]` of T coefficients `[B, J, T, R]`; O(T)."""
     return Coded(
-        write_tokens(segment.k, k, segment.length, counts),
-        write_tokens(segment.v, v, segment.length, counts),
+        append_tokens(segment.k, k, segment.length, counts),
+        append_tokens(segment.v, v, segment.length, counts),
         segment.length + counts,
         segment.positions,
     )
@@ -65,20 +87,15 @@ def cached_tokens(segment: Coded) -> CachedTokens:
 
 
 def transport(
-    coefficients: jax.Array, lengths: jax.Array, old: jax.Array, new: jax.Array
-) -> jax.Array:
+    coefficients: jax.Array | QuantisedTokens, lengths: jax.Array, old: jax.Array, new: jax.Array
+) -> jax.Array | QuantisedTokens:
     """Coefficients read in a basis that has moved: C <- C U_old^T U_new, `[B, J, S, R]`; bases `[B, J, W, R]`.
 
     What the old basis had kept and the new one does not is lost; nothing is silently reinterpreted. Block by block in
-    place up to the longest of `lengths` `[B]`: O(length) work, and no second copy of the cache.
+    place up to the longest of `lengths` `[B]`: O(length) work, and no second copy of the cache. Quantised coefficients
+    are quantised anew.
     """
     move = jnp.einsum("bjwr,bjwp->bjrp", old.astype(jnp.float32), new.astype(jnp.float32))
-    move = move.astype(coefficients.dtype)
-
-    def step(i, buffer):
-        start, _, fresh = block_slots(i, buffer.shape[2])
-        block = slice_block(buffer, start)
-        moved = jnp.where(fresh[:, None], jnp.einsum("bjsr,bjrp->bjsp", block, move), block)
-        return jax.lax.dynamic_update_slice_in_dim(buffer, moved, start, axis=2)
-
-    return jax.lax.fori_loop(*block_range(coefficients.shape[2], lengths), step, coefficients)
+    if not isinstance(coefficients, QuantisedTokens):
+        move = move.astype(coefficients.dtype)
+    return map_tokens(coefficients, lengths, lambda block: jnp.einsum("bjsr,bjrp->bjsp", block, move))

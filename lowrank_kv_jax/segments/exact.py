@@ -16,7 +16,7 @@ class Exact:
     """Exact keys (after RoPE) and values.
 
     Attributes:
-        k, v: `[B, K, S, D]`.
+        k, v: `[B, K, S, D]`; v has no channels where the keys are the values (latent attention).
         length: int32 `[B]`, tokens held by each row.
         positions: two gaps: before the tokens that were the prompt's last, and before those that came after.
     """
@@ -36,24 +36,32 @@ class Flushed(NamedTuple):
     counts: jax.Array
 
 
-def empty_exact(batch: int, kv_heads: int, size: int, head_dim: int, dtype, gaps: tuple[int, int]) -> Exact:
+def empty_exact(
+    batch: int, kv_heads: int, size: int, head_dim: int, dtype, gaps: tuple[int, int], value_dim: int | None = None
+) -> Exact:
     """An empty segment of `size` slots; `gaps` are the slots before which tokens may be missing."""
     buffer = jnp.zeros((batch, kv_heads, size, head_dim), dtype)
+    values = jnp.zeros((batch, kv_heads, size, head_dim if value_dim is None else value_dim), dtype)
     start = jnp.broadcast_to(jnp.asarray(gaps, jnp.int32), (batch, 2))
     none = jnp.zeros((batch,), jnp.int32)
-    return Exact(buffer, jnp.zeros_like(buffer), none, Runs(start, jnp.zeros((batch, 2), jnp.int32)))
+    return Exact(buffer, values, none, Runs(start, jnp.zeros((batch, 2), jnp.int32)))
 
 
-def hold_prompt(segment: Exact, k: jax.Array, v: jax.Array, lengths: jax.Array, sinks: int, recent: int) -> Exact:
+def hold_prompt(
+    segment: Exact, k: jax.Array, v: jax.Array, lengths: jax.Array, sinks: int, recent: int,
+    left_out: jax.Array | None = None,
+) -> Exact:
     """Fill an empty segment with the first `sinks` and the last `recent` tokens of each row.
 
     Args:
         segment: of at least min(sinks + recent, S) slots, its first gap at `sinks`.
         k, v: prompt `[B, S, K, D]`, padded on the right.
         lengths: int32 `[B]`.
+        left_out: int32 `[B]`, tokens between the two, where they are fewer than all but the `sinks` and `recent` that
+            there is room for.
     """
     size = min(sinks + recent, k.shape[1])
-    left_out = jnp.maximum(lengths - sinks - recent, 0)
+    left_out = jnp.maximum(lengths - sinks - recent, 0) if left_out is None else left_out
     k, v = (x.swapaxes(1, 2).astype(segment.k.dtype) for x in (k, v))
     if sinks < size:
         tail = (sinks + left_out, size - sinks)
@@ -63,7 +71,7 @@ def hold_prompt(segment: Exact, k: jax.Array, v: jax.Array, lengths: jax.Array, 
     return Exact(
         segment.k.at[:, :, :size].set(k),
         segment.v.at[:, :, :size].set(v),
-        jnp.minimum(lengths, sinks + recent),
+        lengths - left_out,
         segment.positions.skip(0, left_out),
     )
 
@@ -83,7 +91,8 @@ def attend(
     segment: Exact, q: jax.Array, q_positions: jax.Array, *, scale: float, window: int | None = None
 ) -> AttnPartial:
     """Causal attention of `q` `[B, T, N, D]` (after RoPE) over the segment."""
-    tokens = CachedTokens(segment.k, segment.v, segment.length, segment.positions)
+    values = segment.v if segment.v.shape[-1] else segment.k
+    tokens = CachedTokens(segment.k, values, segment.length, segment.positions)
     return coefficient_attention(q, tokens, scale=scale, q_positions=q_positions, causal=True, window=window)
 
 
@@ -97,7 +106,7 @@ def part(segment: Exact, begin: int, end: int) -> Exact:
     )
 
 
-def flush(segment: Exact, pinned: int, recent: int, most: int) -> tuple[Exact, Flushed]:
+def flush(segment: Exact, pinned: int, recent: int, most: int, multiple: int = 1) -> tuple[Exact, Flushed]:
     """Take out the oldest tokens of the tail until `recent` are left, `most` at the most.
 
     Args:
@@ -105,8 +114,9 @@ def flush(segment: Exact, pinned: int, recent: int, most: int) -> tuple[Exact, F
         pinned: slots at the front that never leave.
         recent: tokens that stay behind them.
         most: static bound on the tokens that leave.
+        multiple: they leave in whole groups of so many; the others wait.
     """
-    counts = jnp.clip(segment.length - pinned - recent, 0, most)
+    counts = jnp.clip(segment.length - pinned - recent, 0, most) // multiple * multiple
     slots = pinned + jnp.arange(most)
     out = Flushed(
         segment.k[:, :, pinned : pinned + most],

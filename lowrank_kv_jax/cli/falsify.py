@@ -1,0 +1,125 @@
+"""`lowrank-kv falsify`: the four falsifiers of Online Subspace Projection on a model."""
+
+import argparse
+
+from lowrank_kv_jax.cli.options import add_model_options
+
+HELP = "the four falsifiers of Online Subspace Projection, with a verdict for each"
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        "falsify", help=HELP,
+        description="Perplexities are of text that is scored through the compressed cache of the tokens before it. Bases "
+                    "are calibrated on prose; the shifted text turns from prose to code in its middle.",
+    )
+    add_model_options(parser)
+    parser.add_argument("--adaptive", default="osp", metavar="SPEC",
+                        help="the adaptive variant, without its rank (%(default)s)")
+    parser.add_argument("--static", default="osp-static", metavar="SPEC",
+                        help="the static variant, without its rank (%(default)s)")
+    parser.add_argument("--ranks", nargs="+", type=float, default=[0.25, 0.5, 0.75], metavar="R",
+                        help="fractions of the head (0.25 0.5 0.75)")
+    parser.add_argument("--rank", type=float, default=0.5, help="of falsifiers 3 and 4 (%(default)s)")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of the context (%(default)s)")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[256, 512, 1024], metavar="N",
+                        help="contexts of falsifier 3 (256 512 1024)")
+    parser.add_argument("--scored", type=int, default=256, help="tokens that are scored (%(default)s)")
+    parser.add_argument("--windows", type=int, default=2, help="texts of each kind (%(default)s)")
+    parser.add_argument("--calibrate", default="pydoc:first", help="corpus of the bases (%(default)s)")
+    parser.add_argument("--calibrate-windows", type=int, default=4, help="of 2048 tokens (%(default)s)")
+    parser.add_argument("--texts", nargs=2, default=["pydoc:second", "python"], metavar=("PROSE", "CODE"),
+                        help="what is measured on (pydoc:second python)")
+    parser.add_argument("--thresholds", type=float, metavar="P",
+                        help="also print the tau_k and tau_v that P percent of all pages of prose stay below")
+    parser.add_argument("--spectra", type=int, metavar="L",
+                        help="also print the ranks that hold 90%% of the energy of chunks of L tokens")
+    parser.add_argument("--seed", type=int, default=0, help="shifts the windows (%(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="append one JSON object for each row")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print.
+
+    Raises:
+        ValueError, OSError: as `load_from`, `load_corpus`, `token_windows` and the evaluations.
+    """
+    from lowrank_kv_jax.calibrate import collect_moments
+    from lowrank_kv_jax.cli.options import load_from
+    from lowrank_kv_jax.corpus import load_corpus, token_windows
+    from lowrank_kv_jax.evals import falsify
+    from lowrank_kv_jax.evals.records import check_writable
+
+    if args.json:
+        check_writable(args.json)
+    if args.scored < 1 or max(args.lengths) > args.length:
+        raise ValueError(f"--scored {args.scored}, --lengths {args.lengths}: at least 1, at most --length {args.length}")
+    model = load_from(args)
+    size = args.length + args.scored
+    prose, code = (
+        token_windows(model.tokenizer, load_corpus(source).texts, size, args.windows, args.seed) for source in args.texts
+    )
+    length = min(2048, model.config.context)
+    corpus = load_corpus(args.calibrate)
+    moments = collect_moments(
+        model, token_windows(model.tokenizer, corpus.texts, length, args.calibrate_windows, args.seed), progress=True
+    )
+    texts = falsify.shifted_texts(prose, code)
+    measured = falsify.Run(model, moments, args.static, args.adaptive)
+    verdicts = (
+        lambda: falsify.no_rank_suffices(measured, texts, args.ranks, args.scored),
+        lambda: falsify.adapting_is_worse(measured, texts, args.ranks, args.scored),
+        lambda: falsify.error_grows_with_length(measured, texts, args.lengths, args.rank, args.scored),
+        lambda: falsify.bounds_predict_nothing(measured, texts.prose[:1, : args.length], args.rank),
+    )
+    for number, measure in enumerate(verdicts, start=1):
+        _show(args, model, number, measure())
+    if args.thresholds is not None:
+        k, v = falsify.residual_thresholds(measured, prose, args.rank, args.thresholds)
+        print(f"{args.thresholds:g}% of the pages stay below tau_k={k:.3f},tau_v={v:.3f} at rank {args.rank:g}")
+    if args.spectra is not None:
+        _show_spectra(args, falsify.spectra_by_chunk(model, texts.shifted, args.spectra))
+    return 0
+
+
+def _show(args, model, number: int, verdict) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from lowrank_kv_jax.evals.records import append_record, make_record
+
+    console = Console()
+    outcome = "FALSIFIED" if verdict.falsified else "not falsified"
+    table = Table(title=f"{number}. {verdict.claim}: {outcome}")
+    for column in verdict.figures[0]:
+        table.add_column(column.replace("_", " "), justify="left" if column in ("text", "variant", "what") else "right")
+    for row in verdict.figures:
+        table.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()))
+    console.print(table)
+    console.print(f"{outcome}: {verdict.summary}\n", highlight=False)
+    if args.json:
+        for row in verdict.figures:
+            append_record(args.json, make_record(
+                "falsify", model=model.name, task=f"falsifier {number}", seed=args.seed, samples=args.windows,
+                claim=verdict.claim, falsified=verdict.falsified, **{"length": args.length, **row},
+            ))
+
+
+def _show_spectra(args, spectra) -> None:
+    import numpy as np
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"Rank that holds 90% of the energy: chunks of {args.spectra} tokens, mean over layers and heads")
+    table.add_column("tap")
+    chunks = len(spectra[0]["ranks"][0][0])
+    for number in range(chunks):
+        table.add_column(str(number), justify="right")
+    table.add_column("whole", justify="right")
+    for row in spectra:
+        means = np.mean(row["ranks"], axis=(0, 1))
+        table.add_row(row["tap"], *(f"{x:.1f}" for x in means), f"{np.mean(row['whole']):.1f}")
+    Console().print(table)

@@ -1,0 +1,77 @@
+"""`lowrank-kv roofline`: FLOPs and bytes of a decoded token, and the least time a device needs for them."""
+
+import argparse
+
+from lowrank_kv_jax.cli.options import add_model_options
+
+HELP = "FLOPs and bytes of a decoded token of any method, counted without running it"
+DEFAULT_METHODS = (
+    "full", "kivi:int8", "kivi", "osp-static:rank=0.5", "osp:rank=0.5", "osp:rank=0.5,bits=8", "xkv:rank=0.25",
+)
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Declare the command."""
+    parser = subparsers.add_parser("roofline", help=HELP, description=HELP + ".")
+    add_model_options(parser)
+    parser.add_argument("--methods", nargs="+", default=list(DEFAULT_METHODS), metavar="SPEC", help="(a few kinds)")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[4096], metavar="N",
+                        help="tokens in the cache (4096)")
+    parser.add_argument("--batch", type=int, default=1, help="rows (%(default)s)")
+    parser.add_argument("--device", default="h200", help="a100, h100, h200 or tpu-v5e, nominal figures (%(default)s)")
+    parser.add_argument("--bandwidth", type=float, metavar="BYTES", help="bytes/s, instead of the device's")
+    parser.add_argument("--flops", type=float, metavar="FLOPS", help="FLOP/s, instead of the device's")
+    parser.add_argument("--json", metavar="FILE", help="append one JSON object for each row")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Count and print.
+
+    Raises:
+        ValueError: an unknown device, lengths beyond the model's context, methods that do not suit it.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from lowrank_kv_jax.cli.options import load_from
+    from lowrank_kv_jax.evals import roofline
+    from lowrank_kv_jax.evals.records import append_record, check_writable, make_record
+    from lowrank_kv_jax.parse import parse_method
+
+    if args.device not in roofline.ROOFS:
+        raise ValueError(f"--device {args.device}: allowed are {', '.join(roofline.ROOFS)}")
+    for field in ("bandwidth", "flops"):
+        if getattr(args, field) is not None and not getattr(args, field) > 0:
+            raise ValueError(f"--{field} {getattr(args, field)}: must be positive")
+    nominal = roofline.ROOFS[args.device]
+    roof = roofline.Roof(args.bandwidth or nominal.bandwidth, args.flops or nominal.flops)
+    if args.json:
+        check_writable(args.json)
+    methods = {spec: parse_method(spec) for spec in args.methods}
+    model = load_from(args)
+    table = Table(title=f"{model.name}, batch {args.batch}, bfloat16, one decode step; {roof.bandwidth / 1e12:g} TB/s, "
+                        f"{roof.flops / 1e12:g} TFLOP/s")
+    table.add_column("method", overflow="fold", ratio=1)
+    for column in ("tokens", "attention\nMFLOP/token", "cache\nMB read", "weights\nMB read", "FLOP/byte",
+                   "least\nus/step", "bound by", "vs full"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for length in args.lengths:
+        full = roofline.decode_cost(model.config, parse_method("full"), length, args.batch).seconds(roof)
+        for spec, method in methods.items():
+            cost = roofline.decode_cost(model.config, method, length, args.batch)
+            cache, seconds = sum(cost.cache_bytes.values()), cost.seconds(roof)
+            table.add_row(
+                spec, str(length), f"{cost.attention_flops / args.batch / 1e6:.1f}", f"{cache / 1e6:.1f}",
+                f"{cost.weight_bytes / 1e6:.0f}", f"{cost.flops / cost.bytes:.2f}", f"{seconds * 1e6:.1f}",
+                cost.bound(roof), f"{full / seconds:.2f}x",
+            )
+            if args.json:
+                append_record(args.json, make_record(
+                    "roofline", model=model.name, method=spec, length=length, batch=args.batch, flops=cost.flops,
+                    attention_flops=cost.attention_flops, weight_bytes=cost.weight_bytes, cache_bytes=cache,
+                    bytes_by_kind=cost.cache_bytes, seconds=seconds, bound=cost.bound(roof), roof=roof._asdict(),
+                ))
+    Console().print(table)
+    return 0

@@ -1,0 +1,49 @@
+"""Bases of chunks: one array with a slot for each basis, whose number is fixed when the cache is made."""
+
+import jax
+import jax.numpy as jnp
+
+from lowrank_kv_jax.codecs.quantised import _LARGEST, quantise
+from lowrank_kv_jax.state import leaf, state
+
+
+@state
+class ChunkBases:
+    """Orthonormal bases; tokens say by number which one they are read in.
+
+    Attributes:
+        codes: `[B, C, J, W, R]`, a float dtype, or int8 or float8 with `scales`.
+        scales: bfloat16 `[B, C, J, 1, R]`, one for each column; None for plain floats.
+    """
+
+    codes: jax.Array = leaf("batch", "chunks", "kv_heads", "width", "rank", kind="bases")
+    scales: jax.Array | None = leaf("batch", "chunks", "kv_heads", None, "rank", kind="scales")
+
+    @property
+    def capacity(self) -> int:
+        return self.codes.shape[1]
+
+    def take(self, index: jax.Array) -> jax.Array:
+        """Bases float32 `[B, P, J, W, R]` of numbers `[B, P]`."""
+        codes = jax.vmap(lambda buffer, i: jnp.take(buffer, i, axis=0))(self.codes, index).astype(jnp.float32)
+        if self.scales is None:
+            return codes
+        return codes * jax.vmap(lambda buffer, i: jnp.take(buffer, i, axis=0))(self.scales, index).astype(jnp.float32)
+
+    def put(self, index: jax.Array, basis: jax.Array, where: jax.Array) -> "ChunkBases":
+        """Store `basis` `[B, J, W, R]` as number `index` `[B]` in the rows of `where` `[B]`, in place."""
+        new = store_bases(basis[:, None], self.codes.dtype.name)
+
+        def row(buffer, fresh, i, wanted):
+            old = jax.lax.dynamic_slice_in_dim(buffer, i, 1, axis=0)
+            return jax.lax.dynamic_update_slice_in_dim(buffer, jnp.where(wanted, fresh, old), i, axis=0)
+
+        scales = None if self.scales is None else jax.vmap(row)(self.scales, new.scales, index, where)
+        return ChunkBases(jax.vmap(row)(self.codes, new.codes, index, where), scales)
+
+
+def store_bases(bases: jax.Array, dtype: str) -> ChunkBases:
+    """Keep bases `[B, C, J, W, R]` as one of `quantised.BASIS_STORAGE`."""
+    if dtype in _LARGEST:
+        return ChunkBases(*quantise(bases, axis=-2, dtype=dtype))
+    return ChunkBases(bases.astype(dtype), None)

@@ -1,0 +1,182 @@
+"""Quantised storage against float64 oracles: KIVI, 8-bit KV, coefficients that are appended and moved."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import PLAIN, PROMPT, bases_for, model, prompts, run
+
+from lowrank_kv_jax.accounting import cache_bytes
+from lowrank_kv_jax.codecs.quantised import Tile, append_tokens, map_tokens, read_tokens, store_tokens
+from lowrank_kv_jax.forward import compress_group, embed_tokens, layer_prefill, make_layout
+from lowrank_kv_jax.methods import REGISTRY
+from lowrank_kv_jax.parse import parse_method
+from lowrank_kv_jax.segments.coded import transport
+
+SHAPE = (2, 3, 64, 10)
+
+
+def tokens(seed=0, shape=SHAPE):
+    """Channels of very different size, with offsets, as keys have them."""
+    rng = np.random.default_rng(seed)
+    scale = 10.0 ** -np.linspace(0, 3, shape[-1])
+    return ((rng.normal(size=shape) + rng.normal(size=shape[-1])) * scale).astype(np.float32)
+
+
+def kivi_oracle(x, bits, tile):
+    """Group by group in float64: (codes, error bound) of x ~ low + code * step."""
+    batch, heads, size, channels = x.shape
+    each = tile.channels or channels
+    rebuilt, bound = np.zeros(x.shape), np.zeros(x.shape)
+    for s in range(0, size, tile.tokens):
+        for c in range(0, channels, each):
+            group = (slice(None), slice(None), slice(s, s + tile.tokens), slice(c, c + each))
+            part = np.asarray(x[group], np.float64)
+            low, high = part.min((2, 3), keepdims=True), part.max((2, 3), keepdims=True)
+            if bits == 8:
+                step = np.maximum(np.abs(low), np.abs(high)) / 127
+                rebuilt[group] = np.round(part / np.where(step > 0, step, 1)) * step
+            else:
+                step = (high - low) / (2**bits - 1)
+                rebuilt[group] = low + np.round((part - low) / np.where(step > 0, step, 1)) * step
+            # half a step, and what rounding low and step to bfloat16 adds to the step
+            bound[group] = 0.5 * (1 + 2.0**-6) * step + 2.0**-7 * np.abs(low) / (2**bits - 1)
+    return rebuilt, bound
+
+
+KIVI_KEYS, KIVI_VALUES, PER_TOKEN = Tile(32, 1), Tile(1, 4), Tile(1, None)
+
+
+@pytest.mark.parametrize("bits, tile", [(2, KIVI_KEYS), (4, KIVI_VALUES), (8, PER_TOKEN), (4, KIVI_KEYS), (2, KIVI_VALUES)])
+def test_codes_err_by_half_a_step_of_their_group(bits, tile):
+    x = tokens()
+    stored = store_tokens(jnp.asarray(x), bits, None, tile)
+    wide = np.asarray(read_tokens(stored), np.float64)
+    rebuilt, bound = kivi_oracle(x, bits, tile)
+    assert (np.abs(wide - x) <= bound + 1e-9).all()
+    # no worse than the textbook rule in float64, which hits the largest entry of each group with its unrounded scale
+    assert np.mean((wide - x) ** 2) <= 1.25 * np.mean((rebuilt - x) ** 2)
+    np.testing.assert_array_equal(stored.read_block(20, 30), wide[:, :, 20:50].astype(np.float32))
+    each = -(-10 // (8 // bits))
+    assert stored.codes.shape == (2, 3, 64, each) and stored.codes.dtype == (np.int8 if bits == 8 else np.uint8)
+    groups = (2, 3, -(-64 // tile.tokens), -(-10 // (tile.channels or 10)))
+    sides = [stored.scales] if bits == 8 else [stored.scales, stored.lows]
+    assert all(side.shape == groups and side.dtype.itemsize == 2 for side in sides)
+    assert sum(a.nbytes for a in jax.tree.leaves(stored)) == 2 * 3 * 64 * each + 2 * len(sides) * np.prod(groups)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_groups_without_a_range_are_kept(bits):
+    x = np.zeros((1, 1, 32, 4), np.float32)
+    x[..., 1], x[..., 2], x[:, :, 5, 3] = 7.3, -1e-30, 1.0
+    wide = np.asarray(read_tokens(store_tokens(jnp.asarray(x), bits, None, KIVI_KEYS)))
+    assert np.isfinite(wide).all()
+    np.testing.assert_allclose(wide, x, rtol=0.01, atol=1e-6)
+    np.testing.assert_array_equal(wide[..., 0], 0)
+
+
+@pytest.mark.parametrize("bits, tile", [(8, Tile(16, 1)), (2, Tile(16, 1)), (4, KIVI_VALUES)])
+def test_tokens_can_be_appended_in_pieces(bits, tile):
+    """Rows grow at their own pace; free slots stay zero, and do not widen a range."""
+    x = tokens()
+    stored, length = store_tokens(jnp.zeros(SHAPE), bits, None, tile), jnp.array([0, 0])
+    append = jax.jit(append_tokens)
+    for taken in ([7, 3], [9, 0], [9, 9], [5, 4]):
+        new = np.stack([x[b, :, n : n + 9] for b, n in enumerate(np.asarray(length))])
+        stored = append(stored, jnp.asarray(new), length, jnp.array(taken))
+        length = length + jnp.array(taken)
+    wide, (_, bound) = np.asarray(read_tokens(stored)), kivi_oracle(x, bits, tile)
+    for row, n in enumerate(np.asarray(length)):
+        times = 1 if tile.tokens == 1 else 4  # a tile may be coded anew with each piece
+        assert (np.abs(wide[row, :, :n] - x[row, :, :n]) <= times * bound[row, :, :n].max((1, 2), keepdims=True) + 1e-6).all()
+        if bits == 8:
+            assert not wide[row, :, n:].any()
+    with pytest.raises(ValueError, match="60 slots: .* multiple of the 16 tokens"):
+        append_tokens(store_tokens(jnp.zeros((1, 1, 60, 2)), 8, None, Tile(16, 1)), jnp.zeros((1, 1, 1, 2)), length[:1], length[:1])
+
+
+def test_moved_coefficients_are_quantised_anew():
+    x = tokens(shape=(2, 1, 128, 8))
+    old, new = (np.linalg.qr(np.random.default_rng(s).normal(size=(2, 1, 12, 8)))[0] for s in (0, 1))
+    lengths = jnp.array([128, 50])
+    moved = transport(store_tokens(jnp.asarray(x), 8, None), lengths, jnp.asarray(old), jnp.asarray(new))
+    plain = transport(jnp.asarray(x), lengths, jnp.asarray(old, jnp.float32), jnp.asarray(new, jnp.float32))
+    for row, n in enumerate((128, 50)):
+        assert np.abs(read_tokens(moved)[row, :, :n] - plain[row, :, :n]).max() < 0.02 * np.abs(plain).max()
+    with pytest.raises(ValueError, match="60 slots: storage that changes"):
+        map_tokens(store_tokens(jnp.zeros((1, 1, 60, 2)), 8, None, Tile(16, 1)), lengths[:1], lambda x: x)
+
+
+# ---- KIVI as a method -------------------------------------------------------------------------------------------
+
+
+def tokens_of_a_prompt():
+    return prompts(length=PROMPT + 20)
+
+
+@pytest.mark.parametrize("spec", ["kivi:bits=2,recent=8", "kivi:int8", "kivi:bits=4,keys=per_token,group=4,recent=5,sinks=3"])
+def test_stored_prompts_equal_the_oracle(spec):
+    """The exact window is exact, and of each row whole groups are quantised."""
+    method = parse_method(spec)
+    toks, lengths = tokens_of_a_prompt()[:, :PROMPT], jnp.array([PROMPT, 71])
+    params = model().params
+    positions = jnp.arange(PROMPT)[None] + 0 * toks
+    _, taps = layer_prefill(PLAIN, None, params["layers"][0], embed_tokens(PLAIN, params, toks), positions)
+    layout = make_layout(PLAIN, 2, PROMPT, 160, 16, jnp.float32)
+    state = compress_group(method, layout, None, (taps,), lengths)
+    k_tile, v_tile = state.coded.k.tile, state.coded.v.tile
+    for row, length in enumerate((PROMPT, 71)):
+        count = int(state.coded.length[row])
+        assert count == (length - method.sinks - method.recent) // method.unit * method.unit
+        assert int(state.exact.length[row]) == length - count
+        for stored, x, tile in ((state.coded.k, taps.k, k_tile), (state.coded.v, taps.v, v_tile)):
+            own = np.asarray(x)[row, method.sinks : method.sinks + count].swapaxes(0, 1)[None]
+            _, bound = kivi_oracle(own, method.bits, tile)
+            assert (np.abs(read_tokens(stored)[row : row + 1, :, :count] - own) <= bound + 1e-7).all()
+
+
+def test_more_bits_err_less_and_cost_more():
+    toks = tokens_of_a_prompt()
+    exact = run(REGISTRY["full"](), PLAIN, toks, PROMPT)[1][:, 1:]
+    errors, sizes = [], []
+    for spec in ("kivi:bits=2,recent=8", "kivi:bits=4,recent=8", "kivi:bits=8,recent=8"):
+        cache, logits = run(parse_method(spec), PLAIN, toks, PROMPT)
+        errors.append(np.sqrt(np.mean((logits[:, 1:] - exact) ** 2)))
+        sizes.append(cache_bytes(cache).total)
+    assert errors[0] > 2 * errors[1] > 2 * 2 * errors[2] > 0
+    assert sizes[0] < sizes[1] < sizes[2]
+
+
+@pytest.mark.parametrize("fields, message", [
+    ({"bits": 3}, "bits=3: allowed are None, 2, 4, 8"), ({"group": 0}, "group=0"), ({"recent": -1}, "recent=-1"),
+    ({"keys": "both"}, "keys='both'"), ({"group": None}, "group=None: keys='per_channel'"),
+])
+def test_kivi_refuses_bad_settings(fields, message):
+    with pytest.raises(ValueError, match=message):
+        REGISTRY["kivi"](**fields)
+
+
+# ---- int8 coefficients of any basis method ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["static-pca-h:rank=0.5,bits=8", "ojakv:rank=0.5,bits=8", "single-svd:rank=0.5,bits=8,rope=post,decoded=coded"])
+def test_coefficients_in_eight_bits_stay_close(spec):
+    method, toks = parse_method(spec), tokens_of_a_prompt()
+    method = dataclasses.replace(method, sinks=4, recent=8)
+    plain = run(dataclasses.replace(method, bits=None), PLAIN, toks, PROMPT)
+    coded = run(method, PLAIN, toks, PROMPT)
+    assert coded[0].groups[0].coded.k.codes.dtype == jnp.int8
+    exact = run(REGISTRY["full"](), PLAIN, toks, PROMPT)[1]
+    lost = np.sqrt(np.mean((plain[1] - exact)[:, 1:] ** 2))
+    assert 0 < np.sqrt(np.mean((coded[1] - plain[1])[:, 1:] ** 2)) < 0.1 * lost
+    spent = [cache_bytes(cache, bases_for(method)).by_kind for cache, _ in (plain, coded)]
+    assert spent[1]["coefficients"] + spent[1]["scales"] < 0.5 * spent[0]["coefficients"]  # of float32; whole tiles
+
+
+def test_bits_stay_out_of_compositions_and_ranges():
+    with pytest.raises(ValueError, match=r"ojakv\+snapkv: bits=8 cannot be combined"):
+        parse_method("ojakv:rank=0.5,bits=8+snapkv:keep=0.5")
+    with pytest.raises(ValueError, match="bits=3: allowed are None, 2, 4, 8"):
+        parse_method("ojakv:bits=3")
