@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from lowrank_kv_jax.accounting import cache_bytes
@@ -20,7 +21,9 @@ NOMINAL = {"full": 1.0, "snapkv:keep=0.5,decoding=keep": 0.5, "ojakv:rank=0.6": 
            "ojakv:rank=0.6+snapkv:keep=0.5,decoding=keep": 0.3}
 """The caches of OjaKV's table 6, with the share of the bytes that rank and budget alone stand for."""
 SCORED = ("ablation", "bytes", "ojakv")
-STUDIES = ("error", *SCORED, "speed")
+TOGETHER = 12
+"""Methods that share a prefill. Then their compiled programs go: each holds memory maps, which an operating system counts
+(65,530 a process are the default of Linux), and those of fifty methods are too many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +141,15 @@ def scores(
         ValueError: as `evaluate_perplexity` and `evaluate_needles`.
     """
     methods = parse_methods(list(dict.fromkeys(specs)))
+    rows: dict[str, Score] = {}
+    for begin in range(0, len(methods), TOGETHER):
+        some = dict(list(methods.items())[begin : begin + TOGETHER])
+        rows |= _scores(model, some, settings, json, progress)
+        jax.clear_caches()
+    return rows
+
+
+def _scores(model, methods, settings: Settings, json: str | None, progress: bool) -> dict[str, Score]:
     texts = evaluate_perplexity(
         model, methods, load_corpus(settings.text), "stream", settings.length + settings.scored, settings.length,
         settings.windows, json=json, progress=progress,

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.accounting import cache_bytes
-from lowrank_kv_jax.cache import Cache
+from lowrank_kv_jax.cache import Cache, fork
 from lowrank_kv_jax.corpus import load_corpus, token_windows
-from lowrank_kv_jax.evals.timing import CacheContender, alternate
+from lowrank_kv_jax.evals.timing import alternate
 from lowrank_kv_jax.forward import DEFAULT_BLOCK, make_layout, prefill
+from lowrank_kv_jax.generate import decode
 from lowrank_kv_jax.method import KVMethod, Place
 from lowrank_kv_jax.saved_cache import abstract_cache
 
@@ -58,24 +59,40 @@ def eviction_speed(
     if not steps < length <= model.config.context:
         raise ValueError(f"length={length}: must lie in {steps + 1}..{model.config.context}")
     tokens = token_windows(model.tokenizer, load_corpus(text).texts, length - steps, 1, seed)
-    contenders = {spec: CacheContender(model, m, None, tokens, steps, dtype=dtype) for spec, m in methods.items()}
-    steps_of = alternate(contenders, steps, rounds, on_round=on_round)
     layout = make_layout(model.config, 1, length - steps, length, DEFAULT_BLOCK, dtype)
-    caches = {spec: _prefilled(model, method, tokens, layout) for spec, method in methods.items()}
-    queries = AttentionContender.STEPS
-    attention = alternate({spec: AttentionContender(cache) for spec, cache in caches.items()}, queries, rounds)
+    ready = {
+        spec: prefill(method, model.config, model.params, jnp.asarray(tokens, jnp.int32), capacity=length,
+                      block=DEFAULT_BLOCK, dtype=dtype)
+        for spec, method in methods.items()
+    }
+    decoding = alternate({spec: DecodeContender(model, *found, steps) for spec, found in ready.items()}, steps, rounds,
+                         on_round=on_round)
+    attention = alternate({spec: AttentionContender(cache) for spec, (cache, _) in ready.items()},
+                          AttentionContender.STEPS, rounds)
     return [
-        Speed(spec, 1e3 / steps_of[spec].decode_tokens_per_s, 1e3 / attention[spec].decode_tokens_per_s,
-              cache_bytes(caches[spec]).total, cache_bytes(abstract_cache(method, layout)).total)
+        Speed(spec, 1e3 / decoding[spec].decode_tokens_per_s, 1e3 / attention[spec].decode_tokens_per_s,
+              cache_bytes(ready[spec][0]).total, cache_bytes(abstract_cache(method, layout)).total)
         for spec, method in methods.items()
     ]
 
 
-def _prefilled(model, method: KVMethod, tokens, layout) -> Cache:
-    return prefill(
-        method, model.config, model.params, jnp.asarray(tokens, jnp.int32), capacity=layout.capacity,
-        block=layout.block, dtype=layout.dtype,
-    )[0]
+class DecodeContender:
+    """The decode loop of `generate` on a copy of one prefilled cache."""
+
+    def __init__(self, model: Any, cache: Cache, logits: jax.Array, steps: int):
+        self._model, self._cache, self._logits, self._steps = model, cache, logits, steps
+
+    def round(self) -> tuple[float, float]:
+        """Nothing, and the seconds of the decode steps, refreshes included."""
+        cache = jax.block_until_ready(fork(self._cache))
+        config, params = self._model.config, self._model.params
+        blocks = decode(cache.method, config, params, cache, self._logits, 1 + self._steps)
+        del cache
+        next(blocks)  # the first token is the prefill's
+        begin = time.perf_counter()
+        for _ in blocks:
+            pass
+        return 0.0, time.perf_counter() - begin
 
 
 class AttentionContender:

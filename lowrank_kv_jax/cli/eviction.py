@@ -29,7 +29,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--timed-length", type=int, default=4096, metavar="N",
                         help="context in which decoding is timed (%(default)s)")
     parser.add_argument("--timed-budget", type=int, default=256, metavar="N", help="budget there (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds, after one that compiles (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds, after one that compiles (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of texts and needles (%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="append records; scores that it holds are not computed again")
     parser.set_defaults(run=run)

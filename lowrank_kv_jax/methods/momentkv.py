@@ -25,8 +25,9 @@ class MomentKV(Adaptive):
             one eviction a head for each decoded token, before it attends (O(L d^2) a token).
         prefill: what the prompt's first eviction measures residuals against, when nothing was evicted yet: "informed",
             the moments of all candidates; "literal", nothing, so that ||r_j|| = ||v_j|| as Algorithm 1 has it. That
-            evicts attention sinks beyond the first token, whose values are tiny: on SmolLM2 at 64 of 2K tokens more
-            than 80% of the attention of some layers is lost, which the default keeps.
+            evicts attention sinks beyond the first token, whose values are tiny: on SmolLM2 at 64 of 2K tokens layers 3
+            to 7 lose 86 to 91% of the attention, with the default 55 to 76% (H2O: 14 to 28%). From 128 tokens on the two
+            are alike.
         chunk: adjacent tokens of the prompt that share a score.
     """
 
