@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowrank_kv_jax.accounting import cache_bytes
 from lowrank_kv_jax.calibrate import fit_bases, iterate_taps
 from lowrank_kv_jax.error_tracking import attention_errors
 from lowrank_kv_jax.estimators import make_estimator
@@ -16,11 +17,13 @@ from lowrank_kv_jax.evals.basis_metrics import rank_of_energy, second_moment
 from lowrank_kv_jax.evals.perplexity import score_through_cache
 from lowrank_kv_jax.evals.prefill_many import prefill_many
 from lowrank_kv_jax.evals.residuals import prompt_residuals
+from lowrank_kv_jax.evals.roofline import white_bases
 from lowrank_kv_jax.forward import compress_group, make_layout
 from lowrank_kv_jax.method import KVMethod
 from lowrank_kv_jax.methods.lowrank import LowRank
 from lowrank_kv_jax.moments import Moments
 from lowrank_kv_jax.parse import parse_method
+from lowrank_kv_jax.saved_cache import abstract_cache
 
 TOLERATED = 0.01  # relative increase of the perplexity, falsifier 1
 FAITHFUL = 0.5  # least rank correlation of what predicts and what is predicted, falsifier 4
@@ -74,6 +77,26 @@ class Run:
             return None
         return fit_bases(self.model, method, self.moments, self.dtype)
 
+    def row_bytes(self, method: KVMethod, capacity: int) -> int:
+        """All bytes of one row's cache, calibrated bases that it is read with included."""
+        spec = self.model.config.attention
+        layout = make_layout(self.model.config, 1, capacity, capacity, dtype=self.dtype)
+        bases = white_bases(spec, method, self.dtype)
+        return cache_bytes(abstract_cache(method, layout, bases), bases).total
+
+    def adaptive_of_equal_bytes(self, static: KVMethod, capacity: int) -> KVMethod:
+        """The adaptive variant of the largest rank whose cache is no larger than that of `static`.
+
+        Raises:
+            ValueError: not even rank 1 is.
+        """
+        most = self.row_bytes(static, capacity)
+        for rank in range(self.model.config.head_dim, 0, -1):
+            method = parse_method(f"{_with(self.adaptive)}rank={rank}")
+            if self.row_bytes(method, capacity) <= most:
+                return method
+        raise ValueError(f"{self.adaptive}: takes more than the {most} bytes of {static} at any rank; use a longer text")
+
     def nll(self, methods: Mapping[Any, KVMethod], tokens: np.ndarray, scored: int) -> dict[Any, float]:
         """Mean negative log-likelihood of the last `scored` tokens of each row through each cache, and the full one."""
         methods = {"full": parse_method("full"), **methods}
@@ -118,23 +141,33 @@ def no_rank_suffices(run: Run, texts: Texts, ranks: Sequence[float], scored: int
 
 
 def adapting_is_worse(run: Run, texts: Texts, ranks: Sequence[float], scored: int) -> Verdict:
-    """2: at equal rank the adaptive variant is worse than the static one after a shift of the text."""
-    methods = run.methods(ranks, ("static", "adaptive"))
+    """2: at equal rank the adaptive variant is worse than the static one after a shift of the text.
+
+    Figures hold the adaptive variant at the bytes of the static one too: bases, sketches and indices included.
+    """
+    methods: dict[Any, KVMethod] = dict(run.methods(ranks, ("static", "adaptive")))
+    for rank in ranks:
+        methods["equal bytes", rank] = run.adaptive_of_equal_bytes(methods["static", rank], texts.shifted.shape[1])
     nll = run.nll(methods, texts.shifted, scored)
     half = texts.shifted.shape[1] // 2
     figures, worse = [], []
-    for rank in ranks:
-        row: dict[str, Any] = {"rank": rank, "full": float(np.exp(nll["full"]))}
-        for name in ("static", "adaptive"):
-            method = methods[name, rank]
-            assert isinstance(method, LowRank)
-            left = prompt_residuals(run.model, method, texts.shifted[:, :-scored], run.bases(method), run.dtype)
-            k, v = left.energy_ratio(half - method.sinks)
-            row |= {f"{name}_perplexity": float(np.exp(nll[name, rank])), f"{name}_rer_k": k, f"{name}_rer_v": v}
-        figures.append(row)
-        worse.append(nll["adaptive", rank] > nll["static", rank])
+    for (name, rank), method in methods.items():
+        assert isinstance(method, LowRank)
+        bases = run.bases(method)
+        left = prompt_residuals(run.model, method, texts.shifted[:, :-scored], bases, run.dtype)
+        k, v = left.energy_ratio(half - method.sinks)
+        columns, _ = method.ranks(run.model.config.attention)
+        figures.append({
+            "static rank": rank, "variant": name, "columns": columns,
+            "bytes": run.row_bytes(method, texts.shifted.shape[1]), "rer_k": k, "rer_v": v,
+            "perplexity": float(np.exp(nll[name, rank])), "full": float(np.exp(nll["full"])),
+        })
+        if name == "adaptive":
+            worse.append(nll[name, rank] > nll["static", rank])
+    equal = sum(nll["equal bytes", rank] > nll["static", rank] for rank in ranks)
     return Verdict("the adaptive subspace is worse than the static one at equal rank", sum(worse) * 2 > len(worse),
-                   figures, f"adaptive is worse after the shift at {sum(worse)} of {len(worse)} ranks")
+                   figures, f"adaptive is worse after the shift at {sum(worse)} of {len(ranks)} ranks, "
+                            f"at equal bytes at {equal} of {len(ranks)}")
 
 
 def error_grows_with_length(run: Run, texts: Texts, lengths: Sequence[int], rank: float, scored: int) -> Verdict:

@@ -140,7 +140,7 @@ def spectral_norm(x):
     return np.linalg.norm(x, 2)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 10**6), decay=st.floats(0.3, 1.0), size=st.sampled_from([5, 9, 16]),
     batch=st.sampled_from([4, 60]), spike=st.booleans(),

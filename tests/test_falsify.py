@@ -47,7 +47,10 @@ def first_layer(spec):
 # ---- error tracking ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", [ADAPTIVE, "osp-static:rank=4,gamma=sqrt_rank,sinks=4,recent=8", "static-pca-h:rank=0.5,rope=pre,sinks=4,recent=8"])
+@pytest.mark.parametrize("spec", [
+    ADAPTIVE, pytest.param("osp-static:rank=4,gamma=sqrt_rank,sinks=4,recent=8", marks=pytest.mark.slow),
+    "static-pca-h:rank=0.5,rope=pre,sinks=4,recent=8",
+])
 def test_bounds_hold_and_errors_are_those_of_attention(spec):
     """Section 8, with the residual K - gamma K^ so that the bound holds for any gamma."""
     method, layout, bases, state, taps = first_layer(spec)
@@ -176,7 +179,10 @@ WIDE = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize("spec", ["full", "kivi:bits=4", "osp:rank=0.5", "static-pca-h:rank=0.5,rope=pre", "xkv:rank=0.25,group=2", "h2o:budget=128"])
+@pytest.mark.parametrize("spec", [
+    "full", "osp:rank=0.5", "static-pca-h:rank=0.5,rope=pre",
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ("kivi:bits=4", "xkv:rank=0.25,group=2", "h2o:budget=128")),
+])
 def test_counts_agree_with_the_compiler_and_the_accountant(spec):
     """FLOPs within a tenth of XLA's `cost_analysis`; bytes are the accountant's, and no more than XLA moves."""
     method = parse_method(spec)

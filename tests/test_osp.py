@@ -1,5 +1,6 @@
 """Online Subspace Projection: one softmax over chunks, what begins a chunk, and what it costs."""
 
+import dataclasses
 import functools
 
 import jax
@@ -79,7 +80,7 @@ def residual(method, state, lengths=(LENGTH, 90), **kind):
 # ---- one softmax over all chunks --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk, page", [(24, 8), (40, 20)])
+@pytest.mark.parametrize("chunk, page", [(40, 20), pytest.param(24, 8, marks=pytest.mark.slow)])
 def test_nothing_truncated_is_exact_attention_for_any_chunking(chunk, page):
     """To 1e-5, whatever bases the chunks have."""
     method = small(rank=1.0, chunk_length=chunk, min_chunk=page)
@@ -95,7 +96,8 @@ def test_nothing_truncated_is_exact_attention_for_any_chunking(chunk, page):
 
 
 @pytest.mark.parametrize("groups, rope, window, bits, dtype", [
-    (4, False, None, None, "float32"), (1, True, 700, None, "bfloat16"), (4, True, None, 8, "int8"), (2, False, 300, 8, "float8_e4m3fn"),
+    pytest.param(4, False, None, None, "float32", marks=pytest.mark.slow), (1, True, 700, None, "bfloat16"),
+    pytest.param(4, True, None, 8, "int8", marks=pytest.mark.slow), (2, False, 300, 8, "float8_e4m3fn"),
 ])
 def test_truncated_chunks_equal_softmax_over_what_was_rebuilt(groups, rope, window, bits, dtype):
     """Section 6: the exact softmax over the approximated logits, applied to the approximated values; several blocks."""
@@ -132,6 +134,7 @@ def test_truncated_chunks_equal_softmax_over_what_was_rebuilt(groups, rope, wind
     np.testing.assert_allclose(part.lse, lse, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_no_coded_token_is_an_empty_part():
     method = small()
     layout = layout_of()
@@ -176,7 +179,7 @@ def reference_chunks(method, x, count, seen, start, energy):
 
 
 @pytest.mark.parametrize("fields", [
-    {}, {"lookahead": 0, "tau_k": 0.3, "tau_v": 0.3, "chunk_length": 96, "chunks": 12}, {"chunks": 2, "prior": 5.0},
+    pytest.param({}, marks=pytest.mark.slow), {"lookahead": 0, "tau_k": 0.3, "tau_v": 0.3, "chunk_length": 96, "chunks": 12}, {"chunks": 2, "prior": 5.0},
 ])
 def test_chunks_equal_a_float64_oracle(fields):
     method, lengths = small(**fields), (LENGTH, 90)
@@ -198,6 +201,7 @@ def test_chunks_equal_a_float64_oracle(fields):
             np.testing.assert_allclose(stored[row, :, :count], expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_shift_of_the_text_ends_a_chunk():
     """A subspace that changes fires the trigger at the end of the page in which it does; one that stays does not."""
     method = small(lookahead=8, tau_k=0.3, tau_v=0.3, chunk_length=96, chunks=12)
@@ -209,6 +213,7 @@ def test_a_shift_of_the_text_ends_a_chunk():
     assert np.nanmean(keys[0, 8 : page * 8]) < 0.05 and np.nanmean(keys[0, (page + 2) * 8 :]) < 0.1
 
 
+@pytest.mark.slow
 def test_adapting_loses_less_than_staying():
     """RER after the shift: look-ahead < trailing only < calibrated and static."""
     losses = []
@@ -241,6 +246,7 @@ def test_when_there_is_no_room_the_last_basis_stays():
         small(chunks=20).init(layout_of(), bases_of(small()))
 
 
+@pytest.mark.slow
 def test_streaming_equals_prefill_where_nothing_is_looked_ahead():
     """Tokens appended one block at a time are coded as the same tokens of a prompt are."""
     method = small(lookahead=0, tau_k=0.4)
@@ -287,7 +293,8 @@ def test_least_squares_finds_nothing_to_correct_in_a_principal_basis():
 
 @pytest.mark.parametrize("spec, gamma", [
     ("osp-static:rank=12,heads=joint,sinks=4,recent=8", "calibrated"),
-    ("osp:rank=3,sinks=4,recent=8,chunk_length=24,min_chunk=8,lookahead=24,window=24,prior=0", "sqrt_rank"),
+    pytest.param("osp:rank=3,sinks=4,recent=8,chunk_length=24,min_chunk=8,lookahead=24,window=24,prior=0", "sqrt_rank",
+                 marks=pytest.mark.slow),
 ])
 def test_gamma_scales_the_logits_of_coded_tokens(spec, gamma):
     layout, taps = layout_of(), layer_taps()
@@ -307,9 +314,34 @@ def test_gamma_scales_the_logits_of_coded_tokens(spec, gamma):
     assert np.abs(part.lse - plain.attend(layout, bases, state, q, at, Place()).lse).max() > 1e-3
 
 
+def test_each_head_has_the_rank_that_its_energy_asks_for():
+    """Coefficients side by side, as many as are needed; each head is projected by its own columns."""
+    energy = 0.8
+    own, widest = (StaticSubspace(rank=None, energy=energy, head_ranks=x, sinks=4, recent=8) for x in ("own", "max"))
+    moments = random_moments(PLAIN)
+    ranks = {}
+    for side, moment in (("k", moments.per_head("k", KV)[0]), ("v", moments.per_head("v", KV)[0])):
+        values = np.linalg.eigvalsh(moment.astype(np.float64))[:, ::-1]
+        ranks[side] = [int(np.searchsorted(np.cumsum(x) / x.sum(), energy)) + 1 for x in values]
+    bases = bases_of(own)
+    assert bases.k.shape == (1, KV * DIM, sum(ranks["k"])) and bases.v.shape[-1] == sum(ranks["v"])
+    assert len(set(ranks["k"] + ranks["v"])) > 1 and bases_of(widest).k.shape[-1] == max(ranks["k"])
+    _, state = compressed(own)
+    assert state.coded.k.shape[1] == 1 and state.coded.k.nbytes < compressed(widest)[1].coded.k.nbytes
+    values = own.rebuilt(layout_of(), bases, state)[1]
+    for head, rank in enumerate(ranks["v"]):
+        u = np.asarray(bases_of(widest).v, np.float64)[head, :, :rank]
+        x = np.asarray(layer_taps().v, np.float64)[0, 4:104, head]
+        np.testing.assert_allclose(values[0, head, :100], x @ u @ u.T, atol=1e-4)
+    for wrong in ({"energy": None, "rank": 4}, {"heads": "joint"}):
+        with pytest.raises(ValueError, match="head_ranks='own'"):
+            dataclasses.replace(own, **wrong)
+
+
 # ---- variants ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rotary_bases_are_complex_subspaces():
     """The rotation-aware basis: with each direction it holds i times it, read by frequency pairs."""
     method = small(rank=4, rope="pre", rotary=True, lookahead=24)
@@ -329,7 +361,8 @@ def test_rotary_bases_are_complex_subspaces():
 
 
 @pytest.mark.parametrize("fields", [
-    {"bits": 8, "basis_dtype": "int8"}, {"heads": "joint", "rank": 0.4, "basis_dtype": "float8_e4m3fn"},
+    {"bits": 8, "basis_dtype": "int8"},
+    pytest.param({"heads": "joint", "rank": 0.4, "basis_dtype": "float8_e4m3fn"}, marks=pytest.mark.slow),
     *(pytest.param({"estimator": name}, marks=pytest.mark.slow) for name in ("frequent_directions", "gha", "oja", "svd")),
 ])
 def test_variants_code_nearly_as_well(fields):

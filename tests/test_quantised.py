@@ -137,6 +137,7 @@ def test_stored_prompts_equal_the_oracle(spec):
             assert (np.abs(read_tokens(stored)[row : row + 1, :, :count] - own) <= bound + 1e-7).all()
 
 
+@pytest.mark.slow
 def test_more_bits_err_less_and_cost_more():
     toks = tokens_of_a_prompt()
     exact = run(REGISTRY["full"](), PLAIN, toks, PROMPT)[1][:, 1:]
@@ -161,7 +162,10 @@ def test_kivi_refuses_bad_settings(fields, message):
 # ---- int8 coefficients of any basis method ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", ["static-pca-h:rank=0.5,bits=8", "ojakv:rank=0.5,bits=8", "single-svd:rank=0.5,bits=8,rope=post,decoded=coded"])
+@pytest.mark.parametrize("spec", [
+    pytest.param("static-pca-h:rank=0.5,bits=8", marks=pytest.mark.slow), "ojakv:rank=0.5,bits=8",
+    pytest.param("single-svd:rank=0.5,bits=8,rope=post,decoded=coded", marks=pytest.mark.slow),
+])
 def test_coefficients_in_eight_bits_stay_close(spec):
     method, toks = parse_method(spec), tokens_of_a_prompt()
     method = dataclasses.replace(method, sinks=4, recent=8)

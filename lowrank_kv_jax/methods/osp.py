@@ -20,6 +20,7 @@ from lowrank_kv_jax.methods.static_pca import StaticBasis
 from lowrank_kv_jax.pallas_kernels.chunked_attention import chunked_attention
 from lowrank_kv_jax.partial import merge
 from lowrank_kv_jax.positions import Runs
+from lowrank_kv_jax.rank import rank_for_energy
 from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.segments import exact as exact_tokens
@@ -73,8 +74,7 @@ class Subspace(LowRank):
 
     def fit(self, spec, moments):
         sides = self.layer_moments(spec, moments)
-        keys, queries = ("k_pre", "q_pre") if self.rope == "pre" else ("k", "q")
-        keys, queries = moments.per_head(keys, spec.kv_heads), moments.per_head(queries, spec.kv_heads)
+        queries, keys = (moments.per_head(name, spec.kv_heads) for name in self._gamma_moments())
         out = []
         for layer, (k, v) in enumerate(super().fit(spec, moments)):
             energy = [
@@ -87,6 +87,10 @@ class Subspace(LowRank):
 
     def fit_key(self, spec):
         return super().fit_key(spec) | {"fit": "pca of k and v, and gamma"}
+
+    def _gamma_moments(self) -> tuple[str, str]:
+        """Names of the moments of queries and keys as the latter are coded."""
+        return ("q_pre", "k_pre") if self.rope == "pre" else ("q", "k")
 
     def gammas(self, spec: AttentionSpec, bases: SubspaceBases) -> jax.Array:
         """gamma of each kv head, float32 `[K]`."""
@@ -123,10 +127,60 @@ def least_squares_gamma(basis: np.ndarray, queries: np.ndarray, keys: np.ndarray
     return np.where(squared > 0, exact / np.where(squared > 0, squared, 1.0), 1.0)
 
 
+def _side_by_side_bases(u: jax.Array, energy: jax.Array, ranks: list[int]) -> tuple[jax.Array, jax.Array]:
+    """The leading columns of each head of `[K, D, R]` as one block-diagonal basis `[1, K * D, sum of ranks]`."""
+    heads, dim, _ = u.shape
+    joint = np.zeros((1, heads * dim, sum(ranks)), np.float32)
+    begin = 0
+    for head, rank in enumerate(ranks):
+        joint[0, head * dim : (head + 1) * dim, begin : begin + rank] = u[head, :, :rank]
+        begin += rank
+    kept = jnp.concatenate([energy[head, :rank] for head, rank in enumerate(ranks)])
+    return jnp.asarray(joint), kept[None]
+
+
 @register("osp-static")
 @dataclasses.dataclass(frozen=True)
 class StaticSubspace(Subspace, StaticBasis):
-    """The paper's static variant (section 10): calibrated bases for all tokens, sinks and recent tokens exact."""
+    """The paper's static variant (section 10): calibrated bases for all tokens, sinks and recent tokens exact.
+
+    Attributes:
+        head_ranks: where `energy` chooses the rank: "max", one for all heads of a layer, or "own", one for each head and
+            side. Coefficients of the heads then lie side by side, as many as are needed and no padding; their basis is
+            the block-diagonal joint one, so that a query is multiplied with the coefficients of all heads.
+    """
+
+    head_ranks: str = "max"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.head_ranks not in ("max", "own"):
+            raise ValueError(f"head_ranks={self.head_ranks!r}: allowed are max, own")
+        if self.head_ranks == "own" and (self.energy is None or self.heads != "per_head"):
+            raise ValueError(f"head_ranks='own', energy={self.energy!r}, heads={self.heads!r}: ranks of each head come "
+                             "from an energy, with heads='per_head'")
+
+    def basis_heads(self, spec):
+        return 1 if self.head_ranks == "own" else super().basis_heads(spec)
+
+    def fit(self, spec, moments):
+        if self.head_ranks == "max" or self.energy is None:
+            return super().fit(spec, moments)
+        widest = dataclasses.replace(self, head_ranks="max").fit(spec, moments)
+        out = []
+        for bases, *sides in zip(widest, *self.layer_moments(spec, moments), strict=True):
+            joined = []
+            for u, energy, moment in zip(bases[:2], bases[2:4], sides, strict=True):
+                values = np.linalg.eigvalsh(moment.astype(np.float64))[..., ::-1]
+                joined.append(_side_by_side_bases(u, energy, [rank_for_energy(x, self.energy) for x in values]))
+            (k, k_energy), (v, v_energy) = joined
+            queries, keys = (moments.per_head(n, spec.kv_heads)[len(out)] for n in self._gamma_moments())
+            gain = jnp.asarray(least_squares_gamma(k, queries, keys) - 1, jnp.float32)
+            out.append(SubspaceBases(k, v, k_energy, v_energy, gain))
+        return tuple(out)
+
+    def fit_key(self, spec):
+        return super().fit_key(spec) | ({"head_ranks": "own"} if self.head_ranks == "own" else {})
 
     def attend_coded(self, layout, bases, state, q, positions, place):
         return super().attend_coded(layout, bases, state, self.scaled(layout.spec, bases, q), positions, place)
