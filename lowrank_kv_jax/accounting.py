@@ -45,7 +45,7 @@ def _nbytes(x: Any) -> int:
 
 def full_cache_bytes(spec: AttentionSpec, tokens: int) -> int:
     """Bytes of 16-bit keys and values of `tokens` tokens in all layers."""
-    return 2 * 2 * spec.num_layers * spec.kv_heads * spec.head_dim * tokens
+    return 2 * spec.num_layers * spec.cached_channels * tokens
 
 
 def cache_bytes(cache: Cache, bases: Any = None) -> CacheBytes:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.method import KVMethod, Layout
+from lowrank_kv_jax.method import REGISTRY, KVMethod, Layout
 from lowrank_kv_jax.state import leaf, map_leaves, state, static
 
 
@@ -38,6 +38,7 @@ def bases_of_group(method: KVMethod, spec, bases: Sequence[Any] | None) -> tuple
     Raises:
         ValueError: the method needs calibrated bases and there are none, or their number is wrong.
     """
+    check_latents(method, spec)
     groups = method.layer_groups(spec)
     if bases is None:
         if method.calibrated:
@@ -48,6 +49,14 @@ def bases_of_group(method: KVMethod, spec, bases: Sequence[Any] | None) -> tuple
     if len(bases) != len(groups):
         raise ValueError(f"bases hold {len(bases)} groups, method {method.name!r} has {len(groups)} on this model")
     return tuple(bases)
+
+
+def check_latents(method: KVMethod, spec) -> None:
+    """Raise ValueError where a model caches latents and `method` has no form for them."""
+    if spec.latent is not None and not method.latents:
+        able = sorted(name for name, cls in REGISTRY.items() if cls.latents)
+        raise ValueError(f"method {method.name!r} compresses keys and values; this model caches latents (MLA): use "
+                         f"one of {able}")
 
 
 def check_method(cache: Cache, method: KVMethod) -> None:

@@ -14,6 +14,7 @@ from lowrank_kv_jax.method import KVMethod
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.moments import Moments, layer_moments
 from lowrank_kv_jax.progress import ProgressBar
+from lowrank_kv_jax.sharding import to_host
 from lowrank_kv_jax.spec import Taps
 
 _layer_moments = functools.partial(jax.jit, static_argnums=0)(layer_moments)
@@ -52,6 +53,8 @@ def collect_moments(
             that are not finite (layer and tap are named).
     """
     config = model.config
+    if config.attention.latent is not None:
+        raise ValueError("calibration: this model caches latents (MLA); no method that does so is calibrated")
     tokens = _checked_windows(config, tokens)
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     valid = jnp.ones(positions.shape, bool)
@@ -63,7 +66,7 @@ def collect_moments(
                     see(layer, taps)
                 products = _layer_moments(config.attention, taps, positions, valid)
                 for name, product in products.items():
-                    _add(sums[layer], name, np.asarray(product, np.float64), layer)
+                    _add(sums[layer], name, to_host(product).astype(np.float64), layer)
                 bar.advance()
     stacked = {name: np.stack([entry[name] for entry in sums]) for name in sums[0]}
     return Moments(tokens=tokens.size, **stacked)

@@ -17,7 +17,7 @@ from jax.core import Tracer
 from lowrank_kv_jax.cache import Cache, bases_of_group, check_method
 from lowrank_kv_jax.method import KVMethod, Layout, Place
 from lowrank_kv_jax.models.config import ModelConfig
-from lowrank_kv_jax.models.decoder import block_output, block_taps, embed, unembed
+from lowrank_kv_jax.models.decoder import block_output, block_prefill, block_taps, embed, unembed
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import causal_attention
 from lowrank_kv_jax.sharding import check_mesh, constrain, replicate, shard_rows
 from lowrank_kv_jax.spec import Taps
@@ -32,10 +32,8 @@ DEFAULT_BLOCK = 32
 @functools.partial(jax.jit, static_argnames=("config", "window"))
 def layer_prefill(config: ModelConfig, window: int | None, layer: Any, x: jax.Array, positions: jax.Array):
     """Exact causal attention within the prompt: the residual stream after the layer and its taps."""
-    taps = block_taps(config, layer, x, positions)
-    scale = config.attention.scale
-    attention = causal_attention(taps.q, taps.k, taps.v, scale=scale, window=window)
-    return block_output(config, layer, x, attention), taps
+    attend = functools.partial(causal_attention, scale=config.attention.scale, window=window)
+    return block_prefill(config, layer, x, positions, attend)
 
 
 @functools.partial(jax.jit, static_argnames=("method", "layout"))
@@ -181,7 +179,7 @@ def extend(
     counts = jnp.full((batch,), width, jnp.int32) if counts is None else counts
     tokens, counts = shard_rows(layout.mesh, tokens, counts)
     positions = cache.length[:, None] + jnp.arange(width, dtype=jnp.int32)
-    x = embed_tokens(config, params, tokens)
+    x = embed_tokens(config, params, tokens, positions)
     states = []
     for group, group_bases, state in zip(method.layer_groups(config.attention), bases, cache.groups, strict=True):
         for index, layer in enumerate(group):

@@ -61,6 +61,9 @@ class KVMethod(abc.ABC):
     stage: ClassVar[str | None] = None
     """What it is in a composition: "codec" or "selection"; None where it stands alone."""
 
+    latents: ClassVar[bool] = False
+    """Whether it can hold the cache of latent attention (MLA), whose keys are their own values."""
+
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named settings, say of a paper: field values that `name:preset` stands for."""
 

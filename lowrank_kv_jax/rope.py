@@ -1,7 +1,7 @@
-"""Rotary position embedding (RoPE), plain, linearly scaled and Llama-3 scaled.
+"""Rotary position embedding (RoPE), plain, and with linear, Llama-3 and YaRN scaling.
 
 Half-split convention of the HF checkpoints: channel `i` is paired with channel `i + rotary_dim / 2`.
-Su et al., 2021 (RoFormer); linear scaling: Chen et al., 2023; llama3: the Llama 3.1 release.
+Su et al., 2021 (RoFormer); linear scaling: Chen et al., 2023; llama3: the Llama 3.1 release; yarn: Peng et al., 2023.
 """
 
 import dataclasses
@@ -19,9 +19,13 @@ class RopeSpec:
     Attributes:
         theta: base of the geometric frequency ladder.
         rotary_dim: number of leading channels of a head that are rotated (even).
-        scaling: "default", "linear" (positions divided by `factor`) or "llama3".
-        factor: scaling factor of "linear" and "llama3".
-        low_freq_factor, high_freq_factor, original_context: only read by "llama3".
+        scaling: "default", "linear" (positions divided by `factor`), "llama3" or "yarn" (frequencies only: its factor on
+            queries and keys belongs to the model).
+        factor: of every scaling but "default".
+        low_freq_factor, high_freq_factor: only read by "llama3".
+        original_context: tokens of the unscaled model, read by "llama3" and "yarn".
+        beta_fast, beta_slow: only read by "yarn": turns within the original context beyond which a channel pair keeps its
+            frequency, and below which it is divided by `factor`.
     """
 
     theta: float
@@ -31,10 +35,12 @@ class RopeSpec:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
 
     def __post_init__(self):
-        if self.scaling not in ("default", "linear", "llama3"):
-            raise ValueError(f"rope scaling {self.scaling!r} is not one of 'default', 'linear', 'llama3'")
+        if self.scaling not in ("default", "linear", "llama3", "yarn"):
+            raise ValueError(f"rope scaling {self.scaling!r} is not one of 'default', 'linear', 'llama3', 'yarn'")
         if self.rotary_dim <= 0 or self.rotary_dim % 2:
             raise ValueError(f"rotary_dim must be a positive even number, got {self.rotary_dim}")
 
@@ -51,7 +57,21 @@ class RopeSpec:
             )
             keep = np.clip(ramp, 0.0, 1.0)  # 1: high frequencies stay, 0: low ones are divided
             return keep * freq + (1 - keep) * freq / self.factor
+        if self.scaling == "yarn":
+            divided = self._yarn_ramp()
+            return (1 - divided) * freq + divided * freq / self.factor
         return freq
+
+    def _yarn_ramp(self) -> np.ndarray:
+        """Share of division by `factor` of each channel pair, 0 to 1 (YaRN, section 3.2, over whole channel pairs)."""
+
+        def pair(turns: float) -> float:  # that makes so many turns within the original context
+            period = self.original_context / (turns * 2 * math.pi)
+            return self.rotary_dim * math.log(period) / (2 * math.log(self.theta))
+
+        low = max(math.floor(pair(self.beta_fast)), 0)
+        high = min(math.ceil(pair(self.beta_slow)), self.rotary_dim - 1)
+        return np.clip((np.arange(self.rotary_dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
 
 
 def rope_angles(spec: RopeSpec, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -4,8 +4,31 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from lowrank_kv_jax.rope import RopeSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentSpec:
+    """Latent attention (MLA; DeepSeek-V2, section 2.1) in absorbed form, as one kv head that all queries share.
+
+    A key is [decoupled rotary key | normed latent], so that RoPE turns its leading channels. Its values are the keys
+    themselves: value taps have no channels, partials are in key space, and the model reads the latent's part of them.
+
+    Attributes:
+        rank: channels of the latent, the last ones of a key.
+        eps: of the norm latent / sqrt(mean(latent^2) + eps); its weight is absorbed by the projections.
+    """
+
+    rank: int
+    eps: float
+
+    def normalise(self, latent: jax.Array) -> jax.Array:
+        """The normed latent over the last axis, computed in float32, in the dtype of `latent`."""
+        wide = latent.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return wide.astype(latent.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +44,8 @@ class AttentionSpec:
         context: the longest sequence that the model was made for, in tokens.
         windows: sliding window of each layer in tokens (a query sees the last `window` keys, itself
             included), `None` where a layer sees everything.
+        latent: where the cache holds latents (then K = 1), else `None`.
+        softmax_scale: factor on the logits where it is not 1 / sqrt(head_dim).
     """
 
     num_layers: int
@@ -30,6 +55,13 @@ class AttentionSpec:
     rope: RopeSpec | None
     context: int
     windows: tuple[int | None, ...]
+    latent: LatentSpec | None = None
+    softmax_scale: float | None = None
+
+    @property
+    def cached_channels(self) -> int:
+        """Numbers that the full cache holds for a token and layer: keys and values, or keys alone for latents."""
+        return self.kv_heads * self.head_dim * (1 if self.latent else 2)
 
     @property
     def group_size(self) -> int:
@@ -38,12 +70,15 @@ class AttentionSpec:
 
     @property
     def scale(self) -> float:
-        """Softmax scale 1 / sqrt(head_dim); it stays so at any rank (OjaKV, A.3)."""
-        return self.head_dim**-0.5
+        """Softmax scale 1 / sqrt(head_dim), or the model's own; it stays so at any rank (OjaKV, A.3)."""
+        return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
 
 class Taps(NamedTuple):
     """What one attention layer exposes of `T` tokens to a cache method.
+
+    Of latent attention (`AttentionSpec.latent`) `v` has no channels, `k_pre` holds the latent before its norm, and `q`
+    of a prefilled prompt has no channels either: it is attended in head space, without absorbed queries.
 
     Attributes:
         q: queries after RoPE, `[B, T, N, D]`.

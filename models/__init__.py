@@ -1,4 +1,4 @@
-"""Llama and Qwen families in Flax NNX, with weights converted from HF and GGUF files as they are loaded."""
+"""Llama, Qwen and DeepSeek-V2 families in Flax NNX, with weights converted from HF and GGUF files as they are loaded."""
 
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import (

@@ -1,7 +1,7 @@
 """Model configuration: one frozen dataclass for all Llama-like families, read from HF `config.json`."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from lowrank_kv_jax.rope import RopeSpec
@@ -13,7 +13,7 @@ class ModelConfig:
     """Static description of a decoder, hashable by value. Nothing else decides what the decoder computes.
 
     Attributes:
-        family: "llama", "mistral", "qwen2" or "qwen3"; kept for messages only.
+        family: "llama", "mistral", "qwen2", "qwen3", "deepseek_v2", "gpt2" or "gpt_neox"; kept for messages only.
         vocab_size: rows of the embedding.
         hidden_size: H, the width of the residual stream.
         intermediate_size: width of the gated MLP.
@@ -22,7 +22,7 @@ class ModelConfig:
         kv_heads: K.
         head_dim: D; N * D need not be H.
         norm_eps: epsilon of every RMS norm.
-        rope: the rotary embedding.
+        rope: the rotary embedding, `None` where positions are learned.
         context: the longest sequence that the model was made for, in tokens.
         windows: sliding window of each layer in tokens, `None` where a layer sees everything.
         qkv_bias, o_bias, mlp_bias: whether these projections carry a bias.
@@ -41,7 +41,7 @@ class ModelConfig:
     kv_heads: int
     head_dim: int
     norm_eps: float
-    rope: RopeSpec
+    rope: RopeSpec | None
     context: int
     windows: tuple[int | None, ...]
     qkv_bias: bool = False
@@ -104,11 +104,20 @@ class ModelConfig:
                 values that this decoder does not implement.
         """
         family = config.get("model_type")
+        if family == "deepseek_v2":  # a subclass, in its own file
+            from lowrank_kv_jax.models.deepseek_config import read_deepseek
+
+            return read_deepseek(config)
+        if family in ("gpt2", "gpt_neox"):
+            from lowrank_kv_jax.models import gpt_config
+
+            return gpt_config.read_gpt2(config) if family == "gpt2" else gpt_config.read_gpt_neox(config)
         if family not in _FAMILY_ATTRIBUTES:
             raise ValueError(
-                f"model_type {family!r} is not supported; it must be one of {sorted(_FAMILY_ATTRIBUTES)}"
+                f"model_type {family!r} is not supported; it must be one of "
+                f"{sorted([*_FAMILY_ATTRIBUTES, 'deepseek_v2', 'gpt2', 'gpt_neox'])}"
             )
-        _refuse_unknown(config, family)
+        refuse_unknown(config, family, _REQUIRED, _FAMILY_ATTRIBUTES[family], _FIXED_VALUES)
         num_layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
         head_dim = config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads)
         rope, context = _read_rope(config, head_dim)
@@ -229,20 +238,28 @@ _IRRELEVANT = frozenset(
 )
 
 
-def _refuse_unknown(config: Mapping[str, Any], family: str):
-    """One error for all that the decoder would get wrong. An attribute set to null is unset."""
-    known = _COMMON_ATTRIBUTES | _FAMILY_ATTRIBUTES[family] | _IRRELEVANT | set(_FIXED_VALUES)
-    problems = [f"{name} is missing" for name in _REQUIRED if config.get(name) is None]
+def refuse_unknown(
+    config: Mapping[str, Any], family: str, required: Sequence[str], attributes: Set[str], fixed: Mapping[str, Any]
+):
+    """One error for all that the decoder would get wrong. An attribute set to null is unset.
+
+    Args:
+        required: attributes that must be positive integers.
+        attributes: what the family has beside those of all.
+        fixed: attributes with the only value that is implemented.
+    """
+    known = _COMMON_ATTRIBUTES | attributes | _IRRELEVANT | set(fixed) | set(required)
+    problems = [f"{name} is missing" for name in required if config.get(name) is None]
     problems += [
         f"{name}={config[name]!r} is not a positive integer"
-        for name in _REQUIRED
+        for name in required
         if config.get(name) is not None and not (isinstance(config[name], int) and config[name] > 0)
     ]
     for name, value in config.items():
         if name not in known and value is not None:
             problems.append(f"{name}={value!r} is not known")
-        elif name in _FIXED_VALUES and value is not None and value != _FIXED_VALUES[name]:
-            problems.append(f"{name}={value!r} is not supported, only {_FIXED_VALUES[name]!r}")
+        elif name in fixed and value is not None and value != fixed[name]:
+            problems.append(f"{name}={value!r} is not supported, only {fixed[name]!r}")
     if problems:
         raise ValueError(f"config of a {family} model: " + "; ".join(problems))
 

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from lowrank_kv_jax.models.config import ModelConfig
-from lowrank_kv_jax.models.parameters import ParamInfo, param_table
+from lowrank_kv_jax.models.param_info import ParamInfo
+from lowrank_kv_jax.models.parameters import param_table
 from lowrank_kv_jax.models.stored import StoredTensor
 
 
@@ -28,15 +29,17 @@ class Checkpoint:
     tensors: dict[str, StoredTensor]
     naming: str
 
-    def stored(self, info: ParamInfo) -> StoredTensor:
-        """The stored tensor of a parameter."""
-        return self.tensors[getattr(info, self.naming)]
+    def stored(self, info: ParamInfo) -> list[StoredTensor]:
+        """The stored tensors of a parameter: one, or those that it stacks."""
+        return [self.tensors[name] for name in info.names(self.naming)]
 
 
 def check_tensors(checkpoint: Checkpoint):
     """Raise one ValueError that lists every missing, extra or misshapen tensor."""
     expected = {
-        getattr(info, checkpoint.naming): info for info in jax.tree.leaves(param_table(checkpoint.config))
+        name: info
+        for info in jax.tree.leaves(param_table(checkpoint.config))
+        for name in info.names(checkpoint.naming)
     }
     present = checkpoint.tensors
     problems = [
@@ -60,7 +63,10 @@ def _redundant(name: str, config: ModelConfig) -> bool:
     """Tensors that some checkpoints carry although the config already says what is in them."""
     if name in ("lm_head.weight", "output.weight"):
         return config.tie_embeddings
-    return name == "rope_freqs.weight" or name.endswith("rotary_emb.inv_freq")
+    if name == "embed_out.weight":
+        return config.tie_embeddings and config.family == "gpt_neox"
+    masks = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")  # causal, of old GPTs
+    return name == "rope_freqs.weight" or name.endswith(("rotary_emb.inv_freq", *masks))
 
 
 def convert(
@@ -91,13 +97,14 @@ def convert(
     return treedef.unflatten(placed), total.hexdigest()
 
 
-def _read(tensor: StoredTensor, info: ParamInfo, dtype: np.dtype) -> tuple[np.ndarray, bytes]:
+def _read(tensors: list[StoredTensor], info: ParamInfo, dtype: np.dtype) -> tuple[np.ndarray, bytes]:
     """One parameter in its final shape and dtype, and the digest of its stored bytes."""
-    host = np.empty(info.shape, dtype)
-    rows = host.T if info.transposed else host  # a view with the axes as stored
-    order, start, digest = tensor.row_order(), 0, hashlib.sha256()
-    for raw, values in tensor.slabs():
-        rows[order[start : start + len(values)]] = values
-        start += len(values)
-        digest.update(raw.data)
+    host, digest = np.empty(info.shape, dtype), hashlib.sha256()
+    for tensor, part in zip(tensors, host if info.stacked else [host], strict=True):
+        rows = part.T if info.transposed else part  # a view with the axes as stored
+        order, start = tensor.row_order(), 0
+        for raw, values in tensor.slabs():
+            rows[order[start : start + len(values)]] = values
+            start += len(values)
+            digest.update(raw.data)
     return host, digest.digest()

@@ -11,34 +11,29 @@ choice and hands the result back. The whole forward pass:
         x = block_output(config, layer, x, attend(taps))
     logits = unembed(config, params, x)
 
-Weights: `params = {"embed": .., "layers": (layer0, layer1, ..), "norm": .., ["head": ..]}`. Every layer has
-the same tree structure and shapes, so a function of one layer traces once for all of them.
+Weights: `params = {"embed": .., "layers": (layer0, layer1, ..), "norm": .., ["head": ..]}`. Layers of one kind have
+one tree structure and one set of shapes, so a function of one layer traces once for all of them.
 """
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from lowrank_kv_jax.models.config import ModelConfig
+from lowrank_kv_jax.models.deepseek import ExpertsBlock, LatentBlock
+from lowrank_kv_jax.models.deepseek_config import DeepseekConfig
+from lowrank_kv_jax.models.gpt import GPTBlock, LayerNorm
+from lowrank_kv_jax.models.gpt_config import GPTConfig
+from lowrank_kv_jax.models.layers import MLP, RMSNorm
 from lowrank_kv_jax.models.parameters import ParamInfo, param_table
 from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.spec import Taps
 
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis, computed in float32."""
-
-    def __init__(self, size: int, eps: float):
-        self.scale = nnx.Param(jnp.ones((size,)))
-        self.eps = eps
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Attention(nnx.Module):
@@ -71,19 +66,6 @@ class Attention(nnx.Module):
         return self.o_proj(attention.reshape(*attention.shape[:-2], -1))
 
 
-class MLP(nnx.Module):
-    """Gated MLP: down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate = nnx.Linear(hidden, inner, use_bias=bias, rngs=rngs)
-        self.up = nnx.Linear(hidden, inner, use_bias=bias, rngs=rngs)
-        self.down = nnx.Linear(inner, hidden, use_bias=bias, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
-
-
 class Block(nnx.Module):
     """One pre-norm layer, cut in two where attention happens."""
 
@@ -91,7 +73,7 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config, rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config, rngs)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size, rngs, config.mlp_bias)
 
     def taps(self, x: jax.Array, positions: jax.Array) -> Taps:
         return self.attention.taps(self.attention_norm(x), positions)
@@ -100,20 +82,29 @@ class Block(nnx.Module):
         x = x + self.attention.output(attention.astype(x.dtype))
         return x + self.mlp(self.mlp_norm(x))
 
+    def prefill(self, x: jax.Array, positions: jax.Array, attend: Attend) -> tuple[jax.Array, Taps]:
+        taps = self.taps(x, positions)
+        return self.output(x, attend(taps.q, taps.k, taps.v)), taps
+
 
 class Decoder(nnx.Module):
     """What surrounds the blocks: embedding, final norm and output head. Blocks are bound one by one."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.embed = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        norm = LayerNorm if isinstance(config, GPTConfig) else RMSNorm
+        self.norm = norm(config.hidden_size, config.norm_eps)
+        self.learned = isinstance(config, GPTConfig) and config.learned_positions
+        if self.learned:
+            self.positions = nnx.Embed(config.context, config.hidden_size, rngs=rngs)
         if not config.tie_embeddings:
             self.head = nnx.Linear(config.hidden_size, config.vocab_size, use_bias=False, rngs=rngs)
         self.tied = config.tie_embeddings
 
-    def hidden(self, tokens: jax.Array) -> jax.Array:
+    def hidden(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         # not `self.embed(tokens)`: nnx.Embed casts to the dtype it was made with; bound weights may be bf16
-        return jnp.take(self.embed.embedding[...], tokens, axis=0)
+        x = jnp.take(self.embed.embedding[...], tokens, axis=0)
+        return x + jnp.take(self.positions.embedding[...], positions, axis=0) if self.learned else x
 
     def logits(self, x: jax.Array) -> jax.Array:
         x = self.norm(x)
@@ -131,6 +122,16 @@ def _graphdef(module: Callable[..., nnx.Module], config: ModelConfig) -> nnx.Gra
     return nnx.split(nnx.eval_shape(lambda: module(config, nnx.Rngs(0))))[0]
 
 
+def _block(config: ModelConfig, layer_params: dict) -> Any:
+    """A layer's module with its weights."""
+    kind = LatentBlock if isinstance(config, DeepseekConfig) else Block
+    if isinstance(config, GPTConfig):
+        kind = GPTBlock
+    elif "experts" in layer_params["mlp"]:
+        kind = ExpertsBlock
+    return _bind(kind, config, layer_params)
+
+
 def _bind(module: Callable[..., nnx.Module], config: ModelConfig, weights: dict):
     return nnx.merge(_graphdef(module, config), weights)
 
@@ -139,14 +140,20 @@ def _surroundings(params: dict) -> dict:
     return {name: entry for name, entry in params.items() if name != "layers"}
 
 
-def embed(config: ModelConfig, params: dict, tokens: jax.Array) -> jax.Array:
-    """Hidden states `[B, T, H]` in the dtype of the weights for int32 `tokens` `[B, T]`."""
-    return _bind(Decoder, config, _surroundings(params)).hidden(tokens)
+def embed(config: ModelConfig, params: dict, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+    """Hidden states `[B, T, H]` in the dtype of the weights.
+
+    Args:
+        tokens: int32 `[B, T]`.
+        positions: int32 `[B, T]`, read where positions are learned; None counts from 0.
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if positions is None else positions
+    return _bind(Decoder, config, _surroundings(params)).hidden(tokens, positions)
 
 
 def block_taps(config: ModelConfig, layer_params: dict, x: jax.Array, positions: jax.Array) -> Taps:
     """What a layer exposes of the residual stream `x` `[B, T, H]` at int32 `positions` `[B, T]`."""
-    return _bind(Block, config, layer_params).taps(x, positions)
+    return _block(config, layer_params).taps(x, positions)
 
 
 def block_output(config: ModelConfig, layer_params: dict, x: jax.Array, attention: jax.Array) -> jax.Array:
@@ -158,7 +165,20 @@ def block_output(config: ModelConfig, layer_params: dict, x: jax.Array, attentio
         x: the residual stream that `block_taps` was given, `[B, T, H]`.
         attention: the attended values of each query head, `[B, T, N, D]`, any float dtype.
     """
-    return _bind(Block, config, layer_params).output(x, attention)
+    return _block(config, layer_params).output(x, attention)
+
+
+def block_prefill(
+    config: ModelConfig, layer_params: dict, x: jax.Array, positions: jax.Array, attend: Attend
+) -> tuple[jax.Array, Taps]:
+    """A layer over a whole prompt: the residual stream after it, and its taps.
+
+    Args:
+        attend: exact causal attention of queries `[B, T, N, D]` over keys and values `[B, T, K, D]` of one
+            dimension, with the model's softmax scale. Latent attention is given whole heads: it costs less so
+            than with the absorbed queries that its cache is read with.
+    """
+    return _block(config, layer_params).prefill(x, positions, attend)
 
 
 def unembed(config: ModelConfig, params: dict, x: jax.Array) -> jax.Array:
@@ -171,8 +191,8 @@ def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> dict:
     leaves, treedef = jax.tree.flatten(param_table(config))
 
     def draw(key: jax.Array, info: ParamInfo) -> jax.Array:
-        if len(info.shape) == 2:
-            return jax.random.normal(key, info.shape, dtype) * info.shape[0 if info.transposed else 1] ** -0.5
+        if len(info.shape) >= 2:
+            return jax.random.normal(key, info.shape, dtype) * info.shape[-2 if info.transposed else -1] ** -0.5
         if info.hf.endswith(".bias"):
             return 0.02 * jax.random.normal(key, info.shape, dtype)
         return jnp.ones(info.shape, dtype)

@@ -45,7 +45,7 @@ class LoadedModel:
 
 
 def load_model(source: str | os.PathLike, dtype=None, mesh: Mesh | None = None) -> LoadedModel:
-    """Load a model of the Llama, Mistral or Qwen families.
+    """Load a model of the Llama, Mistral, Qwen or DeepSeek-V2 families.
 
     Weights reach their final dtype and place one tensor at a time: the host never holds much more than the
     result.

@@ -1,6 +1,7 @@
 """The uncompressed cache: what everything else is measured against."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 
@@ -13,11 +14,13 @@ from lowrank_kv_jax.segments import exact as exact_tokens
 class Full(KVMethod):
     """Exact keys and values of every token."""
 
+    latents: ClassVar[bool] = True
+
     def init(self, layout, bases):
         spec = layout.spec
         return exact_tokens.empty_exact(
             layout.batch, spec.kv_heads, layout.capacity, spec.head_dim, jnp.dtype(layout.dtype),
-            gaps=(layout.capacity, layout.capacity),
+            gaps=(layout.capacity, layout.capacity), value_dim=0 if spec.latent else None,
         )
 
     def compress(self, layout, bases, state, taps, lengths):

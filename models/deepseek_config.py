@@ -1,0 +1,171 @@
+"""Configuration of DeepSeek-V2 and -V2-Lite: latent attention (MLA) and a mixture of experts."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lowrank_kv_jax.models.config import ModelConfig, refuse_unknown, token_ids
+from lowrank_kv_jax.rope import RopeSpec
+from lowrank_kv_jax.spec import AttentionSpec, LatentSpec
+
+LATENT_EPS = 1e-6
+"""Of the norms inside of the attention, whatever `norm_eps` is: the published code leaves it at its default."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepseekConfig(ModelConfig):
+    """A `ModelConfig` whose cache holds latents: `kv_heads` is 1 and `head_dim` that of an absorbed key.
+
+    Attributes:
+        q_lora_rank: of the queries' down-projection, None where they are projected at once (V2-Lite).
+        kv_lora_rank: of the latent.
+        nope_head_dim, rope_head_dim: channels of a query head without and with RoPE.
+        v_head_dim: channels of a value head.
+        magnitude: YaRN's factor on queries and keys after RoPE; it enters the logits squared.
+        softmax_scale: factor on the logits, YaRN's `mscale_all_dim` squared included.
+        dense_layers: layers at the bottom with a plain MLP.
+        experts, experts_per_token: routed experts, and how many a token is sent to.
+        expert_size: inner width of an expert.
+        shared_experts: experts that see every token, one MLP of so many times `expert_size`.
+        routed_scale: factor on the router's weights.
+        expert_groups, groups_per_token: the experts of a token come from its best groups; 1 and 1 for all.
+    """
+
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 512
+    nope_head_dim: int = 128
+    rope_head_dim: int = 64
+    v_head_dim: int = 128
+    magnitude: float = 1.0
+    softmax_scale: float | None = None
+    dense_layers: int = 1
+    experts: int = 64
+    experts_per_token: int = 6
+    expert_size: int = 1408
+    shared_experts: int = 2
+    routed_scale: float = 1.0
+    expert_groups: int = 1
+    groups_per_token: int = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.kv_heads != 1 or self.head_dim != self.kv_lora_rank + self.rope_head_dim:
+            raise ValueError(f"kv_heads={self.kv_heads}, head_dim={self.head_dim}: absorbed keys have one head of "
+                             f"{self.kv_lora_rank + self.rope_head_dim} channels")
+        if self.experts % self.expert_groups:
+            raise ValueError(f"expert_groups={self.expert_groups}: must divide the {self.experts} experts")
+        if not 1 <= self.groups_per_token <= self.expert_groups:
+            raise ValueError(f"groups_per_token={self.groups_per_token}: must lie in 1..{self.expert_groups}")
+        reachable = self.experts // self.expert_groups * self.groups_per_token
+        if not 1 <= self.experts_per_token <= reachable:
+            raise ValueError(f"experts_per_token={self.experts_per_token}: must lie in 1..{reachable}, the experts of "
+                             f"{self.groups_per_token} groups")
+
+    @property
+    def attention(self) -> AttentionSpec:
+        scale = self.softmax_scale or (self.nope_head_dim + self.rope_head_dim) ** -0.5
+        return dataclasses.replace(
+            super().attention, latent=LatentSpec(self.kv_lora_rank, LATENT_EPS), softmax_scale=scale
+        )
+
+
+_REQUIRED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size",
+)
+_ATTRIBUTES = frozenset({
+    "q_lora_rank", "first_k_dense_replace", "routed_scaling_factor", "topk_method", "n_group", "topk_group",
+    # nothing of inference: losses of the training, and how the published code is loaded and spread
+    "aux_loss_alpha", "seq_aux", "ep_size", "auto_map",
+})
+_FIXED = {
+    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "norm_topk_prob": False, "moe_layer_freq": 1,
+    "scoring_func": "softmax",
+}
+_METHODS = ("greedy", "group_limited_greedy")
+_YARN_KEYS = {"factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings"}
+
+
+def read_deepseek(config: Mapping[str, Any]) -> DeepseekConfig:
+    """Read the content of a DeepSeek-V2 `config.json`.
+
+    Raises:
+        ValueError: as `ModelConfig.from_hf`.
+    """
+    refuse_unknown(config, "deepseek_v2", _REQUIRED, _ATTRIBUTES, _FIXED)
+    method = config.get("topk_method") or "greedy"
+    if method not in _METHODS:
+        raise ValueError(f"topk_method={method!r}: must be one of {list(_METHODS)}")
+    limited = method == "group_limited_greedy"
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    nope, rotary, latent = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank"))
+    rope, magnitude, scale = _read_rope(config, rotary)
+    return DeepseekConfig(
+        family="deepseek_v2",
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=layers,
+        q_heads=heads,
+        kv_heads=1,
+        head_dim=rotary + latent,
+        norm_eps=float(config.get("rms_norm_eps") or 1e-6),
+        rope=rope,
+        context=config["max_position_embeddings"],
+        windows=(None,) * layers,
+        tie_embeddings=bool(config.get("tie_word_embeddings")),
+        bos_id=config.get("bos_token_id"),
+        eos_ids=token_ids(config.get("eos_token_id")),
+        q_lora_rank=config.get("q_lora_rank"),
+        kv_lora_rank=latent,
+        nope_head_dim=nope,
+        rope_head_dim=rotary,
+        v_head_dim=config["v_head_dim"],
+        magnitude=magnitude,
+        softmax_scale=scale * (nope + rotary) ** -0.5,
+        dense_layers=min(int(config.get("first_k_dense_replace") or 0), layers),
+        experts=config["n_routed_experts"],
+        experts_per_token=config["num_experts_per_tok"],
+        expert_size=config["moe_intermediate_size"],
+        shared_experts=config["n_shared_experts"],
+        routed_scale=float(config.get("routed_scaling_factor") or 1.0),
+        expert_groups=(config.get("n_group") or 1) if limited else 1,
+        groups_per_token=(config.get("topk_group") or 1) if limited else 1,
+    )
+
+
+def _read_rope(config: Mapping[str, Any], rotary: int) -> tuple[RopeSpec, float, float]:
+    """RoPE, the factor on rotated queries and keys, and the factor on the softmax scale.
+
+    The last is that of the published code, mscale(factor, mscale_all_dim)^2. transformers applies it in its
+    DeepSeek-V3 and (5.2) not in its DeepSeek-V2, which then computes another function than was trained.
+    """
+    entry = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    legacy = entry.pop("type", None)
+    scaling = entry.pop("rope_type", legacy) or "default"
+    theta = float(entry.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
+    if scaling == "default":
+        return RopeSpec(theta, rotary), 1.0, 1.0
+    if scaling != "yarn":
+        raise ValueError(f"rope_type {scaling!r} is not supported; it must be one of ['default', 'yarn']")
+    values = {name: value for name, value in entry.items() if value is not None}
+    missing = sorted({"factor", "original_max_position_embeddings"} - set(values))
+    unknown = sorted(set(values) - _YARN_KEYS)
+    if missing or unknown:
+        raise ValueError(f"rope of type 'yarn': missing {missing}, unknown {unknown}")
+    factor = float(values["factor"])
+    if not factor >= 1.0:
+        raise ValueError(f"rope factor must be at least 1, got {factor}")
+    every, some = float(values.get("mscale_all_dim") or 0), float(values.get("mscale") or 1)
+    rope = RopeSpec(
+        theta, rotary, "yarn", factor, original_context=int(values["original_max_position_embeddings"]),
+        beta_fast=float(values.get("beta_fast") or 32), beta_slow=float(values.get("beta_slow") or 1),
+    )
+    return rope, _mscale(factor, some) / _mscale(factor, every), _mscale(factor, every) ** 2
+
+
+def _mscale(factor: float, weight: float) -> float:
+    """YaRN's temperature, 1 + 0.1 weight ln(factor)."""
+    return 1.0 + 0.1 * weight * math.log(factor)
