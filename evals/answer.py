@@ -10,6 +10,7 @@ from lowrank_kv_jax.cache import Cache
 from lowrank_kv_jax.forward import decode_step, refresh
 from lowrank_kv_jax.generate import ingest
 from lowrank_kv_jax.method import KVMethod
+from lowrank_kv_jax.sharding import to_host
 
 
 def answer(
@@ -35,7 +36,7 @@ def answer(
     ids: list[list[int]] = [[] for _ in range(rows)]
     texts, done = [""] * rows, np.zeros(rows, bool)
     for step in range(max_new_tokens):
-        token = np.asarray(jnp.argmax(logits, axis=-1), np.int32)
+        token = to_host(jnp.argmax(logits, axis=-1).astype(jnp.int32))
         for row in np.flatnonzero(~done):
             if token[row] in config.eos_ids:
                 done[row] = True

@@ -74,11 +74,12 @@ def make_batches(
 
 
 def coarse(tokens: int) -> int:
-    """The next of 64, 128, ... 512, 640, ... 1024, 1280, ... 2048, 2560, ...: four steps to the double."""
-    power = 256
+    """The next of 64, 128, 256, 512, 640, ... 1024, 1280, ... 2048, 2560, ...: four steps to the double where that
+    saves work, and few shapes below, where compiling would cost more than the padding does."""
+    power = 64
     while 2 * power < tokens:
         power *= 2
-    return max(_round_up(tokens, power // 4), 64)
+    return max(_round_up(tokens, power if power < 512 else power // 4), 64)
 
 
 def _round_up(tokens: int, step: int) -> int:

@@ -1,7 +1,7 @@
 """Perplexity of a text that is scored in blocks through a compressed cache."""
 
 import dataclasses
-import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from lowrank_kv_jax.cache import Cache
 from lowrank_kv_jax.forward import DEFAULT_BLOCK, extend, prefill, refresh
 from lowrank_kv_jax.method import KVMethod
+from lowrank_kv_jax.sharding import to_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,17 +26,18 @@ class Perplexity:
         return float(np.exp(np.mean(self.nll)))
 
 
-@functools.partial(jax.jit)
-def token_nll(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """-log p of `tokens` `[B, T]` under `logits` `[B, T, V]`."""
+@jax.jit
+def token_scores(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """-log p of `tokens` `[B, T]` under `logits` `[B, T, V]`, and whether no token is more likely."""
     logp = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    return -jnp.take_along_axis(logp, tokens[..., None], axis=-1)[..., 0]
+    nll = -jnp.take_along_axis(logp, tokens[..., None], axis=-1)[..., 0]
+    return nll, jnp.argmax(logits, axis=-1) == tokens
 
 
-def score_through_cache(
-    method: KVMethod, model: Any, cache: Cache, logits: jax.Array, tokens: np.ndarray, *, bases: Any = None
-) -> Perplexity:
-    """Score a continuation of what a cache holds, all of its tokens.
+def score_rows(
+    method: KVMethod, model: Any, cache: Cache, logits: jax.Array, rows: Sequence[Sequence[int]], *, bases: Any = None
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Score a continuation of each row of a cache, all of its tokens; rows may differ in length.
 
     Each block of `layout.block` tokens is appended, attends through the cache, and is folded into it by
     `refresh`.
@@ -43,25 +45,39 @@ def score_through_cache(
     Args:
         cache: consumed; `fork` it first to keep it.
         logits: `[B, V]` at the last token that the cache holds: they predict the first one scored.
-        tokens: int32 `[B, T]`.
+        rows: ids of each row, at least one.
+
+    Returns:
+        Of each row float64 `[T]`, the negative log-likelihoods in nats, and bool `[T]`, whether greedy decoding
+        would have chosen the token.
     """
-    tokens = np.asarray(tokens, np.int32)
-    batch, count = tokens.shape
-    block = cache.layout.block
-    parts = [token_nll(logits[:, None], jnp.asarray(tokens[:, :1]))]
+    block, batch = cache.layout.block, len(rows)
+    counts = np.array([len(row) for row in rows])
+    padded = np.zeros((batch, int(counts.max()) + block), np.int32)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    parts = [token_scores(logits[:, None], jnp.asarray(padded[:, :1]))]
     cache = refresh(method, cache, bases=bases)
-    for begin in range(0, count - 1, block):
-        here = min(block, count - 1 - begin)  # the last token predicts nothing that is scored
-        inputs, targets = np.zeros((2, batch, block), np.int32)
-        inputs[:, :here] = tokens[:, begin : begin + here]
-        targets[:, :here] = tokens[:, begin + 1 : begin + 1 + here]
+    for begin in range(0, int(counts.max()) - 1, block):
+        here = np.clip(counts - 1 - begin, 0, block)  # the last token predicts nothing that is scored
+        inputs, targets = (jnp.asarray(padded[:, at : at + block]) for at in (begin, begin + 1))
         cache, logits = extend(
-            method, model.config, model.params, cache, jnp.asarray(inputs),
-            jnp.full((batch,), here, jnp.int32), bases=bases, all_logits=True,
+            method, model.config, model.params, cache, inputs, jnp.asarray(here, jnp.int32), bases=bases,
+            all_logits=True,
         )
-        parts.append(token_nll(logits, jnp.asarray(targets))[:, :here])
+        parts.append(token_scores(logits, targets))
         cache = refresh(method, cache, bases=bases)
-    return Perplexity(np.concatenate([np.asarray(part, np.float64) for part in parts], axis=1))
+    nll, greedy = (np.concatenate([to_host(part) for part in side], axis=1) for side in zip(*parts, strict=True))
+    return [(nll[i, :n].astype(np.float64), greedy[i, :n]) for i, n in enumerate(counts)]
+
+
+def score_through_cache(
+    method: KVMethod, model: Any, cache: Cache, logits: jax.Array, tokens: np.ndarray, *, bases: Any = None
+) -> Perplexity:
+    """`score_rows` of continuations of one length, int32 `[B, T]`."""
+    rows = np.asarray(tokens, np.int32).tolist()
+    scored = score_rows(method, model, cache, logits, rows, bases=bases)
+    return Perplexity(np.stack([nll for nll, _ in scored]))
 
 
 def perplexity(

@@ -14,9 +14,9 @@ from lowrank_kv_jax.corpus import Corpus, load_corpus
 from lowrank_kv_jax.evals.bases import bases_of, calibration_settings
 from lowrank_kv_jax.evals.perplexity import score_through_cache
 from lowrank_kv_jax.evals.prefill_many import prefill_many
-from lowrank_kv_jax.evals.records import append_record, check_writable, make_record, read_records
+from lowrank_kv_jax.evals.records import append_record, make_record
+from lowrank_kv_jax.evals.resume import finished, key_of
 from lowrank_kv_jax.evals.sizes import size_of
-from lowrank_kv_jax.evals.suite import KEY
 from lowrank_kv_jax.method import KVMethod
 from lowrank_kv_jax.progress import ProgressBar
 
@@ -112,7 +112,7 @@ def evaluate_perplexity(
         **calibration_settings(corpus, methods),
     }
     run = _Run(model, f"perplexity-{mode}", length, conditions)
-    known = {} if json is None else run.finished(json, methods, cut)
+    known = {} if json is None else finished(json, run.wanted(methods, cut))
     batches = [(batch, left) for batch in _batches(cut, rows) if (left := run.left(methods, batch, known))]
     if batches:
         needed = {spec: m for spec, m in methods.items() if any(spec in left for _, left in batches)}
@@ -120,7 +120,7 @@ def evaluate_perplexity(
         with ProgressBar(COMMAND, sum(len(left) for _, left in batches), progress) as bar:
             for batch, left in batches:
                 for record in run.score(batch, left, bases, rows, dtype, mesh, bar):
-                    key = _key(record)
+                    key = key_of(record)
                     if key not in known:
                         known[key] = record
                         if json is not None:
@@ -148,23 +148,10 @@ class _Run:
     def key(self, spec: str, window: Window) -> tuple:
         return COMMAND, self.model.fingerprint, spec, self.task, self.length, window.index, None, None
 
-    def finished(self, path, methods, windows: Sequence[Window]) -> dict[tuple, dict[str, Any]]:
-        check_writable(path)
-        wanted = {self.key(spec, window): _digest(window) for window in windows for spec in methods}
-        found: dict[tuple, dict[str, Any]] = {}
-        for record in read_records(path):
-            key = _key(record)
-            if key not in wanted:
-                continue
-            expected = dict(self.conditions) | {"window_sha256": wanted[key]}
-            differ = [f"{name} was {record.get(name)!r} and is now {value!r}" for name,
-                      value in expected.items()
-                      if record.get(name) != value]
-            if differ:
-                raise ValueError(f"{path} holds results of another run ({'; '.join(differ)}): give another "
-                                 f"file")
-            found.setdefault(key, record)
-        return found
+    def wanted(self, methods: Mapping[str, KVMethod], windows: Sequence[Window]) -> dict[tuple, dict[str, Any]]:
+        """The keys of this run's records, and what each of these must hold."""
+        return {self.key(spec, window): {**self.conditions, "window_sha256": _digest(window)}
+                for window in windows for spec in methods}
 
     def left(self, methods, batch: Sequence[Window], known) -> dict[str, KVMethod]:
         return {spec: m for spec, m in methods.items() if any(self.key(spec, w) not in known for w in batch)}
@@ -196,10 +183,6 @@ class _Run:
                     bytes_by_kind=size.by_kind, smaller=size.smaller, nominal_smaller=size.nominal_smaller,
                     compressed_fraction=size.compressed, window_sha256=_digest(window), **self.conditions,
                 )
-
-
-def _key(record: Mapping[str, Any]) -> tuple:
-    return tuple(record.get(field) for field in KEY)
 
 
 def _digest(window: Window) -> str:

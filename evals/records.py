@@ -29,8 +29,13 @@ def append_record(path: str | os.PathLike, record: dict[str, Any]) -> None:
     """Append a record to a file and wait until it is on the disk.
 
     The line is written by one call, so that a run that is killed leaves at most one incomplete line, the
-    last, which `read_records` skips and the next append does not run into.
+    last, which `read_records` skips and the next append does not run into. Of several processes that run in step
+    (`jax.distributed`), the first one writes.
     """
+    import jax
+
+    if jax.process_index() != 0:
+        return
     line = json.dumps(record, allow_nan=False, sort_keys=False) + "\n"
     path = Path(path).expanduser()
     with open(path, "ab+") as file:

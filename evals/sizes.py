@@ -3,14 +3,16 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.accounting import cache_bytes, full_cache_bytes
-from lowrank_kv_jax.cache import Cache, take_rows
+from lowrank_kv_jax.cache import Cache
 from lowrank_kv_jax.forward import DEFAULT_BLOCK
 from lowrank_kv_jax.method import KVMethod, Layout
 from lowrank_kv_jax.saved_cache import abstract_cache
 from lowrank_kv_jax.spec import AttentionSpec
+from lowrank_kv_jax.state import map_leaves
 
 _LENGTHS = (1 << 16, 1 << 17)
 
@@ -38,8 +40,12 @@ class Size:
 
 
 def size_of(cache: Cache, bases: Any = None) -> Size:
-    """Measure the first row of a cache from its leaves."""
-    row = take_rows(cache, [0])
+    """Measure one row of a cache from its leaves, whose shapes alone are read."""
+    def one_row(info, x):
+        shape = tuple(1 if axis == "batch" else size for axis, size in zip(info.axes, x.shape, strict=True))
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    row = map_leaves(one_row, dataclasses.replace(cache, layout=dataclasses.replace(cache.layout, batch=1)))
     stored = cache_bytes(row, bases)
     width = jnp.dtype(cache.layout.dtype).itemsize
     exact = stored.by_kind["exact"] / (stored.full * width / 2)

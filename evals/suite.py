@@ -8,7 +8,6 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lowrank_kv_jax.cache import Cache, fork
@@ -16,15 +15,11 @@ from lowrank_kv_jax.evals.answer import answer
 from lowrank_kv_jax.evals.batches import Batch, make_batches
 from lowrank_kv_jax.evals.prefill_many import pad_rows, prefill_many
 from lowrank_kv_jax.evals.prompts import PROTOCOLS, STYLES, Question
-from lowrank_kv_jax.evals.records import append_record, check_writable, make_record, read_records
+from lowrank_kv_jax.evals.records import append_record, make_record
+from lowrank_kv_jax.evals.resume import Key, finished, key_of
 from lowrank_kv_jax.evals.sizes import Size, size_of
 from lowrank_kv_jax.method import KVMethod
 from lowrank_kv_jax.progress import ProgressBar
-
-Key = tuple[Any, ...]
-
-KEY = ("command", "fingerprint", "method", "task", "length", "index", "protocol", "seed")
-"""The fields of a record that name it: a file holds each at most once."""
 
 ANSWER_WORK = 0.02  # an answer's share of the work, in thousands of prefilled tokens for each new token
 
@@ -71,6 +66,12 @@ class Suite:
         return (self.command, model.fingerprint, spec, question.task, question.length, question.index,
                 self.protocol, self.seed)
 
+    def wanted(self, model: Any, methods: Mapping[str, KVMethod]) -> dict[Key, dict[str, Any]]:
+        """The keys of this run's records, and what each of these must hold."""
+        conditions = self.conditions()
+        return {self.key(model, spec, question): conditions | {"prompt_sha256": question.sha256}
+                for question in self.questions for spec in methods}
+
 
 def evaluate(
     model: Any, methods: Mapping[str, KVMethod], suite: Suite, *, json: str | os.PathLike | None = None,
@@ -107,7 +108,7 @@ def evaluate(
     batches = make_batches(
         model.tokenizer, suite.questions, suite.protocol, suite.style, suite.rows, model.config.context
     )
-    known = {} if json is None else finished(json, model, methods, suite)
+    known = {} if json is None else finished(json, suite.wanted(model, methods))
     pending = [(batch, left) for batch in batches if (left := _left(model, methods, suite, batch, known))]
     if pending:
         needed = {spec: method for spec, method in methods.items()
@@ -117,45 +118,13 @@ def evaluate(
         with ProgressBar(suite.command, total, progress) as bar:
             for batch, left in pending:
                 for record in runner.run(batch, left, bar):
-                    key = _key_of(record)
+                    key = key_of(record)
                     if key in known:
                         continue
                     if json is not None:
                         append_record(json, record)
                     known[key] = record
     return [known[suite.key(model, spec, question)] for question in suite.questions for spec in methods]
-
-
-def finished(
-    path: str | os.PathLike, model: Any, methods: Mapping[str, KVMethod], suite: Suite
-) -> dict[Key, dict[str, Any]]:
-    """The records of a file that are this run's, by key.
-
-    Raises:
-        ValueError: a record of the same key was made under other conditions or from another prompt; OSError:
-            the file cannot be written.
-    """
-    check_writable(path)
-    wanted = {suite.key(model, spec, question): question for question in suite.questions for spec in methods}
-    conditions, found = suite.conditions(), {}
-    for record in read_records(Path(path)):
-        key = _key_of(record)
-        if key not in wanted:
-            continue
-        differ = [
-            f"{name} was {record.get(name)!r} and is now {value!r}"
-            for name, value in conditions.items() if record.get(name) != value
-        ]
-        if not differ and record.get("prompt_sha256") != wanted[key].sha256:
-            differ = [f"the prompt of {key[3]} sample {key[5]} is another one"]
-        if differ:
-            raise ValueError(f"{path} holds results of another run ({'; '.join(differ)}): give another file")
-        found.setdefault(key, record)
-    return found
-
-
-def _key_of(record: Mapping[str, Any]) -> Key:
-    return tuple(record.get(field) for field in KEY)
 
 
 def _left(model, methods, suite: Suite, batch: Batch, known) -> dict[str, KVMethod]:

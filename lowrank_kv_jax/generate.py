@@ -14,6 +14,7 @@ from lowrank_kv_jax.forward import DEFAULT_BLOCK, decode_step, extend, prefill, 
 from lowrank_kv_jax.method import KVMethod
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.sampling import Sampler, sample
+from lowrank_kv_jax.sharding import to_host
 
 GREEDY = Sampler()
 PAD_TO = 64  # prompts are padded to multiples of it, so that prompts of similar length share their compiled programs
@@ -103,7 +104,7 @@ def ingest(
     counts = np.array([len(row) for row in tokens])
     if len(tokens) != layout.batch or (counts == 0).any():
         raise ValueError(f"tokens: expected {layout.batch} rows of at least one token, got lengths {counts.tolist()}")
-    over = np.asarray(cache.length) + counts - np.asarray(cache.limit)
+    over = to_host(cache.length) + counts - to_host(cache.limit)
     if (over > 0).any():
         row = int(np.argmax(over))
         raise ValueError(f"row {row} would outgrow the cache by {int(over[row])} tokens: give a larger capacity")

@@ -95,3 +95,12 @@ def replicate(mesh: Mesh | None, tree: Any) -> Any:
         return tree
     place = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda x: x if isinstance(x, Tracer) else jax.device_put(x, place), tree)
+
+
+def to_host(x: jax.Array) -> np.ndarray:
+    """The whole array in every process, also where its shards lie on devices of several processes."""
+    if getattr(x, "is_fully_addressable", True):
+        return np.asarray(x)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import math
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,10 +26,11 @@ from lowrank_kv_jax.evals.compare import parse_methods
 from lowrank_kv_jax.evals.needle_grid import evaluate_needles
 from lowrank_kv_jax.evals.prompts import Question, chat_parts, encode
 from lowrank_kv_jax.evals.records import read_records
-from lowrank_kv_jax.evals.report import markdown, page, read_sections
-from lowrank_kv_jax.evals.report.figures import draw_figures, draw_needles, pareto_front
-from lowrank_kv_jax.evals.report.statistics import interval, wilcoxon_p
-from lowrank_kv_jax.evals.suite import KEY, Suite, evaluate
+from lowrank_kv_jax.evals.report import markdown, page, read_report, read_sections
+from lowrank_kv_jax.evals.report.figures import _families, draw_figures, draw_needles, pareto_front
+from lowrank_kv_jax.evals.report.statistics import Interval, interval, wilcoxon_p
+from lowrank_kv_jax.evals.resume import KEY, key_of
+from lowrank_kv_jax.evals.suite import Suite, evaluate
 
 METHODS = parse_methods(["full", "streamingllm:budget=24,keep=none,sinks=4", "static-pca:rank=0.5,sinks=4,recent=8"])
 
@@ -256,6 +259,34 @@ def test_a_mesh_of_eight_devices_gives_the_same_records(whole):
     assert done.stdout.strip() == f"{len(whole)} []"
 
 
+def test_two_processes_give_the_same_records(tmp_path, whole):
+    """Each of four devices; a mesh over all eight, batch and heads cut across the processes; one file of records."""
+    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=1"
+    here, path = Path(__file__).parent, tmp_path / "r.jsonl"
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "64", "PYTHONPATH": str(here.parent)}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, str(here / "distributed_suite.py")]
+    outputs = [open(tmp_path / f"{i}.log", "w") for i in range(2)]
+    running = [subprocess.Popen([*command, str(i), address, str(path)], env=env, stdout=out, stderr=out)
+               for i, out in enumerate(outputs)]
+    try:
+        codes = [process.wait(300) for process in running]
+    finally:
+        for process, out in zip(running, outputs, strict=True):
+            process.kill()
+            process.wait()
+            out.close()
+    assert codes == [0, 0], (tmp_path / "0.log").read_text()[-3000:]
+    differ = ("device",)
+    found = {key_of(record): record for record in read_records(path)}
+    assert len(found) == len(read_records(path)) == len(whole)
+    for one, other in zip(without_times([found[key_of(r)] for r in whole]), without_times(whole), strict=True):
+        assert {name: one[name] for name in one if name not in differ} == {
+            name: other[name] for name in other if name not in differ}
+
+
 # ---- prompt styles -----------------------------------------------------------------------------------------
 
 
@@ -385,7 +416,7 @@ def test_report_of_a_run(tmp_path, whole, capsys):
     assert "src=\"http" not in html and "eval test, tiny, 64 tokens, query-agnostic" in html
     assert main(["report", str(tmp_path / "none")]) == 2
     path.write_text('{"a": 1}\n')
-    assert main(["report", str(path)]) == 2 and "no record with a score" in capsys.readouterr().err
+    assert main(["report", str(path)]) == 2 and "no record with a score or a likelihood" in capsys.readouterr().err
 
 
 def test_report_maps_needles_and_survives_odd_names(tmp_path):
@@ -404,6 +435,42 @@ def test_report_maps_needles_and_survives_odd_names(tmp_path):
     assert "`a\\|b`" in markdown(sections)
 
 
+def test_report_of_perplexities(tmp_path, capsys):
+    """Windows of unlike length count by their tokens; the figure and the paired difference are there."""
+    path = tmp_path / "r.jsonl"
+    rows = [{"command": "eval perplexity", "model": "m", "method": method, "task": "perplexity-stream", "length": 64,
+             "step": 32, "text": {"name": "made up"}, "index": i, "nll": nll, "scored_tokens": tokens,
+             "cache_bytes": 10, "full_cache_bytes": 20, "bytes_per_token": 5.0, "nominal_smaller": 2.0}
+            for method, worse in (("full", 0.0), ("small", 0.5))
+            for i, (nll, tokens) in enumerate(((64.0 + 32 * worse, 32), (16.0 + 16 * worse, 16), (8 + 8 * worse, 8)))]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section, = read_report([path])
+    full, small = section.entries
+    assert full.perplexity.mean == pytest.approx(math.exp(88 / 56)) and small.smaller == 2
+    assert small.perplexity.mean == pytest.approx(math.exp(88 / 56 + 0.5))
+    assert small.difference == Interval(0.5, 0.5, 0.5) and small.p == 0.25
+    assert main(["report", str(path), "--out", str(tmp_path / "out")]) == 0
+    assert "nats per token vs full" in capsys.readouterr().out
+    assert (tmp_path / "out" / "1-perplexity.png").stat().st_size > 5000
+    assert "windows of 64 by 32 tokens" in (tmp_path / "out" / "report.html").read_text()
+    with pytest.raises(ValueError, match="no record with a score"):
+        read_sections([path], tasks=["other"])
+
+
+def test_many_methods_share_colours_and_a_map(tmp_path):
+    path = tmp_path / "r.jsonl"
+    rows = [{"command": "eval test", "model": "m", "method": f"{name}:keep={keep}", "task": task, "length": 64, "index": i,
+             "seed": 0, "protocol": None, "score": 50.0 * i, "cache_bytes": 10 * keep, "full_cache_bytes": 20,
+             "bytes_per_token": 5.0 * keep}
+            for name in "abcd" for keep in (1, 2, 3) for task in ("x", "y") for i in range(2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sections = read_sections([path])
+    assert _families([entry.method for entry in sections[0].entries]) == {
+        name: [3 * i, 3 * i + 1, 3 * i + 2] for i, name in enumerate("abcd")}
+    names = {file.name for entries in draw_figures(sections, tmp_path).values() for _, file in entries}
+    assert names == {"1-pareto.png", "1-tasks.png"}
+
+
 def test_statistics():
     import numpy as np
 
@@ -416,4 +483,5 @@ def test_statistics():
     assert wilcoxon_p(np.zeros(5)) == 1 and wilcoxon_p(np.array([1.0])) is None
     clear = wilcoxon_p(np.arange(1.0, 11))
     assert clear is not None and clear < 0.01
+    assert wilcoxon_p(np.full(3, -100.0)) == 0.25  # ties: every sign pattern of three equal ranks
     assert pareto_front([(1, 1), (2, 0), (3, 5), (1, 0), (4, 5)]) == [(1, 1), (3, 5)]

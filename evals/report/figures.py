@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from lowrank_kv_jax.evals.report.perplexities import PerplexitySection
 from lowrank_kv_jax.evals.report.sections import Section
 
 MARKERS = "osD^vP*Xh<>p8d"
+MANY = 10  # with more methods, the settings of one share a colour, and tasks are a map instead of bars
 
 
-def draw_figures(sections: Sequence[Section], folder: str | os.PathLike) -> dict[str, list[tuple[str, Path]]]:
+def draw_figures(
+    sections: Sequence[Section | PerplexitySection], folder: str | os.PathLike
+) -> dict[str, list[tuple[str, Path]]]:
     """Draw all figures that the records allow, as PNG.
 
     Returns:
@@ -28,23 +32,30 @@ def draw_figures(sections: Sequence[Section], folder: str | os.PathLike) -> dict
     drawn: dict[str, list[tuple[str, Path]]] = {}
     style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
     with plt.rc_context(style):
+        scored = [section for section in sections if isinstance(section, Section)]
         for number, section in enumerate(sections, start=1):
             figures = drawn.setdefault(section.title, [])
+            if isinstance(section, PerplexitySection):
+                caption = "Perplexity against bytes; bars are 95% bootstrap intervals over windows"
+                figure = _perplexity(plt, section)
+                if figure is not None:
+                    figures.append((caption, _save(plt, figure, folder / f"{number}-perplexity.png")))
+                continue
             for name, caption, draw in (
                 ("pareto", "Quality against bytes; bars are 95% bootstrap intervals, the line is the Pareto "
                            "front", _pareto),
                 ("tasks", "Score of each task", _tasks),
                 ("needles", "Needles found by depth and length", _needles),
             ):
-                figure = draw(plt, section, sections)
+                figure = draw(plt, section, scored)
                 if figure is not None:
                     figures.append((caption, _save(plt, figure, folder / f"{number}-{name}.png")))
         for name, caption, field, label in (
             ("ttft", "Time to first token against length", "ttft_s", "seconds"),
             ("throughput", "Decoding against length", "decode_tokens_per_s", "tokens per second"),
         ):
-            for benchmark in dict.fromkeys(s.benchmark for s in sections):
-                same = [s for s in sections if s.benchmark == benchmark]
+            for benchmark in dict.fromkeys(s.benchmark for s in scored):
+                same = [s for s in scored if s.benchmark == benchmark]
                 figure = _by_length(plt, same, field, label)
                 if figure is not None:
                     path = folder / f"{1 + list(sections).index(same[-1])}-{name}.png"
@@ -72,33 +83,70 @@ def _style(number: int, method: str) -> dict:
             "marker": MARKERS[number % len(MARKERS)]}
 
 
+def _legend(figure, labels: Sequence[str]) -> None:
+    """Below the axes, in as many columns as the longest label allows."""
+    columns = max(1, min(3, 72 // (max(map(len, labels)) + 6), len(labels)))
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False)
+
+
+def _families(methods: Sequence[str]) -> dict[str, list[int]]:
+    """Indices of the methods by what a figure shows as one: each by itself, or with many all settings of a method."""
+    if len(methods) <= MANY:
+        return {method: [i] for i, method in enumerate(methods)}
+    families: dict[str, list[int]] = {}
+    for i, method in enumerate(methods):
+        families.setdefault(method.partition(":")[0], []).append(i)
+    return families
+
+
 def _pareto(plt, section: Section, _):
     entries = [entry for entry in section.entries if entry.bytes_per_token is not None]
     if not entries:
         return None
-    figure, axis = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
-    points = []
-    for number, entry in enumerate(entries):
-        x, mean = (entry.bytes_per_token or 0) / 1024, entry.mean
-        points.append((x, mean.mean))
-        error = None
-        if mean.low is not None and mean.high is not None:
-            error = [[mean.mean - mean.low], [mean.high - mean.mean]]
-        axis.errorbar(x, mean.mean, error, **_style(number, entry.method), markersize=8, alpha=0.85,
-                      capsize=3,
-                      linestyle="none", label=entry.method)
-    front = pareto_front(points)
+    families = _families([entry.method for entry in entries])
+    figure, axis = plt.subplots(figsize=(6.4, 4.0 + 0.12 * len(families)), layout="constrained")
+    for number, (family, members) in enumerate(families.items()):
+        own = sorted(((entries[i].bytes_per_token or 0) / 1024, entries[i].mean) for i in members)
+        means = [mean for _, mean in own]
+        low = [mean.mean if mean.low is None else mean.low for mean in means]
+        high = [mean.mean if mean.high is None else mean.high for mean in means]
+        middle = np.array([mean.mean for mean in means])
+        axis.errorbar([x for x, _ in own], middle, [middle - low, high - middle], **_style(number, family),
+                      markersize=8 if len(families) <= MANY else 5, alpha=0.85, linewidth=0.8,
+                      capsize=3 if len(families) <= MANY else 0, linestyle=":" if len(own) > 1 else "none", label=family)
+    front = pareto_front([((entry.bytes_per_token or 0) / 1024, entry.mean.mean) for entry in entries])
     axis.step(*zip(*front, strict=True), where="post", color="0.6", linewidth=1, linestyle="--", zorder=0)
     axis.set(xlabel="cache, KiB per token", ylabel="mean score", ylim=(-4, 104), title=section.title)
     axis.set_xlim(left=0)
     axis.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=min(3, len(entries)), frameon=False)
+    _legend(figure, list(families))
+    return figure
+
+
+def _perplexity(plt, section: PerplexitySection):
+    entries = [entry for entry in section.entries if entry.bytes_per_token is not None]
+    if not entries:
+        return None
+    figure, axis = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    for number, entry in enumerate(entries):
+        mean, error = entry.perplexity, None
+        if mean.low is not None and mean.high is not None:
+            error = [[mean.mean - mean.low], [mean.high - mean.mean]]
+        axis.errorbar((entry.bytes_per_token or 0) / 1024, mean.mean, error, **_style(number, entry.method),
+                      markersize=8, alpha=0.85, capsize=3, linestyle="none", label=entry.method)
+    axis.set(xlabel="cache, KiB per token", ylabel="perplexity", yscale="log")
+    axis.set_title(section.title, fontsize=8)
+    axis.set_xlim(left=0)
+    axis.grid(alpha=0.3, which="both")
+    _legend(figure, [entry.method for entry in entries])
     return figure
 
 
 def _tasks(plt, section: Section, _):
     if len(section.tasks) < 2:
         return None
+    if len(section.entries) > MANY:
+        return _task_map(plt, section)
     count, width = len(section.entries), 0.8 / len(section.entries)
     figure, axis = plt.subplots(figsize=(max(6.4, 0.25 * count * len(section.tasks)), 3.8),
                                 layout="constrained")
@@ -110,7 +158,21 @@ def _tasks(plt, section: Section, _):
     axis.set(ylabel="score", ylim=(0, 104), title=section.title)
     axis.set_xticks(places, section.tasks, rotation=30, ha="right")
     axis.grid(axis="y", alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=min(3, count), frameon=False)
+    _legend(figure, [entry.method for entry in section.entries])
+    return figure
+
+
+def _task_map(plt, section: Section):
+    """Score of every method in every task as a map."""
+    grid = np.array([[entry.tasks.get(task, np.nan) for task in section.tasks] for entry in section.entries])
+    size = (3.2 + 0.75 * len(section.tasks), 1.6 + 0.2 * len(section.entries))
+    figure, axis = plt.subplots(figsize=size, layout="constrained")
+    axis.imshow(grid, vmin=0, vmax=100, cmap="viridis", aspect="auto")
+    axis.set_xticks(range(len(section.tasks)), section.tasks, rotation=30, ha="right")
+    axis.set_yticks(range(len(section.entries)), [entry.method for entry in section.entries], fontsize=7)
+    for (i, j), score in np.ndenumerate(grid):
+        if np.isfinite(score):
+            axis.text(j, i, f"{score:.0f}", ha="center", va="center", fontsize=6, color="w" if score < 60 else "k")
     return figure
 
 
@@ -163,13 +225,13 @@ def _by_length(plt, sections: Sequence[Section], field: str, label: str):
             value = getattr(entry, field)
             if value is not None and isinstance(section.length, int):
                 lines.setdefault(entry.method, []).append((section.length, value))
-    if not lines:
+    if len({length for points in lines.values() for length, _ in points}) < 2:
         return None
-    figure, axis = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+    figure, axis = plt.subplots(figsize=(6.4, 3.8 + 0.07 * len(lines)), layout="constrained")
     for number, (method, points) in enumerate(lines.items()):
         axis.plot(*zip(*sorted(points), strict=True), **_style(number, method), label=method, alpha=0.85)
     axis.set(xlabel="tokens", ylabel=label, title=f"{sections[0].command}, {sections[0].model}")
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=min(3, len(lines)), frameon=False)
+    _legend(figure, list(lines))
     return figure

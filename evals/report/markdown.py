@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 
+from lowrank_kv_jax.evals.report.perplexities import PerplexitySection
 from lowrank_kv_jax.evals.report.sections import Entry, Section
 from lowrank_kv_jax.evals.report.statistics import Interval
 from lowrank_kv_jax.evals.ruler.tasks import RULER_6
 
 
-def markdown(sections: Sequence[Section]) -> str:
+def markdown(sections: Sequence[Section | PerplexitySection]) -> str:
     """One table for each section, ready for a README."""
     parts = []
     for section in sections:
@@ -20,20 +21,42 @@ def markdown(sections: Sequence[Section]) -> str:
     return "\n".join(parts)
 
 
-def legend(section: Section) -> str:
+SIZES = ("Sizes: times smaller than a 16-bit full cache, from the bytes stored, and nominal, as papers count (each "
+         "further token of a long prompt).")
+
+
+def legend(section: Section | PerplexitySection) -> str:
     """What the columns mean."""
-    text = (f"{section.samples} samples in {len(section.tasks)} task{'s' if len(section.tasks) > 1 else ''}. "
-            f"Sizes: times smaller than a 16-bit full cache, from the bytes stored, and nominal, as papers "
-            "count (each further token of "
-            ""
-            "a long prompt). Scores 0-100; brackets: 95% bootstrap intervals")
+    if isinstance(section, PerplexitySection):
+        tokens = max(sum(count for _, count in entry.windows.values()) for entry in section.entries)
+        windows = max(len(entry.windows) for entry in section.entries)
+        text = f"{tokens} tokens scored in {windows} windows. {SIZES} Brackets: 95% bootstrap intervals over windows"
+    else:
+        several = "s" if len(section.tasks) > 1 else ""
+        text = (f"{section.samples} samples in {len(section.tasks)} task{several}. {SIZES} Scores 0-100; brackets: "
+                "95% bootstrap intervals")
     if section.baseline is None:
         return text + "."
     return text + f", paired for the difference to {section.baseline}; p: Wilcoxon signed-rank test."
 
 
-def cells(section: Section) -> tuple[list[str], list[list[str]]]:
+def _perplexity_cells(section: PerplexitySection) -> tuple[list[str], list[list[str]]]:
+    compared = section.baseline is not None and len(section.entries) > 1
+    header = ["method", "stored", "nominal", "perplexity"]
+    header += [f"nats per token vs {section.baseline}", "p"] if compared else []
+    rows = []
+    for entry in section.entries:
+        row = [f"`{entry.method}`", _times(entry.smaller), _times(entry.nominal_smaller),
+               interval_text(entry.perplexity, digits=2)]
+        row += [interval_text(entry.difference, sign=True, digits=3), _p(entry.p)] if compared else []
+        rows.append(row)
+    return header, rows
+
+
+def cells(section: Section | PerplexitySection) -> tuple[list[str], list[list[str]]]:
     """Header and rows of a section's table."""
+    if isinstance(section, PerplexitySection):
+        return _perplexity_cells(section)
     uneven = len({entry.samples for entry in section.entries}) > 1  # a run that is not finished
     compared = section.baseline is not None and len(section.entries) > 1
     six = set(RULER_6) < set(section.tasks)
@@ -52,10 +75,10 @@ def cells(section: Section) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
-def interval_text(value: Interval | None, sign: bool = False) -> str:
+def interval_text(value: Interval | None, sign: bool = False, digits: int = 1) -> str:
     if value is None:
         return ""
-    form = "+.1f" if sign else ".1f"
+    form = f"{'+' if sign else ''}.{digits}f"
     bounds = "" if value.low is None or value.high is None else f" [{value.low:{form}}, {value.high:{form}}]"
     return f"{value.mean:{form}}{bounds}"
 

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lowrank_kv_jax.evals.report.markdown import cells, legend
+from lowrank_kv_jax.evals.report.perplexities import PerplexitySection
 from lowrank_kv_jax.evals.report.sections import Section
+
+AnySection = Section | PerplexitySection
 
 STYLE = """
 :root { color-scheme: light; }
@@ -24,7 +27,7 @@ figcaption, .legend { color: #555; font-size: 0.87rem; }
 """
 
 
-def page(sections: Sequence[Section], figures: Mapping[str, Sequence[tuple[str, Path]]], title: str) -> str:
+def page(sections: Sequence[AnySection], figures: Mapping[str, Sequence[tuple[str, Path]]], title: str) -> str:
     """HTML with tables and figures inside.
 
     Args:
@@ -41,12 +44,12 @@ def page(sections: Sequence[Section], figures: Mapping[str, Sequence[tuple[str, 
             + "\n".join(body) + "\n</body>\n</html>\n")
 
 
-def _contents(sections: Sequence[Section]) -> str:
+def _contents(sections: Sequence[AnySection]) -> str:
     items = (f'<li><a href="#s{i}">{html.escape(s.title)}</a></li>' for i, s in enumerate(sections, start=1))
     return f"<ol>{''.join(items)}</ol>"
 
 
-def _table(section: Section) -> str:
+def _table(section: AnySection) -> str:
     header, rows = cells(section)
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
     lines = ("<tr>" + "".join(f"<td>{html.escape(cell.strip('`'))}</td>" for cell in row) + "</tr>"
@@ -54,7 +57,7 @@ def _table(section: Section) -> str:
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
-def _setting(section: Section) -> str:
+def _setting(section: AnySection) -> str:
     """Where and with what the records were made, each value that occurs."""
     devices = sorted({str(r["device"]) for r in section.records if r.get("device")})
     versions = sorted({", ".join(f"{k} {v}" for k, v in r["versions"].items())

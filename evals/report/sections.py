@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from lowrank_kv_jax.evals.records import read_records
+from lowrank_kv_jax.evals.report.perplexities import PerplexitySection, perplexity_sections
 from lowrank_kv_jax.evals.report.statistics import Interval, interval, wilcoxon_p
 from lowrank_kv_jax.evals.ruler.tasks import TASKS as RULER
 
@@ -86,30 +87,43 @@ class Section:
         return max(entry.samples for entry in self.entries)
 
 
-def read_sections(
+def read_report(
     paths: Sequence[str | os.PathLike], baseline: str = "full", tasks: Sequence[str] | None = None
-) -> list[Section]:
-    """The sections of result files.
+) -> list[Section | PerplexitySection]:
+    """The sections of result files, scores first, then perplexities.
 
     Args:
-        paths: files of records; what holds no score is left out.
+        paths: files of records; what holds neither a score nor a likelihood is left out.
         baseline: the method that the others are compared with, where a section has it.
         tasks: only these, where given.
 
     Raises:
-        FileNotFoundError: no such file; ValueError: none of the files holds a score.
+        FileNotFoundError: no such file; ValueError: none of the files holds a result.
     """
-    groups: dict[tuple, list[Record]] = {}
+    scored: dict[tuple, list[Record]] = {}
+    likelihoods: list[Record] = []
     for path in paths:
         for record in read_records(Path(path)):
             wanted = tasks is None or record.get("task") in tasks
-            if record.get("score") is not None and record.get("method") and record.get("task") and wanted:
+            if not (record.get("method") and record.get("task") and wanted):
+                continue
+            if record.get("score") is not None:
                 key = tuple(record.get(field) for field in ("command", "model", "protocol", "length"))
-                groups.setdefault(key, []).append(record)
-    if not groups:
-        raise ValueError(f"no record with a score in {', '.join(map(str, paths))}")
-    order = sorted(groups, key=lambda key: (str(key[:3]), key[3] if isinstance(key[3], int) else 0))
-    return [_section(key, groups[key], baseline) for key in order]
+                scored.setdefault(key, []).append(record)
+            elif record.get("nll") is not None and record.get("scored_tokens"):
+                likelihoods.append(record)
+    if not scored and not likelihoods:
+        raise ValueError(f"no record with a score or a likelihood in {', '.join(map(str, paths))}")
+    order = sorted(scored, key=lambda key: (str(key[:3]), key[3] if isinstance(key[3], int) else 0))
+    sections: list[Section | PerplexitySection] = [_section(key, scored[key], baseline) for key in order]
+    return sections + perplexity_sections(likelihoods, baseline)
+
+
+def read_sections(
+    paths: Sequence[str | os.PathLike], baseline: str = "full", tasks: Sequence[str] | None = None
+) -> list[Section]:
+    """Those sections of `read_report` that hold scores."""
+    return [section for section in read_report(paths, baseline, tasks) if isinstance(section, Section)]
 
 
 def _section(key: tuple, records: list[Record], baseline: str) -> Section:

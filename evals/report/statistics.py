@@ -1,12 +1,14 @@
 """Paired comparison of two methods that answered the same samples."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 RESAMPLES, CONFIDENCE = 2000, 0.95
+EXACT = 12  # samples up to which all signs are tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,17 +38,34 @@ def interval(groups: Sequence[np.ndarray], seed: int = 0) -> Interval:
     return Interval(mean, float(low), float(high))
 
 
+def ratio_interval(values: np.ndarray, weights: np.ndarray, seed: int = 0) -> Interval:
+    """sum(values) / sum(weights), bootstrapped by drawing the pairs again: a mean over tokens from sums of windows."""
+    mean = float(values.sum() / weights.sum())
+    if len(values) < 2:
+        return Interval(mean)
+    drawn = np.random.default_rng(seed).integers(0, len(values), (RESAMPLES, len(values)))
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = np.percentile(values[drawn].sum(axis=1) / weights[drawn].sum(axis=1), [tail, 100 - tail])
+    return Interval(mean, float(low), float(high))
+
+
 def wilcoxon_p(differences: np.ndarray) -> float | None:
     """Two-sided p of the Wilcoxon signed-rank test; 1 without any difference, None for less than two
-    samples."""
-    from scipy.stats import wilcoxon
+    samples.
+
+    With few samples it is exact, ties or not; with many, the normal approximation.
+    """
+    from scipy.stats import rankdata, wilcoxon
 
     if len(differences) < 2:
         return None
     changed = differences[differences != 0]
     if not len(changed):
         return 1.0
-    distinct = len(np.unique(np.abs(changed))) == len(changed)
-    method = "exact" if distinct and len(changed) <= 20 else "asymptotic"
-    result: Any = wilcoxon(changed, method=method, correction=method != "exact")
-    return float(result.pvalue)
+    if len(changed) > EXACT:
+        result: Any = wilcoxon(changed, method="asymptotic", correction=True)
+        return float(result.pvalue)
+    ranks = rankdata(np.abs(changed))
+    signs = np.array(list(itertools.product((-1.0, 1.0), repeat=len(changed))))
+    found = abs(float(ranks @ np.sign(changed)))
+    return float(np.mean(np.abs(signs @ ranks) >= found - 1e-9))

@@ -1,5 +1,6 @@
 """RULER through compressed caches."""
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,24 @@ def evaluate_ruler(
     Raises:
         ValueError, OSError: as `expand_tasks`, `generate`, `load_task`, `evaluate`.
     """
+    suite = make_suite(model, tasks, lengths, samples, protocol, seed, data=data, haystack=haystack,
+                       questions=questions, style=style, rows=rows, dtype=dtype)
+    corpus = calibrate or load_corpus("pydoc:first")
+    settings = {**suite.settings, **calibration_settings(corpus, methods)}
+    return evaluate(
+        model, methods, dataclasses.replace(suite, settings=settings), json=json, progress=progress, mesh=mesh,
+        bases=lambda needed: bases_of(model, needed, corpus, dtype=dtype, progress=progress),
+    )
+
+
+def make_suite(
+    model: Any, tasks: Sequence[str], lengths: Sequence[int] | None = None, samples: int | None = None,
+    protocol: str = "query-agnostic", seed: int = SEED, *, data: str | os.PathLike | None = None,
+    haystack: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
+    questions: Mapping[str, str | os.PathLike] | None = None, style: str = "base", rows: int = 5,
+    dtype: str = "bfloat16",
+) -> Suite:
+    """What is asked; the arguments are those of `evaluate_ruler`."""
     names = expand_tasks(tuple(tasks))
     if data is not None:
         drawn = read_samples(data, names, lengths, samples)
@@ -62,16 +81,8 @@ def evaluate_ruler(
     else:
         drawn, source = draw_samples(model.tokenizer, names, lengths or (1024,), samples, seed, haystack,
                                      questions)
-    corpus = calibrate or load_corpus("pydoc:first")
-    suite = Suite(
-        COMMAND, tuple(_question(sample, length) for length, sample in drawn), protocol, style, seed, rows,
-        dtype,
-        {**source, **calibration_settings(corpus, methods)},
-    )
-    return evaluate(
-        model, methods, suite, json=json, progress=progress, mesh=mesh,
-        bases=lambda needed: bases_of(model, needed, corpus, dtype=dtype, progress=progress),
-    )
+    asked = tuple(_question(sample, length) for length, sample in drawn)
+    return Suite(COMMAND, asked, protocol, style, seed, rows, dtype, source)
 
 
 def draw_samples(

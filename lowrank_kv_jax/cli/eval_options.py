@@ -7,23 +7,27 @@ from typing import Any
 
 def add_suite_options(parser: argparse.ArgumentParser, seed: int) -> None:
     """How questions are asked, and where the records go."""
-    from lowrank_kv_jax.cli.options import add_model_options
-
-    add_model_options(parser)
-    parser.add_argument("--methods", nargs="+", metavar="SPEC",
-                        help="e.g. full ojakv:rank=0.5, or `all`; by default a short list")
+    add_method_options(parser)
     parser.add_argument("--protocol", choices=("query-agnostic", "query-aware"), default="query-agnostic",
                         help="compress before the question is seen, or with it (%(default)s)")
     parser.add_argument("--prompt", choices=("base", "chat"), default="base",
                         help="the prompt as it is, or in the model's chat template (%(default)s)")
     parser.add_argument("--seed", type=int, default=seed, help="of the samples (%(default)s)")
+
+
+def add_method_options(parser: argparse.ArgumentParser) -> None:
+    """Model and methods, how they are run, and where the records go."""
+    from lowrank_kv_jax.cli.options import add_model_options
+
+    add_model_options(parser)
+    parser.add_argument("--methods", nargs="+", metavar="SPEC",
+                        help="e.g. full ojakv:rank=0.5, or `all`; by default a short list")
     parser.add_argument("--rows", type=int, default=5, help="contexts that share a batch (%(default)s)")
     parser.add_argument("--cache-dtype", choices=("bfloat16", "float32"), default="bfloat16",
                         help="(%(default)s)")
     parser.add_argument("--calibrate", nargs="+", metavar="TEXT",
                         help="what bases are fitted to: files, built-in names, hub datasets; by default the "
-                             "first half of Python's language "
-                             "reference")
+                             "first half of Python's language reference")
     parser.add_argument("--mesh", metavar="AXES",
                         help="lay the model and the caches out over devices, e.g. data=2,model=4: contexts of a batch "
                              "over data, heads over model")

@@ -7,7 +7,7 @@ HELP = "perplexity of any text that is scored through the cache"
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
-    from lowrank_kv_jax.cli.options import add_model_options
+    from lowrank_kv_jax.cli.eval_options import add_method_options
 
     parser = subparsers.add_parser(
         "perplexity", help=HELP,
@@ -17,8 +17,6 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
                     "which with "
                     "the full cache is the usual strided perplexity.",
     )
-    add_model_options(parser)
-    parser.add_argument("--methods", nargs="+", metavar="SPEC", help="as for `compare`")
     parser.add_argument("--text", nargs="+", metavar="TEXT",
                         help="files, built-in names or hub datasets; by default the second half of Python's "
                              "language "
@@ -27,15 +25,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a window (%(default)s)")
     parser.add_argument("--step", type=int, default=1024, help="see above (%(default)s)")
     parser.add_argument("--windows", type=int, default=4, help="the first so many, 0 for all (%(default)s)")
-    parser.add_argument("--rows", type=int, default=4, help="windows that share a batch (%(default)s)")
-    parser.add_argument("--cache-dtype", choices=("bfloat16", "float32"), default="bfloat16",
-                        help="(%(default)s)")
-    parser.add_argument("--calibrate", nargs="+", metavar="TEXT",
-                        help="what bases are fitted to; by default the first half")
-    parser.add_argument("--json", metavar="FILE",
-                        help="append each record as soon as it is known; a file that holds some is gone on "
-                             "with")
-    parser.set_defaults(run=run)
+    add_method_options(parser)
+    parser.set_defaults(run=run, rows=4)
     return parser
 
 
@@ -50,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from lowrank_kv_jax.cli.options import corpus_of, load_from
+    from lowrank_kv_jax.cli.eval_options import load_on_mesh
+    from lowrank_kv_jax.cli.options import corpus_of
     from lowrank_kv_jax.corpus import load_corpus
     from lowrank_kv_jax.evals.compare import parse_methods
     from lowrank_kv_jax.evals.perplexity_run import evaluate_perplexity, total_perplexity
@@ -64,10 +56,11 @@ def run(args: argparse.Namespace) -> int:
         check_writable(args.json)
     text = load_corpus(corpus_of(args.text, "pydoc:second"))
     calibrate = load_corpus(corpus_of(args.calibrate, "pydoc:first"))
+    model, mesh = load_on_mesh(args)
     records = evaluate_perplexity(
-        load_from(args), methods, text, args.mode, args.length, args.step, args.windows or None,
-        json=args.json,
-        rows=args.rows, dtype=args.cache_dtype, calibrate=calibrate, progress=sys.stderr.isatty(),
+        model, methods, text, args.mode, args.length, args.step, args.windows or None,
+        json=args.json, mesh=mesh, rows=args.rows, dtype=args.cache_dtype, calibrate=calibrate,
+        progress=sys.stderr.isatty(),
     )
     scored = sum(record["scored_tokens"] for record in records) // len(methods)
     table = Table(title=f"Perplexity ({args.mode}) of {text.name}, {scored} tokens scored")

@@ -28,15 +28,15 @@ def run(args: argparse.Namespace) -> int:
     """Print the table and write the report.
 
     Raises:
-        ValueError, OSError: as `read_sections`.
+        ValueError, OSError: as `read_report`.
     """
     from pathlib import Path
 
-    from lowrank_kv_jax.evals.report import draw_figures, markdown, page, read_sections
+    from lowrank_kv_jax.evals.report import draw_figures, markdown, page, read_report
     from lowrank_kv_jax.evals.ruler.tasks import GROUPS
 
     tasks = None if args.tasks is None else [t for name in args.tasks for t in GROUPS.get(name, (name,))]
-    sections = read_sections(args.results, args.baseline, tasks)
+    sections = read_report(args.results, args.baseline, tasks)
     text = markdown(sections)
     print(text)
     if args.out:

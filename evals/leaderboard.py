@@ -1,0 +1,147 @@
+"""The leaderboard: every registered method at 2x, 4x and 8x on the tasks that a small model can do."""
+
+import dataclasses
+import gc
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from lowrank_kv_jax.corpus import Corpus
+from lowrank_kv_jax.evals.peers.kvpress_presses import PREFIX, PRESSES
+from lowrank_kv_jax.evals.peers.kvpress_run import evaluate_kvpress
+from lowrank_kv_jax.evals.report.sections import Entry, Section, read_sections
+from lowrank_kv_jax.evals.ruler.run import evaluate_ruler, make_suite
+from lowrank_kv_jax.evals.ruler.tasks import RULER_6
+from lowrank_kv_jax.evals.sizes import nominal_smaller
+from lowrank_kv_jax.method import KVMethod
+from lowrank_kv_jax.methods import REGISTRY
+from lowrank_kv_jax.parse import parse_method
+from lowrank_kv_jax.spec import AttentionSpec
+
+RATIOS = (2, 4, 8)
+TASKS, LENGTHS, SAMPLES = RULER_6, (1024, 2048), 10
+TOGETHER = 6  # methods that share a prefill; their compiled programs are dropped before the next ones
+
+
+def peer_specs(ratios: Sequence[int] = RATIOS) -> list[str]:
+    """kvpress' full cache and its presses at every ratio."""
+    return ["full", *(f"{name}:{ratio}x" for name in PRESSES for ratio in ratios)]
+
+
+def method_specs(spec: AttentionSpec, ratios: Sequence[int] = RATIOS) -> list[str]:
+    """`full`, and every other registered method at those ratios that one of its fields sets.
+
+    A method without such a field, or whose field does not reach the ratio on paper, stands there with its defaults.
+    """
+    specs = ["full"]
+    for name in sorted(set(REGISTRY) - {"full"}):
+        found = [text for ratio in ratios if (text := _at_ratio(name, ratio, spec)) is not None]
+        specs += found or [name]
+    return specs
+
+
+def _at_ratio(name: str, ratio: int, spec: AttentionSpec) -> str | None:
+    """The spec that brings a method to a nominal ratio, if there is one."""
+    fields = {field.name for field in dataclasses.fields(REGISTRY[name])}
+    for field, value in (("smaller", f"{ratio}"), ("keep", f"{1 / ratio}"), ("rank", f"{1 / ratio}"),
+                         ("bits", f"{16 // ratio}")):
+        text = f"{name}:{field}={value}"
+        if field in fields and (method := _valid(text, spec)) is not None and _reaches(method, ratio, spec):
+            return text
+    return None
+
+
+def _valid(text: str, spec: AttentionSpec) -> KVMethod | None:
+    try:
+        method = parse_method(text)
+        method.validate(spec)
+    except ValueError:
+        return None
+    return method
+
+
+def _reaches(method: KVMethod, ratio: int, spec: AttentionSpec) -> bool:
+    """Whether further tokens are so many times smaller; bases are not there yet, and rank alone decides with them."""
+    if method.calibrated:
+        return True
+    nominal = nominal_smaller(method, spec)
+    return nominal is None or 0.75 * ratio <= nominal <= 1.34 * ratio
+
+
+def run_leaderboard(
+    model: Any, source: str, methods: Mapping[str, KVMethod], peers: Sequence[str], json: str | os.PathLike,
+    tasks: Sequence[str] = TASKS, lengths: Sequence[int] = LENGTHS, samples: int = SAMPLES, *,
+    calibrate: Corpus | None = None, progress: bool = False,
+) -> None:
+    """Append the records that the file does not hold yet.
+
+    Args:
+        model, source: the model, and what it was loaded from.
+        methods: of ours, by spec.
+        peers: presses of kvpress; empty without torch.
+        json: records; a run that was interrupted goes on there.
+
+    Raises:
+        ValueError, OSError: as `evaluate_ruler` and `evaluate_kvpress`.
+    """
+    for group in _groups(methods):
+        evaluate_ruler(model, group, tasks, lengths, samples, json=json, calibrate=calibrate, progress=progress)
+        jax.clear_caches()
+        gc.collect()
+    if peers:
+        suite = make_suite(model, tasks, lengths, samples)
+        evaluate_kvpress(model, source, peers, suite, json=json, progress=progress)
+
+
+def _groups(methods: Mapping[str, KVMethod]) -> Iterator[dict[str, KVMethod]]:
+    """Calibrated methods together, so that one run over the calibration text serves them."""
+    order = sorted(methods, key=lambda spec: methods[spec].calibrated)
+    for begin in range(0, len(order), TOGETHER):
+        yield {spec: methods[spec] for spec in order[begin : begin + TOGETHER]}
+
+
+def leaderboard_table(json: str | os.PathLike) -> str:
+    """Markdown: a row a method, ours and the peer's, by the ratio that papers would print.
+
+    Raises:
+        ValueError: no records.
+    """
+    sections = [section for section in read_sections([json], tasks=RULER_6) if section.command == "eval ruler"]
+    rows: dict[str, dict[Any, Entry]] = {}
+    for section in sections:
+        for entry in section.entries:
+            rows.setdefault(entry.method, {})[section.length] = entry
+    header = ["method", "nominal"]
+    for section in sections:
+        header += [f"stored, {section.length}", f"ruler-6, {section.length}"]
+    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    for method, found in sorted(rows.items(), key=_place):
+        nominal = next(iter(found.values())).nominal_smaller
+        lines.append([f"`{method}`", "" if nominal is None else f"{nominal:.1f}x",
+                      *(cell for section in sections for cell in _cells(found.get(section.length)))])
+    counted = ", ".join(f"{section.samples} at {_length(section)}" for section in sections)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\nSamples of all six tasks: {counted}.\n"
+
+
+def _length(section: Section) -> str:
+    return f"{section.length} tokens"
+
+
+def _cells(entry: Entry | None) -> tuple[str, str]:
+    if entry is None:
+        return "", ""
+    score = f"{entry.mean.mean:.0f}"
+    if entry.mean.low is not None and entry.mean.high is not None:
+        score += f" [{entry.mean.low:.0f}, {entry.mean.high:.0f}]"
+    return "" if entry.smaller is None else f"{entry.smaller:.2f}x", score
+
+
+def _place(item: tuple[str, Mapping[Any, Entry]]) -> tuple:
+    """By the nearest of the ratios, full caches first, the peer last, then by score."""
+    method, found = item
+    entry = next(iter(found.values()))
+    ratio = entry.nominal_smaller or 1.0
+    nearest = min((1, *RATIOS), key=lambda r: abs(r - ratio))
+    return nearest, method.startswith(PREFIX), -entry.mean.mean

@@ -1,0 +1,1 @@
+"""lm-eval on compressed caches: contexts are compressed, continuations are scored through the cache."""

@@ -1,0 +1,143 @@
+"""lm-eval's tasks through compressed caches, one record a document."""
+
+import hashlib
+import json as json_format
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lowrank_kv_jax.corpus import Corpus, load_corpus
+from lowrank_kv_jax.evals.bases import bases_of, calibration_settings
+from lowrank_kv_jax.evals.lm_harness.tasks import TASKS, load_tasks
+from lowrank_kv_jax.evals.records import append_record, make_record
+from lowrank_kv_jax.evals.resume import Key, finished, key_of
+from lowrank_kv_jax.method import KVMethod
+from lowrank_kv_jax.parse import spell_method
+from lowrank_kv_jax.progress import ProgressBar
+
+COMMAND = "eval lm-eval"
+SEED = 1234  # lm-eval's own for its few-shot examples
+CHUNK = 32  # documents that are scored before their records are written
+
+
+def evaluate_lm_eval(
+    model: Any, methods: Mapping[str, KVMethod], tasks: Sequence[str] = TASKS, samples: int | None = None,
+    fewshot: int | None = None, seed: int = SEED, *, data: str | os.PathLike | None = None,
+    json: str | os.PathLike | None = None, rows: int = 8, dtype: str = "bfloat16", calibrate: Corpus | None = None,
+    progress: bool = False, mesh: Any = None,
+) -> list[dict[str, Any]]:
+    """Score methods on tasks of lm-eval.
+
+    Args:
+        tasks, data: see `load_tasks`.
+        samples: the first documents of each task; None for all.
+        fewshot, seed: solved examples in front of each question, and the seed of their choice.
+        rows: contexts that share a batch.
+
+    The other arguments are those of `evaluate_ruler`.
+
+    Returns:
+        One record for each document and method: `score` is 100 * acc_norm where the task has it, else 100 * its
+        first metric; every metric stands beside it, with the log-likelihood of each choice.
+
+    Raises:
+        ValueError: lm-eval is not installed, no tokenizer, a file of another run, or as `load_tasks`.
+    """
+    if model.tokenizer is None:
+        raise ValueError(f"model {model.name!r} has no tokenizer: {COMMAND} needs one")
+    require_lm_eval()
+    loaded = load_tasks(tasks, None if data is None else Path(data), fewshot, seed)
+    documents = {name: list(task.eval_docs)[:samples] for name, task in loaded.items()}
+    corpus = calibrate or load_corpus("pydoc:first")
+    conditions = {"fewshot": fewshot, "cache_dtype": dtype, **calibration_settings(corpus, methods)}
+    wanted: dict[Key, dict[str, Any]] = {
+        _key(model, spec, task, index, seed): conditions | {"document_sha256": _digest(document)}
+        for task, rest in documents.items() for index, document in enumerate(rest) for spec in methods
+    }
+    known = {} if json is None else finished(json, wanted)
+    pending = {
+        (spec, task): left for spec in methods for task, rest in documents.items()
+        if (left := [i for i in range(len(rest)) if _key(model, spec, task, i, seed) not in known])
+    }
+    needed = {spec: method for spec, method in methods.items() if any(spec == other for other, _ in pending)}
+    bases = bases_of(model, needed, corpus, dtype=dtype, progress=progress)
+    with ProgressBar(COMMAND, sum(map(len, pending.values())), progress) as bar:
+        for spec, method in needed.items():
+            adapter = _adapter(model, method, bases.get(spec), dtype, rows, mesh)
+            for task in (task for other, task in pending if other == spec):
+                left = pending[spec, task]
+                for begin in range(0, len(left), CHUNK):
+                    chunk = left[begin : begin + CHUNK]
+                    for values in _score(adapter, loaded[task], task, chunk):
+                        key = _key(model, spec, task, values["index"], seed)
+                        record = make_record(
+                            COMMAND, model=model.name, fingerprint=model.fingerprint, method=spec, task=task,
+                            samples=1, seed=seed, **wanted[key], **values,
+                        )
+                        assert key_of(record) == key
+                        known[key] = record
+                        if json is not None:
+                            append_record(json, record)
+                    bar.advance(len(chunk))
+    return [known[key] for key in wanted]
+
+
+def require_lm_eval() -> None:
+    """Raise ValueError, with the remedy, unless lm-eval can be imported."""
+    import importlib.util
+
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError("lm-eval is not installed: `pip install lowrank-kv-jax[lm-eval]` or `pip install lm-eval`")
+
+
+def _adapter(model: Any, method: KVMethod, bases: Any, dtype: str, rows: int, mesh: Any) -> Any:
+    from lowrank_kv_jax.evals.lm_harness.model import LowRankKV
+
+    return LowRankKV(model, spell_method(method), bases, cache_dtype=dtype, batch_size=rows, mesh=mesh,
+                     progress=False)
+
+
+def _score(adapter: Any, task: Any, name: str, chunk: list[int]) -> Iterator[dict[str, Any]]:
+    """What the records of some documents hold."""
+    from lm_eval.evaluator import evaluate
+
+    found = evaluate(
+        adapter, {"tasks": {name: task}, "groups": {}, "group_map": {}}, samples={name: chunk}, bootstrap_iters=0
+    )
+    for sample in found["samples"][name]:
+        metrics = {metric: float(sample[metric]) for metric in sample["metrics"]}
+        sizes = [size for pair in sample["arguments"] if (size := adapter.sizes.get(_pair(pair))) is not None]
+        yield {
+            "index": sample["doc_id"], "score": 100 * metrics.get("acc_norm", next(iter(metrics.values()))),
+            "metrics": metrics, "logprobs": [float(one[0]) for one in sample["filtered_resps"]], **_size(sizes),
+        }
+    adapter.sizes.clear()
+
+
+def _pair(arguments: Any) -> tuple[str, str]:
+    return arguments[0], arguments[1]
+
+
+def _size(sizes: Sequence[Any]) -> dict[str, Any]:
+    """Of the caches that a document was scored through, on average."""
+    if not sizes:
+        return {}
+    return {
+        "cache_bytes": int(np.mean([size.total for size in sizes])),
+        "full_cache_bytes": int(np.mean([size.full for size in sizes])),
+        "bytes_per_token": float(np.mean([size.per_token for size in sizes])),
+        "bytes_by_kind": {kind: int(np.mean([size.by_kind[kind] for size in sizes])) for kind in sizes[0].by_kind},
+        "smaller": float(np.mean([size.smaller for size in sizes])), "nominal_smaller": sizes[0].nominal_smaller,
+        "compressed_fraction": float(np.mean([size.compressed for size in sizes])),
+    }
+
+
+def _key(model: Any, spec: str, task: str, index: int, seed: int) -> Key:
+    return COMMAND, model.fingerprint, spec, task, None, index, None, seed
+
+
+def _digest(document: Any) -> str:
+    return hashlib.sha256(json_format.dumps(document, sort_keys=True, default=str).encode()).hexdigest()
