@@ -90,7 +90,7 @@ def compile_for(target: str, f: Callable[..., Any], *args: Any, dump: str | None
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice(there.device_kind, cores, platform))
     with jax.sharding.use_abstract_mesh(mesh):
         lowered = jax.jit(f).trace(*args).lower(lowering_platforms=(platform,))
-        return lowered.compile(compiler_options={"xla_dump_to": dump} if dump else None)
+        return lowered.compile(compiler_options={"xla_dump_to": dump, "xla_dump_emitter_re": ".*"} if dump else None)
 
 
 def gpu_facts(kernel: str, f: Callable[..., Any], *args: Any) -> KernelFacts:

@@ -39,7 +39,7 @@ def pack(q: jax.Array, heads: int, begin: jax.Array, end: jax.Array) -> Packed:
     per_head = q_heads // heads
     rows = queries * per_head
     if rows > MAX_ROWS:
-        raise Unsupported(f"{queries} queries of {per_head} heads a kv head make {rows} rows, at most {MAX_ROWS}")
+        raise Unsupported(f"more than {MAX_ROWS} query rows (queries x query heads) a kv head")
     packed = q.reshape(batch, queries, heads, per_head, -1).swapaxes(1, 2).reshape(batch, heads, rows, -1)
     sees = end > begin
     low = jnp.min(jnp.where(sees, begin, jnp.iinfo(jnp.int32).max), axis=1)

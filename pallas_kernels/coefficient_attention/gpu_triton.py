@@ -33,28 +33,39 @@ DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 def coefficient_attention(q, tokens, *, scale, q_positions, causal, window, interpret=False) -> AttnPartial:
     """The op of `api.coefficient_attention`; `Unsupported` where the kernel does not cover a case."""
+    return attend_slots(
+        q, tokens, *visible_range(tokens, q_positions, causal, window), scale=scale, size=tokens.keys.shape[2],
+        interpret=interpret,
+    )
+
+
+def attend_slots(q, tokens, begin, end, *, scale: float, size: int, interpret: bool) -> AttnPartial:
+    """Queries `[B, T, N, Rk]` over the slots `begin <= slot < end` `[B, T]` of tokens that B / B' rows in order share.
+
+    Args:
+        size: about how many tokens a row sees at most; decides into how many splits they are cut.
+    """
     keys, values = stored_arrays(tokens.keys), stored_arrays(tokens.values)
-    begin, end = visible_range(tokens, q_positions, causal, window)
     packed = pack(q, max(keys.codes.shape[1], values.codes.shape[1]), begin, end)
-    part = attend_packed(packed, keys, values, scale=scale, interpret=interpret)
-    return unpack(part, q.shape[1])
+    return unpack(attend_packed(packed, keys, values, scale=scale, size=size, interpret=interpret), q.shape[1])
 
 
-def attend_packed(packed: Packed, keys: Stored, values: Stored, *, scale: float, interpret: bool) -> AttnPartial:
+def attend_packed(
+    packed: Packed, keys: Stored, values: Stored, *, scale: float, size: int, interpret: bool
+) -> AttnPartial:
     """Partial `[B, H, M, Rv]`, lse `EMPTY` where a row sees nothing."""
     check_stored(packed, keys, values)
     batch, heads, rows, _ = packed.q.shape
-    grid = decode_grid(rows, batch * heads, keys.codes.shape[2], bytes_of_token(keys) + bytes_of_token(values))
+    grid = decode_grid(rows, batch * heads, size, bytes_of_token(keys) + bytes_of_token(values))
     shape = (batch, heads, grid.splits, rows)
     width = values.codes.shape[-1]
     kernel = functools.partial(_kernel, grid=grid, scale=scale, quantised=keys.scales is not None)
-    arrays = (packed.span, packed.begin, packed.end, packed.q, *given(keys), *given(values))
-    specs = [row_spec(packed.span), row_spec(packed.begin), row_spec(packed.end), head_spec(packed.q, heads)]
-    specs += [head_spec(x, heads) for x in (*given(keys), *given(values))]
+    limits = row_limits(packed.span, packed)
+    of_heads = (packed.q, *given(keys), *given(values))
     out, lse = pl.pallas_call(
         kernel,
         grid=(grid.splits, heads, batch),
-        in_specs=specs,
+        in_specs=[row_spec(limits), *(head_spec(x, batch, heads) for x in of_heads)],
         out_specs=[
             pl.BlockSpec((None, None, None, rows, width), lambda s, h, b: (b, h, s, 0, 0)),
             pl.BlockSpec((None, None, None, rows), lambda s, h, b: (b, h, s, 0)),
@@ -63,7 +74,7 @@ def attend_packed(packed: Packed, keys: Stored, values: Stored, *, scale: float,
         compiler_params=plgpu.CompilerParams(num_warps=grid.warps, num_stages=grid.stages),
         interpret=interpret,
         name="coefficient_attention",
-    )(*arrays)
+    )(limits, *of_heads)
     return merge_splits(out, lse)
 
 
@@ -90,20 +101,26 @@ def given(stored: Stored) -> list[jax.Array]:
     return [stored.codes] if stored.scales is None else [stored.codes, stored.scales]
 
 
+def row_limits(head: jax.Array, packed: Packed) -> jax.Array:
+    """int32 `[B, n + 2 M]`: `head` `[B, n]` and the slot ranges of a row, one array because each costs a launch."""
+    return jnp.concatenate([head, packed.begin, packed.end], axis=1)
+
+
 def row_spec(x: jax.Array) -> pl.BlockSpec:
     """A batch row of `x` `[B, ..]`."""
     return pl.BlockSpec((None, *x.shape[1:]), lambda s, h, b: (b, *(0,) * (x.ndim - 1)))
 
 
-def head_spec(x: jax.Array, heads: int) -> pl.BlockSpec:
-    """The head of `x` `[B, J, ..]` that serves head `h` of `heads`."""
-    shared = heads // x.shape[1]
-    return pl.BlockSpec((None, None, *x.shape[2:]), lambda s, h, b: (b, h // shared, *(0,) * (x.ndim - 2)))
+def head_spec(x: jax.Array, rows: int, heads: int) -> pl.BlockSpec:
+    """The row and head of `x` `[B', J, ..]` that serve row `b` of `rows` and head `h` of `heads`."""
+    share, shared = rows // x.shape[0], heads // x.shape[1]
+    rest = (0,) * (x.ndim - 2)
+    return pl.BlockSpec((None, None, *x.shape[2:]), lambda s, h, b: (b // share, h // shared, *rest))
 
 
-def tile_range(span_ref, grid: Grid):
+def tile_range(limits_ref, grid: Grid):
     """The tiles of this program's split, and the end of the valid slots."""
-    low, high = span_ref[0], span_ref[1]
+    low, high = limits_ref[0], limits_ref[1]
     first = low // grid.tile
     start, stop = split_range(pl.cdiv(high, grid.tile) - first, grid)
     return first + start, first + stop, high
@@ -116,10 +133,11 @@ def split_range(tiles, grid: Grid):
     return start, jnp.minimum(start + each, tiles)
 
 
-def load_rows(ref, rows: int):
-    """The first `rows` numbers of `ref` `[M]`, zeros beyond M."""
-    at = jnp.arange(rows)
-    return plgpu.load(ref.at[at], mask=at < ref.shape[0], other=0)
+def load_ranges(limits_ref, rows: int, there: int):
+    """begin and end `[rows]` of `row_limits` for `there` query rows; those beyond see nothing."""
+    at, last = jnp.arange(rows), limits_ref.shape[0]
+    begins = (last - 2 * there, last - there)
+    return tuple(plgpu.load(limits_ref.at[first + at], mask=at < there, other=0) for first in begins)
 
 
 def load_block(ref, start, rows, piece: tuple[int, int]):
@@ -191,16 +209,16 @@ def start_carry(rows: int, pieces):
     return top, total, tuple(jnp.zeros((rows, w), jnp.float32) for _, w in pieces)
 
 
-def _kernel(span_ref, begin_ref, end_ref, q_ref, *refs, grid: Grid, scale: float, quantised: bool):
+def _kernel(limits_ref, q_ref, *refs, grid: Grid, scale: float, quantised: bool):
     if quantised:
         k_ref, ks_ref, v_ref, vs_ref, out_ref, lse_ref = refs
     else:
         (k_ref, v_ref, out_ref, lse_ref), ks_ref, vs_ref = refs, None, None
     key_pieces, value_pieces = columns(k_ref.shape[-1]), columns(v_ref.shape[-1])
-    begin, end = load_rows(begin_ref, grid.rows), load_rows(end_ref, grid.rows)
+    begin, end = load_ranges(limits_ref, grid.rows, q_ref.shape[0])
     there = jnp.arange(grid.rows) < q_ref.shape[0]
     queries = [load_block(q_ref, 0, there, piece) for piece in key_pieces]
-    start, stop, high = tile_range(span_ref, grid)
+    start, stop, high = tile_range(limits_ref, grid)
 
     def body(tile, carry):
         top, total, accs = carry

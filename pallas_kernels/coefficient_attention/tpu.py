@@ -16,12 +16,22 @@ TILE_BYTES = 1 << 20  # of keys and values that a grid step reads: far more than
 
 def coefficient_attention(q, tokens, *, scale, q_positions, causal, window, interpret=False) -> AttnPartial:
     """The op of `api.coefficient_attention`; `Unsupported` where the kernel does not cover a case."""
+    return attend_slots(
+        q, tokens, *visible_range(tokens, q_positions, causal, window), scale=scale, size=tokens.keys.shape[2],
+        interpret=interpret,
+    )
+
+
+def attend_slots(q, tokens, begin, end, *, scale: float, size: int, interpret: bool) -> AttnPartial:
+    """Queries `[B, T, N, Rk]` over the slots `begin <= slot < end` `[B, T]` of tokens that B / B' rows in order share.
+
+    Args:
+        size: most tokens that a row sees, from the tile of its first one on: the grid has steps for no more.
+    """
     keys, values = (tpu_softmax.tokens_on_lanes(getattr(tokens, x), x) for x in ("keys", "values"))
-    begin, end = visible_range(tokens, q_positions, causal, window)
-    heads = max(keys.shape[1], values.shape[1])
-    packed = pack(q, heads, begin, end)
+    packed = pack(q, max(keys.shape[1], values.shape[1]), begin, end)
     rows = packed.q.shape[2]
-    part = attend_packed(tpu_softmax.padded(packed), keys, values, scale=scale, interpret=interpret)
+    part = attend_packed(tpu_softmax.padded(packed), keys, values, scale=scale, size=size, interpret=interpret)
     return unpack(AttnPartial(part.out[:, :, :rows], part.lse[:, :, :rows]), q.shape[1])
 
 
@@ -34,18 +44,23 @@ def tile_of(size: int, *buffers: jax.Array) -> int:
     return tile
 
 
-def attend_packed(packed, keys: jax.Array, values: jax.Array, *, scale: float, interpret: bool) -> AttnPartial:
+def attend_packed(
+    packed, keys: jax.Array, values: jax.Array, *, scale: float, size: int, interpret: bool
+) -> AttnPartial:
     """Partial `[B, H, M, Rv]`, lse `EMPTY` where a row sees nothing; `packed` padded, keys and values `[B, J, R, S]`."""
-    (batch, heads, rows, _), size, width = packed.q.shape, keys.shape[3], values.shape[2]
+    (batch, heads, rows, _), width = packed.q.shape, values.shape[2]
     tile = tile_of(size, keys, values)
-    tiles = pl.cdiv(size, tile)
+    tiles = pl.cdiv(size, tile) + (size < keys.shape[3])  # fewer than all may begin within a tile and end in another
 
-    def near(i, b, span):  # a step without valid tokens repeats its neighbour's tile, which is not read again
-        return jnp.clip(i, span[b, 0] // tile, jnp.maximum(pl.cdiv(span[b, 1], tile) - 1, 0))
+    def near(i, b, span):  # a step beyond the valid tokens repeats the last tile, which is not read again
+        first = span[b, 0] // tile
+        return jnp.minimum(first + i, jnp.maximum(pl.cdiv(span[b, 1], tile) - 1, first))
 
     def stored(x):
-        shared = heads // x.shape[1]
-        return pl.BlockSpec((None, None, x.shape[2], tile), lambda b, h, i, span: (b, h // shared, 0, near(i, b, span)))
+        share, shared = batch // x.shape[0], heads // x.shape[1]
+        return pl.BlockSpec(
+            (None, None, x.shape[2], tile), lambda b, h, i, span: (b // share, h // shared, 0, near(i, b, span))
+        )
 
     per_row = pl.BlockSpec((None, rows, 1), lambda b, h, i, span: (b, 0, 0))
 
@@ -75,11 +90,12 @@ def attend_packed(packed, keys: jax.Array, values: jax.Array, *, scale: float, i
 def _kernel(span_ref, begin_ref, end_ref, q_ref, k_ref, v_ref, out_ref, lse_ref, *state, tile: int, scale: float):
     row, i = pl.program_id(0), pl.program_id(2)
     low, high = span_ref[row, 0], span_ref[row, 1]
+    this = low // tile + i
     pl.when(i == 0)(lambda: tpu_softmax.start(*state))
 
-    @pl.when((i >= low // tile) & (i * tile < high))
+    @pl.when(this * tile < high)
     def _():
-        slots = tpu_softmax.slots_of(i, tile)
+        slots = tpu_softmax.slots_of(this, tile)
         logits = tpu_softmax.dot(q_ref[...], k_ref[...].astype(q_ref.dtype), (1, 0)) * scale
         visible = (slots >= begin_ref[...]) & (slots < end_ref[...])
         tpu_softmax.add_tile(logits, visible, v_ref[...].astype(q_ref.dtype), slots < high, *state)

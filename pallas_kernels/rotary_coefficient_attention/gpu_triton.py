@@ -21,9 +21,10 @@ from lowrank_kv_jax.pallas_kernels.coefficient_attention.gpu_triton import (
     given,
     head_spec,
     load_block,
-    load_rows,
+    load_ranges,
     load_scale,
     online_softmax,
+    row_limits,
     row_spec,
     split_range,
     start_carry,
@@ -73,7 +74,7 @@ def attend_packed(
     basis_row = (lambda b: b) if rotary.basis.shape[0] == batch else (lambda b: 0)
     whole = pl.BlockSpec(rotary.cos.shape, lambda s, h, b: (0, 0, 0))
     runs = rotary.first.shape[1]
-    per_row = (visits(rotary, grid.tile), packed.begin, packed.end)
+    limits = row_limits(visits(rotary, grid.tile), packed)
     stored = (*given(keys), *given(values))
     basis_bytes = 2 * half * keys.codes.shape[-1] * packed.q.dtype.itemsize
     kernel = functools.partial(
@@ -84,9 +85,9 @@ def attend_packed(
         kernel,
         grid=(grid.splits, heads, batch),
         in_specs=[
-            *(row_spec(x) for x in per_row), whole, whole, head_spec(packed.q, heads),
+            row_spec(limits), whole, whole, head_spec(packed.q, batch, heads),
             pl.BlockSpec((None, None, *rotary.basis.shape[2:]), lambda s, h, b: (basis_row(b), h, 0, 0)),
-            *(head_spec(x, heads) for x in stored),
+            *(head_spec(x, batch, heads) for x in stored),
         ],
         out_specs=[
             pl.BlockSpec((None, None, None, rows, width), lambda s, h, b: (b, h, s, 0, 0)),
@@ -96,12 +97,12 @@ def attend_packed(
         compiler_params=plgpu.CompilerParams(num_warps=grid.warps, num_stages=grid.stages),
         interpret=interpret,
         name="rotary_coefficient_attention",
-    )(*per_row, rotary.cos, rotary.sin, packed.q, rotary.basis, *stored)
+    )(limits, rotary.cos, rotary.sin, packed.q, rotary.basis, *stored)
     return merge_splits(out, lse)
 
 
 def _kernel(
-    runs_ref, begin_ref, end_ref, cos_ref, sin_ref, q_ref, basis_ref, *refs, grid: Grid, runs: int, scale: float,
+    limits_ref, cos_ref, sin_ref, q_ref, basis_ref, *refs, grid: Grid, runs: int, scale: float,
     rotate: bool, quantised: bool, resident: bool,
 ):
     if quantised:
@@ -110,7 +111,7 @@ def _kernel(
         (k_ref, v_ref, out_ref, lse_ref), ks_ref, vs_ref = refs, None, None
     dtype = q_ref.dtype
     key_pieces, value_pieces = columns(k_ref.shape[-1]), columns(v_ref.shape[-1])
-    begin, end = load_rows(begin_ref, grid.rows), load_rows(end_ref, grid.rows)
+    begin, end = load_ranges(limits_ref, grid.rows, q_ref.shape[0])
     half = basis_ref.shape[0] // 2
     there, all_half = jnp.arange(grid.rows) < q_ref.shape[0], jnp.full((half,), True)
     query = tuple(load_block(q_ref, 0, there, (side * half, half)).astype(jnp.float32) for side in range(2))
@@ -119,7 +120,7 @@ def _kernel(
         return [load_block(basis_ref, side * half, all_half, piece) for piece in key_pieces]
 
     held = [basis(side) for side in range(2)] if resident else None
-    start, stop = split_range(runs_ref[5 * runs], grid)
+    start, stop = split_range(limits_ref[5 * runs], grid)
     local = [table[0, : grid.tile] for table in (cos_ref, sin_ref)]
 
     def rebuild(coefficients):
@@ -132,7 +133,7 @@ def _kernel(
 
     def body(visit, carry):
         top, total, accs = carry
-        run = read_run(lambda i: runs_ref[i], runs, visit)
+        run = read_run(lambda i: limits_ref[i], runs, visit)
         at = run.tile * grid.tile
         slots = at + jnp.arange(grid.tile)
         mine = (slots >= run.low) & (slots < run.high)

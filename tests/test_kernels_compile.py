@@ -1,0 +1,44 @@
+"""The kernels compile for hardware that is not there; in a process of their own, where the compilers can be had.
+
+`LOWRANK_KV_COMPILER_PYTHON` names an interpreter whose environment has the extra `kernel-compilers`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+PROGRAM = """
+import json, sys
+from lowrank_kv_jax.pallas_kernels.compile_grid import compile_all
+results, missing = compile_all(sys.argv[1:])
+rows = [{"name": r.name, "failure": r.failure, **r.facts} for r in results]
+json.dump({"results": rows, "missing": missing}, sys.stdout)
+"""
+
+
+@pytest.mark.parametrize("target", ["sm_90", "v5e", "v6e"])
+def test_every_program_compiles(target):
+    python = os.environ.get("LOWRANK_KV_COMPILER_PYTHON", sys.executable)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [python, "-W", "ignore", "-c", PROGRAM, target], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = json.loads(done.stdout[done.stdout.index('{"results"') :])
+    if said["missing"]:
+        pytest.skip(said["missing"][target])
+    assert said["results"]
+    assert not [(r["name"], r["failure"]) for r in said["results"] if r["failure"]]
+    if target == "sm_90":
+        assert not [r["name"] for r in said["results"] if r["spilled"]]
+        assert not [r["name"] for r in said["results"] if r["shared"] > 227 * 1024]
+        tensor_cores = [{"mma", "wgmma"} & set(r["instructions"]) for r in said["results"] if "float32" not in r["name"]]
+        assert all(tensor_cores)
+    else:  # no buffer of tokens is copied into another layout
+        assert not [r["name"] for r in said["results"] if r["temporaries"] > 1 << 20]

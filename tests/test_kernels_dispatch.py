@@ -1,0 +1,117 @@
+"""Who runs an op, what falls back to XLA, and what XLA makes of it on a CPU."""
+
+import functools
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import Case, check, make
+
+from lowrank_kv_jax.codecs.basis import expand_values, fold_query
+from lowrank_kv_jax.pallas_kernels import dispatch
+from lowrank_kv_jax.pallas_kernels.blockwise import BLOCK
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
+from lowrank_kv_jax.pallas_kernels.packing import EMPTY, columns, merge_splits
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
+from lowrank_kv_jax.partial import AttnPartial, merge
+from lowrank_kv_jax.positions import Runs
+
+
+def test_the_platform_decides_the_environment_overrides_and_an_argument_overrides_both(monkeypatch):
+    assert dispatch.choose() == "xla"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert dispatch.choose() == "triton" and not dispatch.interpreted("triton") and dispatch.interpreted("tpu")
+    monkeypatch.setenv(dispatch.OVERRIDE, "tpu")
+    assert dispatch.choose() == "tpu" and dispatch.choose("xla") == "xla"
+    with pytest.raises(ValueError, match="backend='cuda'.*xla, triton, mosaic_gpu, tpu"):
+        dispatch.choose("cuda")
+
+
+def test_an_unsupported_case_runs_on_xla_with_one_warning_that_says_why():
+    x = make(Case(T=40, lengths=(60, 3), S=64, N=4, poison=False))  # 80 query rows a kv head
+    dispatch._warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="coefficient_attention runs on XLA instead of triton: more than 64 query rows"):
+        part = coefficient_attention(x.q, x.tokens, **x.options, backend="triton")
+    check(part, x.oracle)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        coefficient_attention(x.q, x.tokens, **x.options, backend="triton")
+    with pytest.warns(RuntimeWarning, match="tpu: keys lie as .tokens, rank.*with_token_layout"):
+        coefficient_attention(x.q, x.tokens, **x.options, backend="tpu")
+
+
+def test_columns_cover_a_width_once():
+    assert columns(96) == ((0, 64), (64, 32)) and columns(256) == ((0, 128), (128, 128))
+    for width in range(1, 400):
+        pieces = columns(width)
+        ends = [start + size for start, size in pieces]
+        assert [start for start, _ in pieces] == [0, *ends[:-1]] and ends[-1] >= width > pieces[-1][0]
+        assert all(size >= 16 and size & (size - 1) == 0 for _, size in pieces)
+
+
+def test_splits_merge_as_parts_do():
+    rng = np.random.default_rng(0)
+    out, lse = rng.normal(size=(2, 3, 4, 5, 6)), rng.normal(size=(2, 3, 4, 5))
+    out[:, :, 1], lse[:, :, 1] = 0, EMPTY
+    out[0, 0], lse[0, 0] = 0, EMPTY  # nothing at all
+    found = merge_splits(jnp.asarray(out, jnp.float32), jnp.asarray(lse, jnp.float32))
+    with np.errstate(invalid="ignore"):
+        parts = [AttnPartial(jnp.asarray(out[:, :, i]), jnp.where(lse[:, :, i] <= EMPTY, -jnp.inf, lse[:, :, i]))
+                 for i in range(4)]
+    expected = merge(parts)
+    np.testing.assert_allclose(found.out, expected.out, atol=1e-6)
+    np.testing.assert_allclose(found.lse[1], expected.lse[1], atol=1e-6)
+    assert np.all(np.asarray(found.lse[0, 0]) <= EMPTY / 2)
+
+
+def test_runs_know_their_pieces():
+    rng = np.random.default_rng(1)
+    start, jump = rng.integers(-3, 20, (50, 2)), rng.integers(0, 6, (50, 2))
+    start[:10, 1] = start[:10, 0]
+    runs = Runs(jnp.asarray(start, jnp.int32), jnp.asarray(jump, jnp.int32))
+    slots, wanted = np.arange(30), np.arange(25)
+    positions = np.asarray(runs.at(jnp.asarray(slots)))
+    through = runs.slots_through(jnp.asarray(np.tile(wanted, (50, 1)), jnp.int32))
+    np.testing.assert_array_equal(through, (positions[:, None] <= wanted[:, None]).sum(-1))
+    first, offset = (np.asarray(x) for x in runs.pieces())
+    piece = (slots[None, :, None] >= first[:, None]).sum(-1) - 1
+    np.testing.assert_array_equal(slots + np.take_along_axis(offset, piece, axis=1), positions)
+
+
+S, K, N, D, R = 4096, 4, 8, 160, 40  # widths that nothing else in the program has
+
+
+def decode_shapes(attend):
+    """Shapes of all arrays in the optimised program of a decoded token's attention, and what it needs beside them."""
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    gaps = jnp.zeros((1, 2), jnp.int32)
+
+    def decode(q, k, v, basis, length):
+        tokens = CachedTokens(k, v, length, Runs(gaps, gaps))
+        return attend(q, tokens, basis, scale=D**-0.5, q_positions=length[:, None], causal=False, window=None)
+
+    stored, basis = shape((1, K, S, R)), shape((K, D, R))
+    length = jax.ShapeDtypeStruct((1,), jnp.int32)
+    compiled = jax.jit(decode).lower(shape((1, 1, N, D)), stored, stored, basis, length).compile()
+    found = re.findall(r"[a-z]\w*\[([\d,]+)\]", compiled.as_text())
+    return [tuple(map(int, dims.split(","))) for dims in found], compiled.memory_analysis().temp_size_in_bytes
+
+
+def holds_tokens_by_channels(dims):
+    return D in dims and any(n in dims for n in (S, BLOCK)) or int(np.prod(dims)) >= S * D and R not in dims
+
+
+def test_post_rope_decode_has_no_array_of_tokens_by_head_channels():
+    def in_coefficient_space(q, tokens, basis, **options):
+        part = coefficient_attention(fold_query(basis, q, K), tokens, **options)
+        return expand_values(basis, part.out, K), part.lse
+
+    shapes, temporaries = decode_shapes(in_coefficient_space)
+    assert (1, K, S, R) in shapes
+    assert not [dims for dims in shapes if holds_tokens_by_channels(dims)]
+    assert temporaries < 4 * S * D / 2  # nor all of a buffer in another layout
+    rebuilt, _ = decode_shapes(functools.partial(rotary_coefficient_attention, rope=None, kv_heads=K))
+    assert [dims for dims in rebuilt if holds_tokens_by_channels(dims)]  # the check would see one
