@@ -28,6 +28,8 @@ def open_hf_directory(directory: Path) -> Checkpoint:
     tensors = {}
     for path in _weight_files(directory):
         tensors.update(read_safetensors_header(path))
+    if config.family == "gpt2":  # with the head of a language model the same names have a prefix
+        tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     return Checkpoint(str(directory), config, tensors, naming="hf")
 
 
