@@ -24,6 +24,10 @@ TARGETS = ("sm_90", "v5e", "v6e")
 EXTRA = "pip install 'lowrank-kv-jax[kernel-compilers]'"
 
 
+# what libtpu would ask a metadata server for
+_NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
+
+
 class NoCompiler(Exception):
     """A target's compiler is not installed or does not start; the message says why."""
 
@@ -62,7 +66,8 @@ def device(target: str) -> Any:
             config = (Path(__file__).parent / "targets" / "h200.txtpb").read_text()
             topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=config)
         else:
-            os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server to ask
+            for name, value in _NO_TPU.items():
+                os.environ.setdefault(name, value)
             topology = topologies.get_topology_desc(f"{target}:2x2", platform="tpu")
     except Exception as error:  # plugins raise what they like
         raise NoCompiler(f"no compiler for {target}: {_first_line(error)}. {EXTRA}") from error
@@ -90,7 +95,10 @@ def compile_for(target: str, f: Callable[..., Any], *args: Any, dump: str | None
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice(there.device_kind, cores, platform))
     with jax.sharding.use_abstract_mesh(mesh):
         lowered = jax.jit(f).trace(*args).lower(lowering_platforms=(platform,))
-        return lowered.compile(compiler_options={"xla_dump_to": dump, "xla_dump_emitter_re": ".*"} if dump else None)
+        options = {"xla_dump_to": dump} if dump else {}
+        if dump and jax.version.__version_info__ >= (0, 11):
+            options["xla_dump_emitter_re"] = ".*"  # else there is no PTX among the files
+        return lowered.compile(compiler_options=options or None)
 
 
 def gpu_facts(kernel: str, f: Callable[..., Any], *args: Any) -> KernelFacts:

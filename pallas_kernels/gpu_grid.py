@@ -8,7 +8,7 @@ CORES = 132  # of an H100 or H200; other GPUs get a few splits more or less than
 WAVES = 2  # programs for each core
 IN_FLIGHT = 32 * 1024  # bytes a program should have under way: with WAVES programs a core they hide the latency
 MOST_STAGES = 6
-WIDE = 1024  # bytes of a token from which its accumulators need the registers of eight warps
+WIDE = 700  # bytes of a token (and of its rebuilt key) from which the registers of four warps spill
 LEAST_TILES = 4  # a split of fewer tiles costs more to merge than it saves
 
 

@@ -94,8 +94,8 @@ def merge_splits(out: jax.Array, lse: jax.Array) -> AttnPartial:
     return AttnPartial(out, top[:, :, 0] + jnp.log(total))
 
 
-def columns(width: int, least: int = 16, most: int = 128) -> tuple[tuple[int, int], ...]:
-    """(start, size) of power-of-two pieces that cover `width`: 96 is 64 + 32, 256 twice 128, and 38 is 32 + 16.
+def columns(width: int, least: int = 32, most: int = 128) -> tuple[tuple[int, int], ...]:
+    """(start, size) of power-of-two pieces that cover `width`: 96 is 64 + 32, 256 twice 128, and 38 twice 32.
 
     A last piece that reaches beyond the width is read and written under a mask.
     """
@@ -129,7 +129,9 @@ def stored_arrays(tokens: Any) -> Stored:
     """
     if isinstance(tokens, jax.Array):
         return Stored(tokens, None)
-    if getattr(tokens, "bits", None) != 8 or tuple(tokens.tile) != (TILE_OF_SCALES, 1) or tokens.lows is not None:
+    tile = getattr(tokens, "tile", None)
+    known = tile is not None and (tile.tokens, tile.channels) == (TILE_OF_SCALES, 1)
+    if not known or tokens.bits != 8 or tokens.lows is not None:
         raise Unsupported(f"tokens stored as {type(tokens).__name__}, other than in 8 bits with a scale for each "
                           f"component of {TILE_OF_SCALES} tokens")
     scales = tokens.scales  # kept as the bits of bfloat16 numbers

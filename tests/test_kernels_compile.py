@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,17 @@ json.dump({"results": rows, "missing": missing}, sys.stdout)
 """
 
 
-@pytest.mark.parametrize("target", ["sm_90", "v5e", "v6e"])
+COMPILERS = {"sm_90": "jax-cuda13-plugin", "v5e": "libtpu", "v6e": "libtpu"}
+
+
+@pytest.mark.parametrize("target", COMPILERS)
 def test_every_program_compiles(target):
     python = os.environ.get("LOWRANK_KV_COMPILER_PYTHON", sys.executable)
+    if python == sys.executable:  # the answer without starting a process for it
+        try:
+            version(COMPILERS[target])
+        except PackageNotFoundError:
+            pytest.skip(f"no compiler for {target}: {COMPILERS[target]} is not installed, see the extra kernel-compilers")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [python, "-W", "ignore", "-c", PROGRAM, target], cwd=ROOT, env=environment, capture_output=True, text=True

@@ -49,7 +49,7 @@ def test_columns_cover_a_width_once():
         pieces = columns(width)
         ends = [start + size for start, size in pieces]
         assert [start for start, _ in pieces] == [0, *ends[:-1]] and ends[-1] >= width > pieces[-1][0]
-        assert all(size >= 16 and size & (size - 1) == 0 for _, size in pieces)
+        assert all(size >= 32 and size & (size - 1) == 0 for _, size in pieces)
 
 
 def test_splits_merge_as_parts_do():
