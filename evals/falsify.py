@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.accounting import cache_bytes
+from lowrank_kv_jax.accounting import cache_bytes, full_cache_bytes
 from lowrank_kv_jax.calibrate import fit_bases, iterate_taps
 from lowrank_kv_jax.error_tracking import attention_errors
 from lowrank_kv_jax.estimators import make_estimator
@@ -90,12 +90,25 @@ class Run:
         Raises:
             ValueError: not even rank 1 is.
         """
-        most = self.row_bytes(static, capacity)
-        for rank in range(self.model.config.head_dim, 0, -1):
-            method = parse_method(f"{_with(self.adaptive)}rank={rank}")
-            if self.row_bytes(method, capacity) <= most:
-                return method
-        raise ValueError(f"{self.adaptive}: takes more than the {most} bytes of {static} at any rank; use a longer text")
+        most, spec = self.row_bytes(static, capacity), _with(self.adaptive)
+        low, high = 0, self.model.config.head_dim
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.row_bytes(parse_method(f"{spec}rank={middle}"), capacity) <= most
+            low, high = (middle, high) if fits else (low, middle - 1)
+        if not low:
+            raise ValueError(f"{self.adaptive}: takes more than the {most} bytes of {static} at any rank; "
+                             "use a longer text")
+        return parse_method(f"{spec}rank={low}")
+
+    def break_even(self, rank: float, capacity: int) -> float:
+        """Tokens from which on a chunk saves more than its basis takes, from the bytes of caches that differ in both."""
+        one, two = (parse_method(f"{_with(self.adaptive)}rank={rank},chunks={n}") for n in (1, 2))
+        basis = self.row_bytes(two, capacity) - self.row_bytes(one, capacity)
+        half = capacity // 2
+        per_token = (self.row_bytes(one, capacity) - self.row_bytes(one, half)) / (capacity - half)
+        full = full_cache_bytes(self.model.config.attention, 1)
+        return basis / (full - per_token) if full > per_token else float("inf")
 
     def nll(self, methods: Mapping[Any, KVMethod], tokens: np.ndarray, scored: int) -> dict[Any, float]:
         """Mean negative log-likelihood of the last `scored` tokens of each row through each cache, and the full one."""
@@ -164,10 +177,13 @@ def adapting_is_worse(run: Run, texts: Texts, ranks: Sequence[float], scored: in
         })
         if name == "adaptive":
             worse.append(nll[name, rank] > nll["static", rank])
+    full_bytes = full_cache_bytes(run.model.config.attention, texts.shifted.shape[1])
+    figures = [row | {"of full": row["bytes"] / full_bytes} for row in figures]
     equal = sum(nll["equal bytes", rank] > nll["static", rank] for rank in ranks)
     return Verdict("the adaptive subspace is worse than the static one at equal rank", sum(worse) * 2 > len(worse),
                    figures, f"adaptive is worse after the shift at {sum(worse)} of {len(ranks)} ranks, "
-                            f"at equal bytes at {equal} of {len(ranks)}")
+                            f"at equal bytes at {equal} of {len(ranks)}; a chunk pays for its basis from "
+                            f"{run.break_even(ranks[0], texts.shifted.shape[1]):.0f} tokens on (rank {ranks[0]:g})")
 
 
 def error_grows_with_length(run: Run, texts: Texts, lengths: Sequence[int], rank: float, scored: int) -> Verdict:

@@ -5,6 +5,7 @@ program of `decode_step`, operation by operation, so that every method is covere
 bases included (Online Subspace Projection, section 9).
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -111,13 +112,16 @@ def white_bases(spec: AttentionSpec, method: KVMethod, dtype: Any) -> Any:
     """Bases of the shapes that calibration gives; ranks by energy are those of white activations."""
     if not method.calibrated:
         return method.default_bases(spec)
-    layers, kv, dim = spec.num_layers, spec.kv_heads, spec.head_dim
+    alone = all(len(group) == 1 for group in method.layer_groups(spec))
+    fitted_to = dataclasses.replace(spec, num_layers=1, windows=spec.windows[:1]) if alone else spec
+    layers, kv, dim = fitted_to.num_layers, spec.kv_heads, spec.head_dim
 
     def eye(*shape):
         return np.broadcast_to(np.eye(shape[-1], dtype=np.float32), (*shape, shape[-1]))
 
     wide, heads = eye(layers, kv * dim), eye(layers, kv, dim)
-    fitted = method.fit(spec, Moments(1, wide, wide, wide, heads, heads))
+    fitted = method.fit(fitted_to, Moments(1, wide, wide, wide, heads, heads))
+    fitted = fitted * spec.num_layers if alone else fitted  # all layers are alike
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), fitted)
 
 

@@ -139,6 +139,7 @@ def test_residuals_are_those_of_the_coded_tokens():
     assert 0 < k < 1 and 0 < v < 1
 
 
+@pytest.mark.slow
 def test_thresholds_hold_the_percentile_that_was_asked_for():
     moments = collect_moments(tiny(), np.asarray(prompts(rows=1)))
     run = falsify.Run(tiny(), moments, "osp-static:sinks=4,recent=8", ADAPTIVE.replace("rank=4,", ""), "float32")
@@ -148,6 +149,7 @@ def test_thresholds_hold_the_percentile_that_was_asked_for():
         falsify.residual_thresholds(run, np.asarray(prompts()), 0.5, 101)
 
 
+@pytest.mark.slow
 def test_the_falsifying_command_gives_four_verdicts(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("lowrank_kv_jax.cli.options.load_from", lambda args: tiny())
     for name in ("prose", "code"):
@@ -219,7 +221,7 @@ def test_the_roofline_command(tmp_path, monkeypatch, capsys):
     roofline_command.add_parser(parser.add_subparsers())
     args = parser.parse_args(["roofline", "--methods", "full", "osp:rank=0.5", "--lengths", "512", "1024", "--json", str(tmp_path / "r.jsonl")])
     assert args.run(args) == 0
-    assert "osp:rank=0.5" in capsys.readouterr().out
+    assert "osp:rank=0.5" in capsys.readouterr().out.replace("\n", "")
     records = {(r["method"], r["length"]): r for r in read_records(tmp_path / "r.jsonl")}
     assert records["osp:rank=0.5", 1024]["cache_bytes"] < records["full", 1024]["cache_bytes"]
     args.device = "abacus"

@@ -9,7 +9,7 @@ import pytest
 from helpers import PLAIN, PROMPT, bases_for, model, prompts, run
 
 from lowrank_kv_jax.accounting import cache_bytes
-from lowrank_kv_jax.codecs.quantised import Tile, append_tokens, map_tokens, read_tokens, store_tokens
+from lowrank_kv_jax.codecs.quantised import Tile, append_tokens, empty_tokens, map_tokens, read_tokens, store_tokens
 from lowrank_kv_jax.forward import compress_group, embed_tokens, layer_prefill, make_layout
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.parse import parse_method
@@ -95,6 +95,14 @@ def test_tokens_can_be_appended_in_pieces(bits, tile):
             assert not wide[row, :, n:].any()
     with pytest.raises(ValueError, match="60 slots: .* multiple of the 16 tokens"):
         append_tokens(store_tokens(jnp.zeros((1, 1, 60, 2)), 8, None, Tile(16, 1)), jnp.zeros((1, 1, 1, 2)), length[:1], length[:1])
+
+
+def test_empty_storage_is_that_of_zeros():
+    for bits, tile in ((None, Tile()), (8, PER_TOKEN), (2, KIVI_KEYS), (4, KIVI_VALUES)):
+        empty, zeros = empty_tokens(SHAPE, bits, jnp.bfloat16, tile), store_tokens(jnp.zeros(SHAPE), bits, jnp.bfloat16, tile)
+        assert jax.tree.structure(empty) == jax.tree.structure(zeros)
+        jax.tree.map(np.testing.assert_array_equal, empty, zeros)
+        assert [x.dtype for x in jax.tree.leaves(empty)] == [x.dtype for x in jax.tree.leaves(zeros)]
 
 
 def test_moved_coefficients_are_quantised_anew():

@@ -51,21 +51,19 @@ def run(args: argparse.Namespace) -> int:
         check_writable(args.json)
     methods = {spec: parse_method(spec) for spec in args.methods}
     model = load_from(args)
-    table = Table(title=f"{model.name}, batch {args.batch}, bfloat16, one decode step; {roof.bandwidth / 1e12:g} TB/s, "
+    table = Table(title=f"{model.name}, batch {args.batch}, bfloat16, a decode step at least; {roof.bandwidth / 1e12:g} TB/s, "
                         f"{roof.flops / 1e12:g} TFLOP/s")
-    table.add_column("method", overflow="fold", ratio=1)
-    for column in ("tokens", "attention\nMFLOP/token", "cache\nMB read", "weights\nMB read", "FLOP/byte",
-                   "least\nus/step", "bound by", "vs full"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("method", overflow="fold", min_width=12)
+    for column in ("tokens", "MFLOP", "MB", "of that\ncache", "FLOP\n/byte", "us", "bound", "vs\nfull"):
+        table.add_column(column, justify="right")
     for length in args.lengths:
         full = roofline.decode_cost(model.config, parse_method("full"), length, args.batch).seconds(roof)
         for spec, method in methods.items():
             cost = roofline.decode_cost(model.config, method, length, args.batch)
             cache, seconds = sum(cost.cache_bytes.values()), cost.seconds(roof)
             table.add_row(
-                spec, str(length), f"{cost.attention_flops / args.batch / 1e6:.1f}", f"{cache / 1e6:.1f}",
-                f"{cost.weight_bytes / 1e6:.0f}", f"{cost.flops / cost.bytes:.2f}", f"{seconds * 1e6:.1f}",
-                cost.bound(roof), f"{full / seconds:.2f}x",
+                spec, str(length), f"{cost.flops / 1e6:.1f}", f"{cost.bytes / 1e6:.0f}", f"{cache / 1e6:.1f}",
+                f"{cost.flops / cost.bytes:.1f}", f"{seconds * 1e6:.1f}", cost.bound(roof)[:4], f"{full / seconds:.2f}",
             )
             if args.json:
                 append_record(args.json, make_record(

@@ -140,6 +140,17 @@ def store_tokens(x: jax.Array, bits: int | None, dtype, tile: Tile = COEFFICIENT
     return QuantisedTokens(codes, stored.scales, stored.lows, bits, tile, x.shape[3])
 
 
+def empty_tokens(shape: tuple[int, int, int, int], bits: int | None, dtype, tile: Tile = COEFFICIENTS):
+    """What `store_tokens` makes of zeros `[B, J, S, R]`, without coding them."""
+    if bits is None:
+        return jnp.zeros(shape, dtype)
+    *lead, size, channels = shape
+    each = channels if tile.channels is None else tile.channels
+    codes = jnp.zeros((*lead, size, -(-channels * bits // 8)), jnp.int8 if bits == 8 else jnp.uint8)
+    sides = jnp.zeros((*lead, -(-size // tile.tokens), -(-channels // each)), jnp.uint16)
+    return QuantisedTokens(codes, sides, None if bits == 8 else jnp.zeros_like(sides), bits, tile, channels)
+
+
 def read_tokens(stored: "jax.Array | QuantisedTokens") -> jax.Array:
     """All tokens, widened to float32."""
     if isinstance(stored, QuantisedTokens):

@@ -8,8 +8,8 @@ from lowrank_kv_jax.codecs.quantised import (
     QuantisedTokens,
     Tile,
     append_tokens,
+    empty_tokens,
     map_tokens,
-    store_tokens,
 )
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
 from lowrank_kv_jax.positions import Runs
@@ -49,7 +49,7 @@ def empty_coded(
         most = max(k_tile.tokens, v_tile.tokens)
         size = -(-size // most) * most
     k, v = (
-        store_tokens(jnp.zeros((batch, heads, size, rank), jnp.float32), bits, dtype, tile)
+        empty_tokens((batch, heads, size, rank), bits, dtype, tile)
         for (heads, rank), tile in ((k_shape, k_tile), (v_shape, v_tile))
     )
     return Coded(k, v, none, Runs(gaps, gaps))
