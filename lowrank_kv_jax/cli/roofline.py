@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
         check_writable(args.json)
     methods = {spec: parse_method(spec) for spec in args.methods}
     model = load_from(args)
-    table = Table(title=f"{model.name}, batch {args.batch}, bfloat16, a decode step at least; {roof.bandwidth / 1e12:g} TB/s, "
-                        f"{roof.flops / 1e12:g} TFLOP/s")
+    table = Table(title=f"{model.name}, batch {args.batch}, bfloat16: a decode step at least; "
+                        f"{roof.bandwidth / 1e12:g} TB/s, {roof.flops / 1e12:g} TFLOP/s")
     table.add_column("method", overflow="fold", min_width=12)
     for column in ("tokens", "MFLOP", "MB", "of that\ncache", "FLOP\n/byte", "us", "bound", "vs\nfull"):
         table.add_column(column, justify="right")
