@@ -4,6 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers import softmax_attention
 
 from lowrank_kv_jax.codecs.quantised import store_tokens
@@ -38,6 +39,11 @@ class Case:
     jumps: tuple[int, int] = (3, 5)
     per_row: bool = False
     poison: bool = True
+
+
+def slow(case: Case):
+    """A case that the default run leaves out: interpreted kernels take seconds each, most of it compilation."""
+    return pytest.param(case, marks=pytest.mark.slow)
 
 
 @dataclasses.dataclass(frozen=True)

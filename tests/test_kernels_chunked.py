@@ -9,10 +9,13 @@ import pytest
 from helpers import softmax_attention
 from kernel_cases import check, lanes
 
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, chunked_coefficient_attention
+from lowrank_kv_jax.codecs.chunk_bases import store_bases
+from lowrank_kv_jax.pallas_kernels.chunked_attention import chunked_attention
+from lowrank_kv_jax.pallas_kernels.chunked_attention.by_kernel import chunk_slots
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
 from lowrank_kv_jax.positions import Runs
 
-B, C, K, N, D, S = 2, 3, 2, 4, 32, 700
+B, C, K, N, D, PAGE, S = 2, 4, 2, 4, 32, 50, 700
 RANKS = (16, 24)
 SCALE = 0.3
 
@@ -21,30 +24,38 @@ SCALE = 0.3
 def inputs():
     rng = np.random.default_rng(0)
     lengths = np.array([690, 301], np.int32)
-    first = np.array([[0, 130, 600], [0, 300, S]], np.int32)  # across blocks and tiles; a chunk of one token; none
+    # across blocks and tiles; a basis that no page has; one that no page has yet; stale owners beyond the length
+    owner = np.array([[0] * 3 + [1] * 9 + [3] * 2, [0] * 6 + [1] + [0] * 7], np.int32)
     k, v = (rng.normal(size=(B, K, S, r)) for r in RANKS)
     k_bases, v_bases = (rng.normal(size=(B, C, K, D, r)) / np.sqrt(r) for r in RANKS)
     q = rng.normal(size=(B, 1, N, D))
-    of = (np.arange(S)[None, :, None] >= first[:, None]).sum(-1) - 1
-    wide = [np.einsum("bjsr,bsjwr->bsjw", x, np.take_along_axis(u, of[:, :, None, None, None], axis=1))
-            for x, u in ((k, k_bases), (v, v_bases))]
+    of = np.repeat(owner, PAGE, axis=1)[:, :, None, None, None]
+    wide = [np.einsum("bjsr,bsjwr->bsjw", x, np.take_along_axis(u, of, axis=1)) for x, u in ((k, k_bases), (v, v_bases))]
     mask = (np.arange(S) < lengths[:, None])[:, None]
     oracle = softmax_attention(q, *wide, mask, SCALE)
     stale = (np.arange(S) >= lengths[:, None])[:, None, :, None]
     runs = Runs(jnp.zeros((B, 2), jnp.int32), jnp.zeros((B, 2), jnp.int32))
     k, v = (jnp.asarray(np.where(stale, np.nan, x), jnp.float32) for x in (k, v))
-    arrays = [jnp.asarray(x, jnp.float32) for x in (q, k_bases, v_bases)]
-    return arrays, CachedTokens(k, v, jnp.asarray(lengths), runs), jnp.asarray(first), jnp.asarray(lengths), oracle
+    q, *bases = (jnp.asarray(x, jnp.float32) for x in (q, k_bases, v_bases))
+    tokens = CachedTokens(k, v, jnp.asarray(lengths), runs)
+    return q, tokens, jnp.asarray(owner), [store_bases(u, "float32") for u in bases], oracle
 
 
-@pytest.mark.parametrize("backend, most", [("xla", None), ("triton", 470), ("tpu", 470)])
-def test_chunks(backend, most):
-    (q, k_bases, v_bases), tokens, first, lengths, oracle = inputs()
+def test_chunks_lie_where_their_pages_are():
+    _, tokens, owner, _, _ = inputs()
+    first, after = chunk_slots(owner, tokens.lengths, PAGE, C)
+    np.testing.assert_array_equal(first, [[0, 150, 600, 600], [0, 300, 350, 350]])
+    np.testing.assert_array_equal(after, [[150, 600, 600, 700], [300, 350, 350, 350]])
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton", "tpu"])
+def test_chunks(backend):
+    q, tokens, owner, bases, oracle = inputs()
     if backend == "xla":  # which multiplies what it masks by zero
         tokens = tokens._replace(keys=jnp.nan_to_num(tokens.keys), values=jnp.nan_to_num(tokens.values))
     tokens = lanes(tokens) if backend == "tpu" else tokens
     attend = functools.partial(
-        chunked_coefficient_attention, kv_heads=K, scale=SCALE, causal=False, window=None, most=most, backend=backend
+        chunked_attention, page=PAGE, rope=None, kv_heads=K, scale=SCALE, window=None, backend=backend
     )
-    part = jax.jit(attend)(q, tokens, first, k_bases, v_bases, q_positions=lengths[:, None])
+    part = jax.jit(attend)(q, tokens, owner, *bases, q_positions=tokens.lengths[:, None])
     check(part, oracle)

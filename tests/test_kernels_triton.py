@@ -4,7 +4,7 @@ import functools
 
 import jax
 import pytest
-from kernel_cases import Case, check, make
+from kernel_cases import Case, check, make, slow
 
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
@@ -23,11 +23,12 @@ def run(op, *args, **options):
         Case(rank_k=38, rank_v=48),  # no power of two nor a sum of a few
         Case(rank_k=96, rank_v=16, dtype="bfloat16", S=256, lengths=(255, 256)),
         Case(rank_k=64, rank_v=128, dtype="float16", lengths=(300, 2), J=1),
-        Case(rank_k=128, rank_v=256, J=2, Jv=1, lengths=(130,)),
+        slow(Case(rank_k=128, rank_v=256, J=2, Jv=1, lengths=(130,))),
         Case(T=3, causal=True, window=70, lengths=(1, 2, 3, 100, 101, 300), rank_k=48),
-        Case(T=2, causal=True, gaps=(200, 7), jumps=(9, 2), lengths=(8, 199, 202)),
+        slow(Case(T=2, causal=True, gaps=(200, 7), jumps=(9, 2), lengths=(8, 199, 202))),
         Case(bits=8, rank_k=64, rank_v=32, lengths=(0, 1, 128, 129, 300)),
         Case(S=1300, lengths=(1300, 513, 0), N=8),  # several splits
+        *(slow(Case(rank_k=r, rank_v=r, lengths=(256, 257), dtype="bfloat16")) for r in (16, 32, 48, 64, 96, 128)),
     ],
     ids=str,
 )
@@ -39,12 +40,12 @@ def test_coefficients(case):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(rope=ROPE),
+        slow(Case(rope=ROPE)),
         Case(rope=ROPE, D=96, rank_k=48, gaps=(0, 128), jumps=(100000, 9), lengths=(128, 129, 300)),
         Case(rope=LLAMA3, J=1, Jv=1, rank_k=96, rank_v=64, per_row=True, N=8, K=4, gaps=(64, 70), jumps=(7, 11)),
         Case(rope=ROPE, T=3, causal=True, window=90, lengths=(2, 101, 300), bits=8),
-        Case(rope=None, per_row=True, rank_k=20, dtype="bfloat16", lengths=(300, 5)),
-        Case(rope=ROPE, D=128, rank_k=256, J=1, rank_v=384, Jv=1, lengths=(140,)),  # a joint basis, in pieces
+        slow(Case(rope=None, per_row=True, rank_k=20, dtype="bfloat16", lengths=(300, 5))),
+        slow(Case(rope=ROPE, D=128, rank_k=256, J=1, rank_v=384, Jv=1, lengths=(140,))),  # a joint basis, in pieces
     ],
     ids=str,
 )

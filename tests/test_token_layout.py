@@ -76,8 +76,15 @@ def test_an_unknown_layout_is_refused():
         with_token_layout(cache, "columns")
 
 
-@pytest.mark.parametrize("rope", ["post", "pre"])
-@pytest.mark.parametrize("backend, layout", [("triton", "rows"), ("tpu", "lanes")])
+@pytest.mark.parametrize(
+    "backend, layout, rope",
+    [
+        ("triton", "rows", "post"),
+        pytest.param("triton", "rows", "pre", marks=pytest.mark.slow),
+        pytest.param("tpu", "lanes", "post", marks=pytest.mark.slow),
+        pytest.param("tpu", "lanes", "pre", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:coefficient_attention runs on XLA:RuntimeWarning")  # exact tokens, in rows, on a TPU
 def test_the_core_decodes_through_kernels_as_through_xla(monkeypatch, backend, layout, rope):
     config = dataclasses.replace(SHORT, q_heads=2, kv_heads=1)

@@ -3,8 +3,7 @@
 from lowrank_kv_jax.pallas_kernels.coefficient_attention.api import (
     CachedTokens,
     causal_attention,
-    chunked_coefficient_attention,
     coefficient_attention,
 )
 
-__all__ = ["CachedTokens", "causal_attention", "chunked_coefficient_attention", "coefficient_attention"]
+__all__ = ["CachedTokens", "causal_attention", "coefficient_attention"]

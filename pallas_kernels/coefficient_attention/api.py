@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from lowrank_kv_jax.pallas_kernels import dispatch
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import chunked, reference
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import reference
 from lowrank_kv_jax.partial import AttnPartial
 
 KERNELS = {"triton": "gpu_triton", "tpu": "tpu"}
@@ -61,40 +61,6 @@ def coefficient_attention(
 def _implementation(module: str, **arguments: Any) -> AttnPartial:
     """Call the op in a module of this folder, imported when it is needed: Pallas is not where XLA is enough."""
     return importlib.import_module(f"{__package__}.{module}").coefficient_attention(**arguments)
-
-
-def chunked_coefficient_attention(
-    q: jax.Array, tokens: CachedTokens, first: jax.Array, key_bases: jax.Array, value_bases: jax.Array, *,
-    kv_heads: int, scale: float, q_positions: jax.Array, causal: bool, window: int | None, most: int | None = None,
-    backend: str | None = None,
-) -> AttnPartial:
-    """Attention over post-RoPE coefficients in chunks that each have bases of their own.
-
-    Args:
-        q: queries after RoPE `[B, T, N, D]`.
-        tokens: one buffer of coefficients for all chunks.
-        first: int32 `[B, C]`, the first slot of each chunk, rising; chunks that are not there begin at S.
-        key_bases, value_bases: `[B, C, J, W, R]`.
-        kv_heads: K.
-        most: most tokens of a chunk, if it is known; None is S. More than it are not seen.
-        scale, q_positions, causal, window, backend: as in `coefficient_attention`.
-
-    Returns:
-        Partial in head space, `[B, T, N, D]`: softmax over all chunks is the merge of theirs.
-    """
-    arguments: dict[str, Any] = dict(
-        q=q, tokens=tokens, first=first, key_bases=key_bases, value_bases=value_bases, kv_heads=kv_heads, scale=scale,
-        q_positions=q_positions, causal=causal, window=window, most=most,
-    )
-
-    def by_kernel(module: str, interpret: bool) -> AttnPartial:
-        kernel = importlib.import_module(f"{__package__}.{module}")
-        return chunked.by_kernel(kernel, **arguments, interpret=interpret)
-
-    kernels = {name: functools.partial(by_kernel, module) for name, module in KERNELS.items()}
-    return dispatch.run(
-        "chunked_coefficient_attention", backend, kernels, functools.partial(chunked.by_reference, **arguments)
-    )
 
 
 def causal_attention(

@@ -44,23 +44,6 @@ def coefficient_attention(q, tokens, *, scale, q_positions, causal, window) -> A
     )
 
 
-def attend_slots(q, tokens, begin, end, *, scale) -> AttnPartial:
-    """Queries `[B, T, N, Rk]` over the slots `begin <= slot < end`, int32 `[B, T]`: blocks that hold any of them."""
-    size = tokens.keys.shape[2]
-    heads = max(tokens.keys.shape[1], tokens.values.shape[1])
-
-    def read(i):
-        start, slots, fresh = block_slots(i, size)
-        mask = fresh & (slots >= begin[..., None]) & (slots < end[..., None])
-        keys, values = (spread_heads(slice_block(x, start), heads) for x in (tokens.keys, tokens.values))
-        return keys, values, mask
-
-    first, last = block_range(size, jnp.max(end, axis=1), jnp.where(end > begin, begin, size))
-    return blockwise_attention(
-        q, read, first, last, shared_heads=heads, value_dim=tokens.values.shape[-1], scale=scale
-    )
-
-
 def causal_attention(q, k, v, *, scale, window):
     """Blocks of queries, each over the blocks of keys up to its own: half the work of the masked square."""
     batch, size, heads, dim = q.shape
