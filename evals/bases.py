@@ -32,3 +32,13 @@ def calibration_settings(corpus: Corpus, methods: Mapping[str, KVMethod]) -> dic
     """What records keep of the calibration; null where no method needs one."""
     calibrated = any(method.calibrated for method in methods.values())
     return {"calibration": {"corpus": corpus.name, "sha256": corpus.sha256} if calibrated else None}
+
+
+def conditions_of(settings: Mapping[str, Any], method: KVMethod | None) -> dict[str, Any]:
+    """A run's settings as the records of one method keep them: without a calibration that it does not read.
+
+    So a method's records stay the same whatever other methods shared its run.
+    """
+    if method is not None and method.calibrated or "calibration" not in settings:
+        return dict(settings)
+    return {**settings, "calibration": None}

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.corpus import Corpus, load_corpus
-from lowrank_kv_jax.evals.bases import bases_of, calibration_settings
+from lowrank_kv_jax.evals.bases import bases_of, calibration_settings, conditions_of
 from lowrank_kv_jax.evals.perplexity import score_through_cache
 from lowrank_kv_jax.evals.prefill_many import prefill_many
 from lowrank_kv_jax.evals.records import append_record, make_record
@@ -150,8 +150,8 @@ class _Run:
 
     def wanted(self, methods: Mapping[str, KVMethod], windows: Sequence[Window]) -> dict[tuple, dict[str, Any]]:
         """The keys of this run's records, and what each of these must hold."""
-        return {self.key(spec, window): {**self.conditions, "window_sha256": _digest(window)}
-                for window in windows for spec in methods}
+        return {self.key(spec, window): {**conditions_of(self.conditions, method), "window_sha256": _digest(window)}
+                for window in windows for spec, method in methods.items()}
 
     def left(self, methods, batch: Sequence[Window], known) -> dict[str, KVMethod]:
         return {spec: m for spec, m in methods.items() if any(self.key(spec, w) not in known for w in batch)}
@@ -181,7 +181,8 @@ class _Run:
                     perplexity=math.exp(min(total / len(window.scored), 700)) if finite else None,
                     cache_bytes=size.total, full_cache_bytes=size.full, bytes_per_token=size.per_token,
                     bytes_by_kind=size.by_kind, smaller=size.smaller, nominal_smaller=size.nominal_smaller,
-                    compressed_fraction=size.compressed, window_sha256=_digest(window), **self.conditions,
+                    compressed_fraction=size.compressed, window_sha256=_digest(window),
+                    **conditions_of(self.conditions, method),
                 )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from lowrank_kv_jax.cache import Cache, fork
 from lowrank_kv_jax.evals.answer import answer
+from lowrank_kv_jax.evals.bases import conditions_of
 from lowrank_kv_jax.evals.batches import Batch, make_batches
 from lowrank_kv_jax.evals.prefill_many import pad_rows, prefill_many
 from lowrank_kv_jax.evals.prompts import PROTOCOLS, STYLES, Question
@@ -58,19 +59,18 @@ class Suite:
         if not self.questions:
             raise ValueError(f"{self.command}: there is nothing to ask")
 
-    def conditions(self) -> dict[str, Any]:
-        """What a record of this run holds beside its key; records of other conditions are not this run's."""
-        return {"style": self.style, "cache_dtype": self.dtype, **self.settings}
+    def conditions(self, method: KVMethod | None) -> dict[str, Any]:
+        """What a record of a method holds beside its key; records of other conditions are not this run's."""
+        return {"style": self.style, "cache_dtype": self.dtype, **conditions_of(self.settings, method)}
 
     def key(self, model: Any, spec: str, question: Question) -> Key:
         return (self.command, model.fingerprint, spec, question.task, question.length, question.index,
                 self.protocol, self.seed)
 
-    def wanted(self, model: Any, methods: Mapping[str, KVMethod]) -> dict[Key, dict[str, Any]]:
-        """The keys of this run's records, and what each of these must hold."""
-        conditions = self.conditions()
-        return {self.key(model, spec, question): conditions | {"prompt_sha256": question.sha256}
-                for question in self.questions for spec in methods}
+    def wanted(self, model: Any, methods: Mapping[str, KVMethod | None]) -> dict[Key, dict[str, Any]]:
+        """The keys of this run's records, and what each of these must hold; a method of a peer is None."""
+        return {self.key(model, spec, question): self.conditions(method) | {"prompt_sha256": question.sha256}
+                for question in self.questions for spec, method in methods.items()}
 
 
 def evaluate(
@@ -197,13 +197,15 @@ class _Runner:
         times = clock.times(prefill_s)
         for row, entry in enumerate(entries):
             if entry is not None:
-                yield self._record(spec, entry[0], texts[row], size, times, {
+                yield self._record(spec, method, entry[0], texts[row], size, times, {
                     "context_tokens": len(batch.contexts[row]), "question_tokens": len(entry[1]),
                     "answer_tokens": clock.tokens[row], "rows": len(entries),
                     "methods_sharing_prefill": sharing,
                 })
 
-    def _record(self, spec, question: Question, text: str, size: Size, times, counts) -> dict[str, Any]:
+    def _record(
+        self, spec: str, method: KVMethod, question: Question, text: str, size: Size, times, counts
+    ) -> dict[str, Any]:
         suite, model = self.suite, self.model
         return make_record(
             suite.command, model=model.name, fingerprint=model.fingerprint, method=spec, task=question.task,
@@ -212,7 +214,7 @@ class _Runner:
             full_cache_bytes=size.full,
             bytes_per_token=size.per_token, bytes_by_kind=size.by_kind, smaller=size.smaller,
             nominal_smaller=size.nominal_smaller, compressed_fraction=size.compressed, **times, **counts,
-            **suite.conditions(), prompt_sha256=question.sha256, **question.details,
+            **suite.conditions(method), prompt_sha256=question.sha256, **question.details,
         )
 
 

@@ -220,6 +220,18 @@ def test_results_of_another_run_are_refused(tmp_path):
     assert len(read_records(path)) == 2 * 3
 
 
+def test_only_calibrated_methods_depend_on_the_calibration(tmp_path):
+    """So a file may be filled by runs of other methods, one after the other."""
+    path, only = tmp_path / "r.jsonl", {"full": METHODS["full"]}
+    coded = {"static-pca:rank=0.5,sinks=4,recent=8": METHODS["static-pca:rank=0.5,sinks=4,recent=8"]}
+    evaluate(Loaded(), only, some(count=1, calibration=None), json=path)
+    evaluate(Loaded(), only | coded, some(count=1, calibration="a"), json=path, bases=fit)
+    assert len(read_records(path)) == 2 * 3
+    evaluate(Loaded(), only, some(count=1, calibration="b"), json=path)
+    with pytest.raises(ValueError, match="calibration was 'a' and is now 'b'"):
+        evaluate(Loaded(), coded, some(count=1, calibration="b"), json=path, bases=fit)
+
+
 SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})

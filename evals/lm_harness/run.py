@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lowrank_kv_jax.corpus import Corpus, load_corpus
-from lowrank_kv_jax.evals.bases import bases_of, calibration_settings
+from lowrank_kv_jax.evals.bases import bases_of, calibration_settings, conditions_of
 from lowrank_kv_jax.evals.lm_harness.tasks import TASKS, load_tasks
 from lowrank_kv_jax.evals.records import append_record, make_record
 from lowrank_kv_jax.evals.resume import Key, finished, key_of
@@ -54,8 +54,8 @@ def evaluate_lm_eval(
     corpus = calibrate or load_corpus("pydoc:first")
     conditions = {"fewshot": fewshot, "cache_dtype": dtype, **calibration_settings(corpus, methods)}
     wanted: dict[Key, dict[str, Any]] = {
-        _key(model, spec, task, index, seed): conditions | {"document_sha256": _digest(document)}
-        for task, rest in documents.items() for index, document in enumerate(rest) for spec in methods
+        _key(model, spec, task, index, seed): conditions_of(conditions, method) | {"document_sha256": _digest(document)}
+        for task, rest in documents.items() for index, document in enumerate(rest) for spec, method in methods.items()
     }
     known = {} if json is None else finished(json, wanted)
     pending = {
