@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lowrank_kv_jax.saved_bases import load_bases, save_bases
     from lowrank_kv_jax.saved_cache import load_cache, save_cache
     from lowrank_kv_jax.spec import AttentionSpec, Taps
+    from lowrank_kv_jax.token_layout import with_token_layout
 
 _HOME = {
     "accounting": ("CacheBytes", "cache_bytes", "full_cache_bytes"),
@@ -40,6 +41,7 @@ _HOME = {
     "saved_bases": ("load_bases", "save_bases"),
     "saved_cache": ("load_cache", "save_cache"),
     "spec": ("AttentionSpec", "Taps"),
+    "token_layout": ("with_token_layout",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
@@ -49,7 +51,7 @@ __all__ = [
     "collect_moments", "decode_block", "decode_step", "extend", "fork", "full_cache_bytes", "generate",
     "ingest", "insert_rows", "load_bases", "load_cache", "load_corpus", "load_model", "merge", "methods",
     "parse_method", "prefill", "refresh", "register", "save_bases", "save_cache", "spell_method",
-    "take_rows",
+    "take_rows", "with_token_layout",
 ]
 
 

@@ -91,8 +91,8 @@ def _print_table(heads, rows, title: str) -> None:
     for row in rows:
         table.add_row(*row)
     console = Console()
-    if not console.is_terminal or console.width < 140:
-        console = Console(width=max(console.width, 160))
+    if not console.is_terminal or console.width < 200:
+        console = Console(width=200)
     console.print(table)
 
 

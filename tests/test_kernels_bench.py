@@ -1,0 +1,52 @@
+"""`lowrank-kv bench kernels` measures what it says and refuses to time a wrong result."""
+
+import pytest
+
+from lowrank_kv_jax.cli import main
+from lowrank_kv_jax.evals import kernels
+from lowrank_kv_jax.evals.records import read_records
+
+SMALL = ["--lengths", "40", "--batch", "2", "--ranks", "8", "--q-heads", "2", "--kv-heads", "1", "--head-dim", "32",
+         "--dtype", "float32", "--ragged", "--repeats", "1"]
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch):
+    monkeypatch.setitem(kernels.LAST_LEVEL_CACHE, "cpu", 1)
+
+
+def test_every_contender_is_checked_timed_and_recorded(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(kernels, "copy_bandwidth", lambda: 1e9)
+    log, figure = tmp_path / "kernels.jsonl", tmp_path / "kernels.png"
+    asked = ["--ops", "coefficients", "int8", "rotary", "--json", str(log), "--plot", str(figure)]
+    assert main(["bench", "kernels", *SMALL, *asked]) == 0
+    names = ["full rank, xla", "full rank, dot_product", "rank 8, xla", "rank 8, dot_product", "rank 8 int8, xla",
+             "rank 8 pre-RoPE, xla"]
+    records = read_records(log)
+    assert [r["method"] for r in records] == names and figure.stat().st_size > 1000
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in names)
+    full = min(r["seconds"] for r in records[:2])
+    for record in records:
+        assert record["error"] < 1e-4 and record["seconds"] > 0
+        assert record["speedup"] == pytest.approx(full / record["seconds"])
+    tokens = 20 + 40  # ragged: half of the length, and all of it
+    assert [r["read_bytes"] for r in records[1:6]] == [tokens * 2 * n for n in (128, 32, 32, 8, 32)]
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch):
+    right = kernels._attend
+
+    def wrong(shape, contender, *args):
+        out, lse = right(shape, contender, *args)
+        return out * 1.01, lse
+
+    monkeypatch.setattr(kernels, "_attend", wrong)
+    with pytest.raises(ValueError, match="full rank, xla.*errs by"):
+        kernels.bench(kernels.Shape(1, 40, 2, 1, 32, "float32"), [8], repeats=1)
+
+
+@pytest.mark.parametrize("wrong, said", [(["--q-heads", "3", "--kv-heads", "2"], "--q-heads 3"), (["--ranks", "0"], "--ranks")])
+def test_sizes_are_checked(capsys, wrong, said):
+    assert main(["bench", "kernels", *wrong]) == 2
+    assert said in capsys.readouterr().err
