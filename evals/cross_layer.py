@@ -11,18 +11,13 @@ from lowrank_kv_jax.calibrate import iterate_taps
 from lowrank_kv_jax.evals.basis_metrics import rank_of_energy
 from lowrank_kv_jax.layer_groups import stride_groups
 
-TAPS = {"keys": "k_pre", "values": "v"}
 
+def layer_tokens(model: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """The cache of a text of S tokens, int32 `[S]`: the X_l of the paper, float32 `[L, S, W]`.
 
-class LayerTokens(NamedTuple):
-    """Keys before RoPE and values of one text, float32 `[L, S, K * D]`: the X_l of the paper."""
-
-    keys: np.ndarray
-    values: np.ndarray
-
-
-def layer_tokens(model: Any, tokens: np.ndarray) -> LayerTokens:
-    """The cache of a text of S tokens, int32 `[S]`.
+    Returns:
+        "keys" (before RoPE) and "values", the heads of a layer side by side; of latent attention "latents", before
+        their norm.
 
     Raises:
         ValueError: fewer than two tokens, or more than the model's context.
@@ -30,11 +25,15 @@ def layer_tokens(model: Any, tokens: np.ndarray) -> LayerTokens:
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or not 2 <= len(tokens) <= model.config.context:
         raise ValueError(f"tokens of shape {tokens.shape}: expected 2..{model.config.context} of one text")
-    sides: dict[str, list[np.ndarray]] = {side: [] for side in TAPS}
+    latent = model.config.attention.latent
+    layers: dict[str, list[np.ndarray]] = {}
     for taps in iterate_taps(model.config, model.params, tokens[None]):
-        for side, tap in TAPS.items():
-            sides[side].append(np.asarray(getattr(taps, tap), np.float32).reshape(len(tokens), -1))
-    return LayerTokens(**{side: np.stack(layers) for side, layers in sides.items()})
+        sides = {"keys": taps.k_pre, "values": taps.v}
+        if latent is not None:
+            sides = {"latents": taps.k_pre[..., -latent.rank :]}
+        for side, tap in sides.items():
+            layers.setdefault(side, []).append(np.asarray(tap, np.float32).reshape(len(tokens), -1))
+    return {side: np.stack(parts) for side, parts in layers.items()}
 
 
 @jax.jit
@@ -79,7 +78,7 @@ class Analysis(NamedTuple):
     """What the layers of a model share on one text.
 
     Attributes:
-        cka, cosine: `[L, L]` by side, "keys" and "values".
+        cka, cosine: `[L, L]` by side, as of `layer_tokens`.
         ranks: by side and group size, (rank, width) of each group.
         energy: share that the ranks keep.
     """
@@ -95,7 +94,7 @@ class Analysis(NamedTuple):
         return sum(rank for rank, _ in ranks) / sum(width for _, width in ranks)
 
     def table(self, size: int) -> str:
-        """These ranks as the `table` field of xkv takes them."""
+        """These ranks as the `table` field of xkv takes them; none for latents, which have one rank."""
         pairs = zip(self.ranks["keys"][size], self.ranks["values"][size], strict=True)
         return "/".join(f"{k}:{v}" for (k, _), (v, _) in pairs)
 
@@ -124,7 +123,7 @@ def analyse(
             raise ValueError(f"group size {size}: the model has {layers} layers")
     if not 0 < energy <= 1:
         raise ValueError(f"energy={energy}: must lie in (0, 1]")
-    caches = layer_tokens(model, tokens)._asdict()
+    caches = layer_tokens(model, tokens)
     return Analysis(
         {side: cka_matrix(x) for side, x in caches.items()},
         {side: cosine_matrix(x) for side, x in caches.items()},

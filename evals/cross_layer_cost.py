@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from lowrank_kv_jax.rank_for_bytes import state_bytes
 from lowrank_kv_jax.spec import AttentionSpec
 
 LONGEST = 1 << 17
+FULL, LAYERS = "full cache", "layers alone"
 
 
 def bytes_at(method: KVMethod, spec: AttentionSpec, prompt: int, dtype: str = "bfloat16") -> int:
@@ -53,44 +55,22 @@ def break_even(
 
 
 @dataclasses.dataclass(frozen=True)
-class FitCost:
-    """Seconds to the first token, medians over alternating rounds: full cache, and with the method's fit."""
-
-    full: float
-    method: float
-
-    @property
-    def overhead(self) -> float:
-        """Share of the prefill that the compression adds."""
-        return self.method / self.full - 1
-
-
-def fit_cost(model: Any, method: KVMethod, length: int, rounds: int = 3, seed: int = 0) -> FitCost:
-    """Time prefill with and without the method on random tokens of `length`."""
-    tokens = np.random.default_rng(seed).integers(0, model.config.vocab_size, (1, length))
-    contenders = {
-        name: CacheContender(model, m, None, tokens, 1)
-        for name, m in (("full", parse_method("full")), ("method", method))
-    }
-    timings = alternate(contenders, 1, rounds)
-    return FitCost(timings["full"].ttft_s, timings["method"].ttft_s)
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeCost:
-    """Seconds a decoded token takes, and where they must go.
+class Cost:
+    """What a method's prompt takes, and each token decoded after it, in seconds: medians over alternating rounds.
 
     Attributes:
-        measured: through the method's cache.
-        full: through the full cache.
-        layers: through a cache of a few tokens: the layers without attention.
+        ttft, full_ttft: to the first token, with the method's fit and with a full cache.
+        decode, full_decode: of a token through either cache.
+        layers: of a token through a cache of a few tokens: the layers without attention.
         flops: of the attention, rebuilding keys included, of one token through all layers.
         bytes: of the cache.
         matmul_rate, copy_rate: measured on this machine, FLOP/s and bytes/s.
     """
 
-    measured: float
-    full: float
+    ttft: float
+    full_ttft: float
+    decode: float
+    full_decode: float
     layers: float
     flops: float
     bytes: int
@@ -98,12 +78,17 @@ class DecodeCost:
     copy_rate: float
 
     @property
+    def overhead(self) -> float:
+        """Share of the prefill that the compression adds."""
+        return self.ttft / self.full_ttft - 1
+
+    @property
     def floor(self) -> float:
-        """No less is possible: the larger of compute and traffic, and the layers without attention."""
+        """Decoding takes no less: the larger of compute and traffic, and the layers without attention."""
         return max(self.flops / self.matmul_rate, self.bytes / self.copy_rate) + self.layers
 
 
-def attention_flops(spec: AttentionSpec, tokens: int, rank_k: int, rank_v: int) -> float:
+def attention_flops(spec: AttentionSpec, tokens: int, rank_k: float, rank_v: float) -> float:
     """FLOPs of one query through all layers over coefficients in bases shared by a layer's heads.
 
     A token and layer: 2 R_k K D to rebuild its keys, 2 N D for logits, 2 N R_v for values.
@@ -113,25 +98,43 @@ def attention_flops(spec: AttentionSpec, tokens: int, rank_k: int, rank_v: int) 
     return 2.0 * spec.num_layers * tokens * per_token
 
 
-def decode_cost(
-    model: Any, method: KVMethod, ranks: tuple[int, int], length: int, steps: int = 16, rounds: int = 3
-) -> DecodeCost:
-    """Time decoding after a prompt of random tokens, the full cache and a nearly empty one beside it."""
+def mean_ranks(method: KVMethod, spec: AttentionSpec, length: int, dtype: str) -> tuple[float, float]:
+    """Ranks of keys and values of a cross-layer method at a prompt length, means over the groups."""
+    layout = Layout(spec, 1, length, length + DEFAULT_BLOCK, DEFAULT_BLOCK, dtype)
+    ranks = [method.ranks(layout, group) for group in method.default_bases(spec)]  # type: ignore[attr-defined]
+    k, v = np.mean([tuple(r) for r in ranks], axis=0)
+    return float(k), float(v)
+
+
+def measure_costs(
+    model: Any, methods: Mapping[str, KVMethod], length: int, steps: int = 16, rounds: int = 3,
+    dtype: str | None = None,
+) -> dict[str, Cost]:
+    """Time prefill and decoding of cross-layer methods on random tokens, the full cache beside them.
+
+    Args:
+        dtype: of the caches; by default float32 on a CPU, whose products of bfloat16 numbers are slow, else bfloat16.
+    """
     config = model.config
+    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, length))
-    full, none = parse_method("full"), parse_method("sliding-window:budget=1,keep=none")
     contenders = {
-        name: CacheContender(model, m, None, tokens, steps)
-        for name, m in (("measured", method), ("full", full), ("layers", none))
+        name: CacheContender(model, m, None, tokens, steps, dtype=dtype)
+        for name, m in {**methods, FULL: parse_method("full")}.items()
     }
-    seconds = {name: 1 / t.decode_tokens_per_s for name, t in alternate(contenders, steps, rounds).items()}
-    return DecodeCost(
-        **seconds,
-        flops=attention_flops(config.attention, length, *ranks),
-        bytes=bytes_at(method, config.attention, length),
-        matmul_rate=matmul_rate(),
-        copy_rate=copy_rate(),
-    )
+    layers = parse_method("sliding-window:budget=1,keep=none")
+    contenders[LAYERS] = CacheContender(model, layers, None, tokens[:, :32], steps, dtype=dtype)
+    times = alternate(contenders, steps, rounds)
+    rates = matmul_rate(), copy_rate()
+    return {
+        name: Cost(
+            times[name].ttft_s, times[FULL].ttft_s,
+            *(1 / times[which].decode_tokens_per_s for which in (name, FULL, LAYERS)),
+            attention_flops(config.attention, length, *mean_ranks(method, config.attention, length, dtype)),
+            bytes_at(method, config.attention, length, dtype), *rates,
+        )
+        for name, method in methods.items()
+    }
 
 
 def matmul_rate(size: int = 1536) -> float:

@@ -10,7 +10,7 @@ def plot_analysis(path: str | os.PathLike, analysis: Analysis, title: str = "") 
     from matplotlib.figure import Figure  # drawn by Agg: no display is needed
 
     figure = Figure(figsize=(17, 6.5), layout="constrained")
-    axes = figure.subplots(2, 3)
+    axes = figure.subplots(len(analysis.cka), 3, squeeze=False)
     for row, side in zip(axes, analysis.cka, strict=True):
         for axis, name, matrix in (
             (row[0], "token-wise cosine", analysis.cosine),

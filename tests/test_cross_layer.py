@@ -7,8 +7,9 @@ import pytest
 from helpers import PLAIN, model, prompts
 
 from lowrank_kv_jax.evals.cross_layer import analyse, cka_matrix, cosine_matrix, group_ranks
-from lowrank_kv_jax.evals.cross_layer_cost import attention_flops, break_even, smaller_at
+from lowrank_kv_jax.evals.cross_layer_cost import Cost, attention_flops, break_even, measure_costs, smaller_at
 from lowrank_kv_jax.evals.cross_layer_plot import plot_analysis
+from lowrank_kv_jax.evals.cross_layer_quality import Settings, equal_bytes_specs, one_sided_specs
 from lowrank_kv_jax.parse import parse_method
 
 
@@ -83,3 +84,38 @@ def test_break_even_is_where_the_bases_are_paid_for():
 def test_attention_flops():
     # one token, 3 layers: rebuild 2 R_k K D, logits 2 N D, values 2 N R_v
     assert attention_flops(PLAIN.attention, 1, 5, 7) == 3 * 2 * (5 * 32 + 8 * 8 + 8 * 7)
+
+
+def test_the_floor_is_the_slower_of_compute_and_traffic_and_the_layers():
+    cost = Cost(1.1, 1.0, 0.5, 0.4, 0.1, flops=3e9, bytes=10**9, matmul_rate=1e10, copy_rate=1e10)
+    assert cost.overhead == pytest.approx(0.1) and cost.floor == pytest.approx(0.4)
+
+
+@pytest.mark.slow
+def test_costs_of_a_tiny_model_are_measured():
+    (cost,) = measure_costs(model(), {"x": parse_method("xkv:group=3,sinks=2,recent=2")}, 64, steps=4, rounds=1).values()
+    assert cost.ttft > 0 and cost.decode > 0 and cost.layers > 0 and cost.floor > cost.layers
+    assert cost.bytes > 0 and cost.flops == attention_flops(PLAIN.attention, 64, 19, 29)
+
+
+def test_compared_methods_have_equal_bytes():
+    settings = Settings(ratios=(2.0, 3.0), groups=(1, 3), fields="sinks=4,recent=4")
+    specs = equal_bytes_specs(settings)
+    assert specs[0] == "full" and len(specs) == 2 + 2 * 2
+    for spec in specs[2:]:
+        wanted = float(spec.split("smaller=")[1].split(",")[0])
+        assert wanted <= smaller_at(parse_method(spec), PLAIN.attention, 400) < 1.25 * wanted
+
+
+def test_one_side_alone_meets_its_ratio():
+    """Coefficients and bases of the compressed side, counted anew; the other side keeps all of its columns."""
+    length, settings = 400, Settings(ratios=(2.0, 4.0), groups=(1, 3))
+    specs = one_sided_specs(PLAIN.attention, settings, length)
+    assert len(specs) == 1 + 2 * 2 * 2
+    for spec in specs[1:]:
+        (first, *_) = parse_method(spec).default_bases(PLAIN.attention)
+        width = first.layers * 32
+        rank, other = sorted(first.ranks)
+        assert other == width
+        ratio = length * width / (rank * (length + width))
+        assert any(wanted <= ratio < 1.3 * wanted for wanted in settings.ratios)

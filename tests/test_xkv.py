@@ -1,12 +1,13 @@
 """Cross-layer SVD: the fit, groups and ranks, 8-bit storage, bytes, recompression."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, model, prompts, run
+from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, model, prompts, run, softmax_attention
 
 from lowrank_kv_jax import methods
 from lowrank_kv_jax.accounting import cache_bytes
@@ -14,9 +15,16 @@ from lowrank_kv_jax.codecs.quantised import quantise, read_basis, read_tokens, s
 from lowrank_kv_jax.estimators.subspace_iteration import cholesky_orthonormalise, leading_subspace
 from lowrank_kv_jax.forward import make_layout, prefill
 from lowrank_kv_jax.layer_groups import read_table, split_rank, stride_groups
-from lowrank_kv_jax.parse import parse_method
+from lowrank_kv_jax.method import Place
+from lowrank_kv_jax.parse import parse_method, spell_method
+from lowrank_kv_jax.rope import rope_angles, rotate
+from lowrank_kv_jax.saved_cache import abstract_cache
+from lowrank_kv_jax.selection import blocks
 
 DEEP = dataclasses.replace(PLAIN, num_layers=5, windows=(None,) * 5)
+FOUR = dataclasses.replace(PLAIN, num_layers=4, windows=(None,) * 4)
+
+subspace = jax.jit(leading_subspace, static_argnames="rank")
 
 # ---- the fit -----------------------------------------------------------------------------------------------
 
@@ -40,12 +48,12 @@ def tokens_with(singular: np.ndarray, width: int, rows: int) -> np.ndarray:
     return (u * singular[:rank]) @ v.T
 
 
-@pytest.mark.parametrize("rank", [16, 64, 150])
+@pytest.mark.parametrize("rank", [16, 150])
 @pytest.mark.parametrize("kind", ["powers", "fast", "flat", "geometric", "step", "outlier"])
 def test_the_fit_is_within_a_percent_of_the_best_there_is(kind, rank):
     x = tokens_with(spectrum(kind, 320), 320, 500)
     moment = jnp.asarray(x.T @ x, jnp.float32)
-    basis = leading_subspace(moment, rank)
+    basis = subspace(moment, rank)
     assert basis.dtype == jnp.float32
     u = np.asarray(basis, np.float64)
     np.testing.assert_allclose(u.T @ u, np.eye(rank), atol=1e-5)
@@ -57,7 +65,7 @@ def test_the_fit_is_within_a_percent_of_the_best_there_is(kind, rank):
 @pytest.mark.parametrize("rows", [0, 1, 20])
 def test_prompts_shorter_than_the_rank(rows):
     x = tokens_with(np.ones(320), 320, rows) if rows else np.zeros((1, 320))
-    u = np.asarray(leading_subspace(jnp.asarray(x.T @ x, jnp.float32), 64), np.float64)
+    u = np.asarray(subspace(jnp.asarray(x.T @ x, jnp.float32), 64), np.float64)
     np.testing.assert_allclose(u.T @ u, np.eye(64), atol=1e-5)
     np.testing.assert_allclose(x @ u @ u.T, x, atol=1e-3)
 
@@ -66,9 +74,9 @@ def test_the_fit_takes_leading_axes():
     moments = np.stack(
         [x.T @ x for x in (tokens_with(spectrum(k, 320), 320, 400) for k in ("powers", "fast"))]
     )
-    both = leading_subspace(jnp.asarray(moments, jnp.float32), 24)
-    alone = leading_subspace(jnp.asarray(moments[1], jnp.float32), 24)
-    np.testing.assert_allclose(both[1] @ both[1].T, alone @ alone.T, atol=1e-3)
+    both = subspace(jnp.asarray(moments, jnp.float32), 16)
+    alone = subspace(jnp.asarray(moments[0], jnp.float32), 16)
+    np.testing.assert_allclose(both[0] @ both[0].T, alone @ alone.T, atol=1e-3)
 
 
 def test_cholesky_orthonormalises_nested_spans():
@@ -137,6 +145,9 @@ def test_configurations_that_a_model_does_not_suit(spec, message):
         ("xkv:recompress=0", "recompress=0"),
         ("xkv:smaller=0.0", "smaller=0.0"),
         ("xkv:ratio=0.0", "ratio=0.0"),
+        ("xkv:rebuild=0", "rebuild=0"),
+        ("xkv:rebuild_block=0", "rebuild_block=0"),
+        ("xkv:rebuild=64,recompress=8", "give one of the two"),
     ],
 )
 def test_bad_fields_are_refused(spec, message):
@@ -168,15 +179,16 @@ def test_read_table_names_what_it_was_given():
 # ---- against the single layer, and exactness ---------------------------------------------------------------
 
 
-def logits_of(method, config=DEEP, dtype=jnp.float32, width=8, lengths=None):
-    return run(method, config, prompts(length=PROMPT + 56), PROMPT, dtype=dtype, width=width, lengths=lengths)
+@functools.cache
+def logits_of(method, ragged=None):
+    lengths = None if ragged is None else jnp.array(ragged, jnp.int32)
+    return run(method, FOUR, prompts(length=PROMPT + 56), PROMPT, width=8, lengths=lengths)
 
 
-@pytest.mark.parametrize("rank", [8, 32])
-def test_one_layer_is_the_single_svd(rank):
+def test_one_layer_is_the_single_svd():
     """The same ranks, the same exact tokens: the same logits."""
-    _, cross = logits_of(methods.XKV(group=1, rank_k=rank, rank_v=rank, sinks=4, recent=8))
-    _, single = logits_of(methods.SingleSVD(rank=rank, sinks=4, recent=8))
+    _, cross = logits_of(methods.XKV(group=1, rank_k=8, rank_v=8, sinks=4, recent=8))
+    _, single = logits_of(methods.SingleSVD(rank=8, sinks=4, recent=8))
     np.testing.assert_allclose(cross, single, atol=2e-4)
 
 
@@ -184,10 +196,9 @@ def test_one_layer_is_the_single_svd(rank):
     "fields",
     [
         "group=2,sinks=0,recent=0",
-        "group=5,sinks=3,recent=2",
         "group=3,recompress=8,sinks=4,recent=4",
         "group=2,recompress=20,refit=false,sinks=0,recent=0",
-        "smaller=0.2,sinks=4,recent=8",
+        "smaller=0.2,sinks=4,recent=8,rebuild=1.0,rebuild_block=16",
     ],
 )
 def test_full_rank_is_exact(fields):
@@ -258,7 +269,7 @@ def test_basis_storage(dtype, error):
 
 
 @pytest.mark.parametrize(
-    "fields, error", [("bits=8", 0.05), ("basis_dtype=int8", 0.05), ("bits=8,basis_dtype=float8_e4m3fn", 0.5)]
+    "fields, error", [("bits=8,basis_dtype=int8", 0.1), ("basis_dtype=float8_e4m3fn", 0.5)]
 )
 def test_eight_bits_stay_close_and_are_counted(fields, error):
     plain, logits = logits_of(methods.XKV(group=2, rank=0.5, sinks=4, recent=8))
@@ -278,10 +289,17 @@ def test_eight_bits_stay_close_and_are_counted(fields, error):
 @pytest.mark.parametrize("smaller", [1.5, 3.0])
 def test_smaller_counts_all_bytes(fields, smaller):
     method = parse_method(f"xkv:smaller={smaller},sinks=2,recent=2{fields}")
-    tokens = prompts(length=256)
-    cache, _ = prefill(method, DEEP, model(DEEP).params, tokens, capacity=272, block=BLOCK)
-    reached = cache_bytes(cache).smaller
+    reached = cache_bytes(abstract_cache(method, make_layout(DEEP, 2, 256, 272, BLOCK))).smaller
     assert smaller <= reached < 1.12 * smaller  # ranks are whole numbers
+
+
+def test_room_for_new_tokens_does_not_take_the_prompt_s_bytes():
+    method = methods.XKV(smaller=2.0, sinks=2, recent=2, group=5)
+    (group,) = method.default_bases(DEEP.attention)
+    tight, roomy = (make_layout(DEEP, 1, 256, capacity, BLOCK) for capacity in (272, 500))
+    assert method.ranks(tight, group) == method.ranks(roomy, group)
+    held = dataclasses.replace(method, recompress=16)
+    assert held.ranks(tight, group) != held.ranks(roomy, group)
 
 
 def test_a_prompt_too_short_for_its_ratio_is_said_to_be():
@@ -290,11 +308,10 @@ def test_a_prompt_too_short_for_its_ratio_is_said_to_be():
         prefill(method, PLAIN, model().params, prompts(), capacity=CAPACITY)
 
 
-@pytest.mark.parametrize("group", [1, 2])
-def test_prefill_holds_the_exact_keys_and_values_of_one_group(group):
+def test_prefill_holds_the_exact_keys_and_values_of_one_group():
     """Temporary memory of a jitted prefill does not grow with the number of layers."""
-    method, temporary = methods.XKV(group=group, rank=0.25, sinks=4, recent=4), {}
-    for layers in (4, 10):
+    method, temporary = methods.XKV(group=2, rank=0.25, sinks=4, recent=4), {}
+    for layers in (4, 8):
         config = dataclasses.replace(PLAIN, num_layers=layers, windows=(None,) * layers)
         shapes = jax.eval_shape(lambda config=config: model(config).params)
 
@@ -304,17 +321,17 @@ def test_prefill_holds_the_exact_keys_and_values_of_one_group(group):
         compiled = jax.jit(whole).lower(shapes, jax.ShapeDtypeStruct((4, 256), jnp.int32)).compile()
         temporary[layers] = compiled.memory_analysis().temp_size_in_bytes
     layer = 4 * 256 * 2 * PLAIN.kv_heads * PLAIN.head_dim * 4
-    assert temporary[10] - temporary[4] < 0.5 * layer
+    assert temporary[8] - temporary[4] < layer  # of four more layers
 
 
 # ---- recompression -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fields", ["refit=true", "refit=false", "refit=true,bits=8"])
+@pytest.mark.parametrize("fields", ["refit=false", "refit=true,bits=8"])
 def test_generated_tokens_are_coded_after_a_while(fields):
     method = parse_method(f"xkv:group=2,rank=0.5,sinks=4,recent=4,recompress=16,{fields}")
     lengths = jnp.array([PROMPT, 50], jnp.int32)
-    cache, logits = logits_of(method, lengths=lengths)
+    cache, logits = logits_of(method, (PROMPT, 50))
     assert np.isfinite(logits).all()
     coded = cache.groups[0].coded.length
     assert (coded > lengths - 8).all() and (cache.groups[0].exact[0].length <= 8 + 16 + BLOCK).all()
@@ -327,8 +344,8 @@ def test_refitting_follows_new_tokens_better_than_projecting():
     for refit in (True, False):
         method = methods.XKV(group=2, rank=0.25, sinks=0, recent=0, recompress=16, refit=refit)
         tokens = jnp.concatenate([prompts(length=48, vocab=4), prompts(length=80, seed=3)], axis=1)
-        _, exact = run(methods.Full(), DEEP, tokens, 48, width=8)
-        _, logits = run(method, DEEP, tokens, 48, width=8)
+        _, exact = run(methods.Full(), FOUR, tokens, 48, width=8)
+        _, logits = run(method, FOUR, tokens, 48, width=8)
         errors[refit] = np.mean((logits - exact) ** 2)
     assert errors[True] < errors[False]
 
@@ -336,10 +353,103 @@ def test_refitting_follows_new_tokens_better_than_projecting():
 def test_recompression_of_a_ragged_row_is_that_of_the_row_alone():
     method = methods.XKV(group=2, rank=0.5, sinks=4, recent=4, recompress=16)
     tokens, length = prompts(length=PROMPT + 56), 61
-    _, together = run(method, DEEP, tokens, PROMPT, lengths=jnp.array([PROMPT, length]), width=8)
+    _, together = run(method, FOUR, tokens, PROMPT, lengths=jnp.array([PROMPT, length]), width=8)
     alone = jnp.concatenate([tokens[1:, :length], tokens[1:, PROMPT:]], axis=1)
-    _, alone = run(method, DEEP, alone, length, capacity=length + CAPACITY - PROMPT, width=8)
+    _, alone = run(method, FOUR, alone, length, capacity=length + CAPACITY - PROMPT, width=8)
     np.testing.assert_allclose(together[1], alone[0], atol=5e-4)
+
+
+# ---- rebuilding only some blocks ---------------------------------------------------------------------------
+
+
+def test_only_the_chosen_blocks_are_read():
+    """Two rows choose for themselves; the reference attends to the chosen tokens of the rebuilt cache in numpy."""
+    method = methods.XKV(group=1, rank_k=12, rank_v=12, sinks=4, recent=4, rebuild=40, rebuild_block=16, bits=8)
+    cache, _ = prefill(
+        method, PLAIN, model().params, prompts(), jnp.array([96, 71]), capacity=CAPACITY, dtype=jnp.float32
+    )
+    layout, state, spec = cache.layout, cache.groups[0], PLAIN.attention
+    q = jax.random.normal(jax.random.key(0), (2, 1, 8, 8))
+    positions, place = jnp.array([[96], [71]]), Place(0)
+    part = method.attend_coded(layout, state, q, positions, place)
+    chosen = blocks.choose(state.landmarks[0], state.coded.length, q, spec.scale, 16, 3)
+    assert (np.diff(chosen) > 0).all() and chosen[0].tolist() != chosen[1].tolist()
+    keys, values = (
+        jnp.einsum("bjsr,bjwr->bsjw", read_tokens(c), read_basis(u)).reshape(2, 96, 4, 8)
+        for c, u in ((state.coded.k, state.k_basis), (state.coded.v, state.v_basis))
+    )
+    slots = np.arange(96)
+    at = jnp.broadcast_to(slots + 4, (2, 96))
+    keys = rotate(keys, *(table[:, :, None] for table in rope_angles(spec.rope, at)))
+    seen = np.isin(slots[None] // 16, np.asarray(chosen[0])), np.isin(slots[None] // 16, np.asarray(chosen[1]))
+    mask = np.stack([row & (slots[None] < count) for row, count in zip(seen, state.coded.length, strict=True)])
+    out, lse = softmax_attention(q, keys, values, mask, spec.scale)
+    np.testing.assert_allclose(part.out, out, atol=1e-4)
+    np.testing.assert_allclose(part.lse, lse, atol=1e-4)
+
+
+def test_a_query_finds_the_block_of_its_key():
+    rng = np.random.default_rng(0)
+    k = jnp.asarray(rng.normal(size=(2, 64, 4, 8)), jnp.float32)
+    marks = blocks.landmarks(k, jnp.ones((2, 64)), 16, 4, jnp.float32)
+    np.testing.assert_allclose(marks.k[1, 2, 3], k[1, 48:, 2].mean(0), atol=1e-6)
+    q = 20 * jnp.repeat(marks.k[:, :, 2], 2, axis=1)[:, None]
+    assert (blocks.choose(marks, jnp.array([64, 64]), q, 1.0, 16, 1) == 2).all()
+    assert (blocks.choose(marks, jnp.array([30, 64]), q, 1.0, 16, 2)[0] == jnp.array([0, 1])).all()  # tokens only
+    tail = blocks.landmarks(k[:, :50], jnp.ones((2, 50)), 16, 4, jnp.float32)
+    np.testing.assert_allclose(tail.k[0, 0, 3], k[0, 48:50, 0].mean(0), atol=1e-6)
+
+
+# ---- selection before the fit ------------------------------------------------------------------------------
+
+
+def test_everything_selected_is_exact_and_a_summary_of_nothing_adds_nothing():
+    _, exact = logits_of(methods.Full())
+    spec = "xkv:group=3,rank=1.0,sinks=2,recent=4+snapkv:keep=1.0,decoding=keep,recent=8+moments"
+    _, logits = logits_of(parse_method(spec))
+    np.testing.assert_allclose(logits, exact, atol=1e-4)
+
+
+def test_int8_coefficients_of_selected_tokens_with_moments_of_the_rest():
+    """The stages of one composition: what is held, what it weighs, and that the summary brings attention back."""
+    spec = "xkv:group=2,rank=0.5,sinks=4,recent=8,bits=8,basis_dtype=int8+snapkv:keep=0.5,decoding=keep,recent=8"
+    cache, without = logits_of(parse_method(spec), (PROMPT, 60))
+    kept = cache.groups[0].kept
+    assert kept.coded.k.shape[2] == 48 - 12 and kept.coded.length.tolist() == [36, 36]
+    positions = np.asarray(kept.coded.positions.position)
+    assert (np.diff(positions) > 0).all() and positions.min() >= 4
+    assert positions[0].max() < PROMPT - 8 and positions[1].max() < 60 - 8
+    bytes_of = cache_bytes(cache).by_kind
+    assert bytes_of["coefficients"] == 2 * 2 * 36 * (kept.coded.k.shape[3] + kept.coded.v.shape[3])
+    full, exact = logits_of(methods.Full(), (PROMPT, 60))
+    cache, logits = logits_of(parse_method(spec + "+moments"), (PROMPT, 60))
+    dropped = cache.groups[1].dropped[0]
+    np.testing.assert_array_equal(dropped.count, [[PROMPT - 12 - 36] * 4, [60 - 12 - 36] * 4])
+    keys = np.asarray(full.groups[2].k, np.float64)[1, :, 4:52]  # exact keys of the third layer's middle
+    gone = np.setdiff1d(np.arange(4, 52), np.asarray(cache.groups[1].kept.coded.positions.position)[1]) - 4
+    np.testing.assert_allclose(dropped.keys[1], keys[:, gone].sum(1), atol=1e-3)
+    assert np.mean((logits - exact) ** 2) < np.mean((without - exact) ** 2)
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("xkv+snapkv:keep=0.5", "decoding='evict'"),
+        ("xkv+adakv:keep=0.5,decoding=keep", "heads with budgets of their own"),
+        ("xkv+pyramidkv:keep=0.5,decoding=keep", "budgets that differ by layer"),
+        ("xkv:recompress=8+snapkv:keep=0.5,decoding=keep", "recompress=8"),
+        ("xkv:rebuild=8+snapkv:keep=0.5,decoding=keep", "rebuild=8"),
+        ("xkv+moments", "nothing is evicted"),
+    ],
+)
+def test_compositions_that_make_no_sense_are_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        parse_method(spec)
+
+
+def test_a_composition_is_spelled_as_it_is_read():
+    text = "xkv:group=2,bits=8+snapkv:keep=0.5,decoding=keep+moments"
+    assert spell_method(parse_method(text)) == text
 
 
 def test_bases_are_markers_without_arrays():

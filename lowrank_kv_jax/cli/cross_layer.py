@@ -47,6 +47,30 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument(
         "--cost-length", type=int, default=4096, help="tokens of the timed prompts (%(default)s)"
     )
+    parser.add_argument(
+        "--quality",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="instead of the analyses: needles and perplexity at these lengths, every group size and ratio at "
+        "equal bytes, beside Full and MiniCache",
+    )
+    parser.add_argument("--methods", nargs="+", metavar="SPEC", help="for --quality, instead of that grid")
+    parser.add_argument(
+        "--sides",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="instead of the analyses: the same with keys alone, and values alone, compressed",
+    )
+    parser.add_argument(
+        "--ratios", nargs="+", type=float, default=[2.5, 4.0, 8.0], metavar="R", help="times smaller (%(default)s)"
+    )
+    parser.add_argument("--samples", type=int, default=6, help="needles of each task (%(default)s)")
+    parser.add_argument("--windows", type=int, default=4, help="texts for the perplexity (%(default)s)")
+    parser.add_argument(
+        "--fields", default="", help="further fields of the compared methods, e.g. bits=8,basis_dtype=int8"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds (%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="append records")
     parser.add_argument("--plot", metavar="PNG", help="draw figure 2 of the xKV paper for this model")
@@ -69,8 +93,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         check_writable(args.json)
     costs = None if args.costs is None else {s: parse_method(s) for s in args.costs or COST_METHODS}
-    corpus = load_corpus(args.text)
     model = load_model(args.model)
+    if args.quality or args.sides:
+        return _quality(args, model)
+    corpus = load_corpus(args.text)
     for method in (costs or {}).values():
         method.validate(model.config.attention)
     tokens = token_windows(model.tokenizer, corpus.texts, args.length, 1, args.seed)[0]
@@ -91,6 +117,33 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _quality(args: argparse.Namespace, model) -> int:
+    """Measure and print what methods keep at equal bytes, and with one side compressed."""
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from lowrank_kv_jax.evals import cross_layer_quality as study
+
+    settings = study.Settings(
+        tuple(args.ratios), tuple(args.groups), args.samples, args.windows, seed=args.seed, fields=args.fields
+    )
+    spec = model.config.attention
+    runs = [("equal bytes", n, args.methods or study.equal_bytes_specs(settings)) for n in args.quality or ()]
+    runs += [("one side", n, study.one_sided_specs(spec, settings, n)) for n in args.sides or ()]
+    for title, length, specs in runs:
+        rows = study.quality(model, specs, settings, length, json=args.json, progress=sys.stderr.isatty())
+        table = Table(title=f"{title}, {length} tokens")
+        for column in ("method", "smaller", *study.NEW_TOKENS, "needles %", "perplexity"):
+            table.add_column(column, justify="left" if column == "method" else "right", overflow="fold")
+        for row in rows:
+            found = (f"{row.needles[task]:.0f}" for task in study.NEW_TOKENS)
+            table.add_row(row.spec, f"{row.smaller:.2f}", *found, f"{row.needle:.0f}", f"{row.perplexity:.2f}")
+        Console().print(table)
+    return 0
+
+
 def _print_analysis(analysis, model: str, corpus: str) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -106,10 +159,11 @@ def _print_analysis(analysis, model: str, corpus: str) -> None:
     table.add_column("layers of a group")
     for side in analysis.ranks:
         table.add_column(side, justify="right")
-    for size in analysis.ranks["keys"]:
+    sizes = next(iter(analysis.ranks.values()))
+    for size in sizes:
         table.add_row(str(size), *(f"{100 * analysis.rank_ratio(side, size):.1f}" for side in analysis.ranks))
     console.print(table)
-    for size in analysis.ranks["keys"]:
+    for size in sizes if "keys" in analysis.ranks else ():
         print(f"xkv:group={size},table={analysis.table(size)}")
 
 
@@ -144,8 +198,7 @@ def _costs(model, methods, length: int, rounds: int) -> list[dict]:
     from rich.console import Console
     from rich.table import Table
 
-    from lowrank_kv_jax.evals.cross_layer_cost import break_even, decode_cost, fit_cost, smaller_at
-    from lowrank_kv_jax.method import Layout
+    from lowrank_kv_jax.evals.cross_layer_cost import break_even, measure_costs, smaller_at
 
     spec, records = model.config.attention, []
     table = Table(title=f"Costs at {length} tokens")
@@ -162,27 +215,20 @@ def _costs(model, methods, length: int, rounds: int) -> list[dict]:
         "full ms",
     ):
         table.add_column(column, justify="left" if column == "method" else "right")
+    costs = measure_costs(model, methods, length, rounds=rounds)
     for name, method in methods.items():
         fixed = getattr(method, "smaller", None) is None
         pays = [break_even(method, spec, ratio) if fixed else None for ratio in (1.0, 2.0, 4.0)]
-        layout = Layout(spec, 1, length, length + 32, 32, "bfloat16")
-        groups = method.default_bases(spec)
-        ranks = [method.ranks(layout, group) for group in groups] if hasattr(method, "ranks") else [(0, 0)]
-        mean = tuple(round(sum(r[i] for r in ranks) / len(ranks)) for i in (0, 1))
-        fit, decode = (
-            fit_cost(model, method, length, rounds),
-            decode_cost(model, method, mean, length, rounds=rounds),
-        )
-        smaller = smaller_at(method, spec, length)
+        cost, smaller = costs[name], smaller_at(method, spec, length)
         table.add_row(
             name,
             f"{smaller:.2f}",
             *("-" if p is None else str(p) for p in pays),
-            f"{100 * fit.overhead:.1f}",
-            f"{1e3 * decode.measured:.1f}",
-            f"{1e3 * decode.floor:.1f}",
-            f"{decode.measured / decode.floor:.2f}",
-            f"{1e3 * decode.full:.1f}",
+            f"{100 * cost.overhead:.1f}",
+            f"{1e3 * cost.decode:.1f}",
+            f"{1e3 * cost.floor:.1f}",
+            f"{cost.decode / cost.floor:.2f}",
+            f"{1e3 * cost.full_decode:.1f}",
         )
         records.append(
             {
@@ -191,17 +237,17 @@ def _costs(model, methods, length: int, rounds: int) -> list[dict]:
                 "length": length,
                 "smaller": smaller,
                 "break_even": dict(zip(("1", "2", "4"), pays, strict=True)),
-                "ttft_s": fit.method,
-                "fit_overhead": fit.overhead,
-                "decode_tokens_per_s": 1 / decode.measured,
-                "decode_s": decode.measured,
-                "floor_s": decode.floor,
-                "layers_s": decode.layers,
-                "full_decode_s": decode.full,
-                "flops": decode.flops,
-                "bytes": decode.bytes,
-                "matmul_rate": decode.matmul_rate,
-                "copy_rate": decode.copy_rate,
+                "ttft_s": cost.ttft,
+                "fit_overhead": cost.overhead,
+                "decode_tokens_per_s": 1 / cost.decode,
+                "decode_s": cost.decode,
+                "floor_s": cost.floor,
+                "layers_s": cost.layers,
+                "full_decode_s": cost.full_decode,
+                "flops": cost.flops,
+                "bytes": cost.bytes,
+                "matmul_rate": cost.matmul_rate,
+                "copy_rate": cost.copy_rate,
             }
         )
     Console().print(table)

@@ -105,6 +105,8 @@ def compose(
     if codec is None and summary is None:
         return selection
     rule = selection.as_selection()
+    if codec is not None and hasattr(codec, "compose_with"):  # its states are of groups of layers
+        return codec.compose_with(selection, summary)
     if summary is not None and rule.summary_stage() is not None:
         raise ValueError(f"{selection.name}+{summary.name}: {selection.name} keeps moments already; the summary is "
                          "given twice")
@@ -128,6 +130,7 @@ def _check_codec(codec: KVMethod, selection: KVMethod, rule: Any) -> None:
         "budgets that differ by layer": type(rule).default_bases is not KVMethod.default_bases,
         f"decoded={codec.decoded!r}": codec.decoded == "exact" and rule.decoding == "evict",
         "recent_of='prompt'": codec.recent_of == "prompt",
+        f"bits={codec.bits}": codec.bits is not None,
     }
     for what, there in wrong.items():
         if there:

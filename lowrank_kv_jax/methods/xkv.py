@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from lowrank_kv_jax.estimators.subspace_iteration import leading_subspace
 from lowrank_kv_jax.estimators.svd import second_moment
 from lowrank_kv_jax.layer_groups import LayerGroup, Ranks, read_table, resolve_pair, split_rank, stride_groups
 from lowrank_kv_jax.method import KVMethod, Layout, Place, register
+from lowrank_kv_jax.methods import xkv_latents
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.partial import AttnPartial, merge
 from lowrank_kv_jax.positions import Runs
@@ -27,6 +29,7 @@ from lowrank_kv_jax.rank_for_bytes import largest_rank
 from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.segments import exact as exact_tokens
+from lowrank_kv_jax.selection import blocks
 from lowrank_kv_jax.spec import AttentionSpec
 from lowrank_kv_jax.state import leaf, state, write_tokens
 
@@ -39,12 +42,14 @@ class XKVState:
         exact: of each layer, its sinks, the prompt's last tokens and those appended since.
         coded: the rest, as coefficients `[B, 1, S, R]` that all layers share.
         k_basis, v_basis: `[B, 1, G * K * D, R]`, layer by layer, the B_l of the paper one below the other.
+        landmarks: of each layer, where only some blocks of tokens are rebuilt; else none.
     """
 
     exact: tuple[exact_tokens.Exact, ...]
     coded: coded_tokens.Coded
     k_basis: jax.Array | ScaledBasis = leaf("batch", "kv_heads", "width", "rank", kind="bases")
     v_basis: jax.Array | ScaledBasis = leaf("batch", "kv_heads", "width", "rank", kind="bases")
+    landmarks: tuple[blocks.Landmarks, ...] = ()
 
 
 @register("xkv")
@@ -53,7 +58,8 @@ class XKV(KVMethod):
     """Cross-layer SVD of each prompt: keys before RoPE, and values; all heads of `group` layers side by side.
 
     [X_1, .., X_G] ~ A [B_1, .., B_G] (section 4): the token coefficients A are shared, every layer has its
-    B. The paper keeps no exact tokens of the prompt (`sinks=0,recent=0`).
+    B. The paper keeps no exact tokens of the prompt (`sinks=0,recent=0`). Of latent attention (MLA) the latents before
+    their norm are compressed and the rotary keys are not; `rank` and `smaller` then set the one rank there is.
 
     Attributes:
         group: G, adjacent layers that share coefficients; by default 4, or all layers of a shallower model.
@@ -63,12 +69,16 @@ class XKV(KVMethod):
         rank_k, rank_v: instead of `rank`, both.
         table: instead of `rank`: ranks of every group, "k:v/k:v/..", e.g. those that keep 95% of the energy
             as `lowrank-kv cross-layer` prints them.
-        smaller: instead of `rank`: the largest rank at which the whole cache, bases and exact tokens
-            included, is so many times smaller than a 16-bit full cache of its capacity.
+        smaller: instead of `rank`: the largest rank at which the cache of the prompt and one block of new
+            tokens, bases and exact tokens included, is so many times smaller than a 16-bit full one. Further
+            room for new tokens, exact in either, is left out; with `recompress` the whole capacity counts.
         sinks, recent: exact tokens at both ends of the prompt.
         bits: 8 keeps coefficients in int8, None in the cache's dtype.
         basis_dtype: "bfloat16", "float16", "float32", "int8" or "float8_e4m3fn" (the last two with a scale
             for each column); None is the cache's dtype.
+        rebuild: of the coded tokens, those that each step rebuilds and attends to: a number, or a fraction (1.0
+            is exact). They are chosen in blocks of `rebuild_block`, by the queries and the blocks' mean keys, which
+            are kept; None rebuilds all.
         recompress: appended tokens stay exact until so many have come, and are then coded; None, as in the
             paper's experiments: they stay exact for good.
         refit: whether the basis is fitted anew to all tokens when that happens (stored coefficients are
@@ -86,18 +96,23 @@ class XKV(KVMethod):
     recent: int = 32
     bits: int | None = None
     basis_dtype: str | None = None
+    rebuild: int | float | None = None
+    rebuild_block: int = 32
     recompress: int | None = None
     refit: bool = True
 
+    latents: ClassVar[bool] = True
+    stage: ClassVar[str | None] = "codec"
+
     def __post_init__(self):
-        for field, least in (("group", 1), ("sinks", 0), ("recent", 0), ("recompress", 1)):
+        for field, least in (("group", 1), ("sinks", 0), ("recent", 0), ("rebuild_block", 1), ("recompress", 1)):
             value = getattr(self, field)
             optional = field in ("group", "recompress")
             if not (value is None and optional) and (type(value) is not int or value < least):
                 raise ValueError(f"{field}={value!r}: must be an int of at least {least}")
         if (self.rank_k is None) != (self.rank_v is None):
             raise ValueError(f"rank_k={self.rank_k!r}, rank_v={self.rank_v!r}: give both or none")
-        for field in ("rank", "rank_k", "rank_v"):
+        for field in ("rank", "rank_k", "rank_v", "rebuild"):
             if getattr(self, field) is not None:
                 resolve_rank(field, getattr(self, field), width=1 << 30)
         if all(x is None for x in (self.rank, self.rank_k, self.table, self.smaller)):
@@ -106,6 +121,9 @@ class XKV(KVMethod):
             raise ValueError(f"smaller={self.smaller!r}: must be a positive number")
         if not self.ratio > 0:
             raise ValueError(f"ratio={self.ratio!r}: must be a positive number")
+        if self.rebuild is not None and self.recompress is not None:
+            raise ValueError(f"rebuild={self.rebuild!r}, recompress={self.recompress!r}: blocks are laid out once, "
+                             "at the prompt; give one of the two")
         if self.bits not in (None, 8):
             raise ValueError(f"bits={self.bits!r}: allowed are None and 8")
         if self.basis_dtype not in (None, *BASIS_STORAGE):
@@ -122,6 +140,11 @@ class XKV(KVMethod):
         return stride_groups(spec.num_layers, size)
 
     def validate(self, spec: AttentionSpec) -> None:
+        if spec.latent is not None:
+            for field in ("rank_k", "table", "rebuild", "recompress"):
+                if (value := getattr(self, field)) is not None:
+                    raise ValueError(f"{field}={value!r}: this model caches one latent a token (MLA), which is coded "
+                                     "once, at the prompt; give rank or smaller")
         self.default_bases(spec)
 
     def default_bases(self, spec: AttentionSpec) -> tuple[LayerGroup, ...]:
@@ -133,9 +156,11 @@ class XKV(KVMethod):
         )
 
     def _group(self, spec: AttentionSpec, layers: int, given: tuple[int, int] | None) -> LayerGroup:
-        width = layers * spec.kv_heads * spec.head_dim
+        width = _width(spec, layers)
         if self.smaller is not None:
             return LayerGroup(layers)
+        if spec.latent is not None:
+            return LayerGroup(layers, Ranks(resolve_rank("rank", self.rank or 1, width), 0))
         if given is not None:
             return LayerGroup(layers, resolve_pair(width, ("table", given[0]), ("table", given[1])))
         if self.rank_k is not None and self.rank_v is not None:
@@ -149,50 +174,70 @@ class XKV(KVMethod):
         Raises:
             ValueError: no rank makes the cache `smaller` than asked.
         """
-        return group.ranks if group.ranks is not None else _ranks_for_bytes(self, layout, group.layers)
+        return group.ranks if group.ranks is not None else ranks_for_bytes(self, self, layout, group.layers)
+
+    def compose_with(self, selection: KVMethod, summary: Any) -> KVMethod:
+        """The composition that selects tokens for a whole group of layers, and fits to what was selected."""
+        from lowrank_kv_jax.methods.xkv_selected import select_for_groups
+
+        return select_for_groups(self, selection, summary)
 
     # ---- the contract --------------------------------------------------------------------------------------
 
     def init(self, layout: Layout, bases: LayerGroup) -> XKVState:
         return self.empty(layout, bases.layers, self.ranks(layout, bases))
 
-    def empty(self, layout: Layout, layers: int, ranks: Ranks) -> XKVState:
-        """An empty state of a group with the given ranks."""
+    def empty(self, layout: Layout, layers: int, ranks: Ranks, tokens: int | None = None) -> Any:
+        """An empty state of a group with the given ranks; `tokens`: coded ones, by default all that are not exact."""
+        if layout.spec.latent is not None:
+            return xkv_latents.empty(self, layout, layers, ranks.k)
         spec, dtype, held = layout.spec, jnp.dtype(layout.dtype), self.sinks + self.recent
         if self.recompress is None:
             exact_size = min(held, layout.prompt) + max(layout.capacity - layout.prompt, layout.block)
-            coded_size = max(layout.prompt - held, 1)
+            coded_size = max(layout.prompt - held if tokens is None else tokens, 1)
         else:
             exact_size = held + self.recompress + layout.block
             coded_size = max(layout.capacity - held, self._flushed(layout))
         exact = exact_tokens.empty_exact(
             layout.batch, spec.kv_heads, exact_size, spec.head_dim, dtype, gaps=(self.sinks, self._pinned())
         )
+        marks = ()
+        if self.rebuild is not None:
+            count = -(-coded_size // self.rebuild_block)
+            coded_size = count * self.rebuild_block
+            marks = (blocks.Landmarks(jnp.zeros((layout.batch, spec.kv_heads, count, spec.head_dim), dtype)),) * layers
         coded = coded_tokens.empty_coded(layout.batch, (1, 1), (1, 1), 1, dtype)
         k, v = (store_tokens(jnp.zeros((layout.batch, 1, coded_size, r)), self.bits, dtype) for r in ranks)
-        width = layers * spec.kv_heads * spec.head_dim
+        width = _width(spec, layers)
         bases = (self._store_basis(layout, jnp.zeros((layout.batch, 1, width, r))) for r in ranks)
-        return XKVState((exact,) * layers, dataclasses.replace(coded, k=k, v=v), *bases)
+        return XKVState((exact,) * layers, dataclasses.replace(coded, k=k, v=v), *bases, marks)
 
     def compress(self, layout, bases, state, taps, lengths):
+        if layout.spec.latent is not None:
+            return xkv_latents.compress(self, layout, state, taps, lengths)
         slots = jnp.arange(layout.prompt)[None]
         coded = (slots >= self.sinks) & (slots < lengths[:, None] - self.recent)
-        keys, values = (_side_by_side([getattr(tap, name) for tap in taps]) for name in ("k_pre", "v"))
+        keys, values = (side_by_side([getattr(tap, name) for tap in taps]) for name in ("k_pre", "v"))
         weight = coded.astype(jnp.float32)
-        fitted = []
-        for x, stored in ((keys, state.k_basis), (values, state.v_basis)):
-            basis = leading_subspace(second_moment(x, weight), stored.shape[-1])
-            fitted.append(self._store_basis(layout, basis))
+        fitted = self.fit_group(layout, state, keys, values, weight)
         counts = jnp.maximum(lengths - self.sinks - self.recent, 0)
         codes = (
             self._prompt_codes(layout, u, x, weight) for u, x in zip(fitted, (keys, values), strict=True)
         )
-        coded = self._hold(layout, state.coded, *codes, counts, self._coded_positions(counts))
+        coded = self.hold(layout, state.coded, *codes, counts, self._coded_positions(counts))
         exact = tuple(
             exact_tokens.hold_prompt(segment, tap.k, tap.v, lengths, self.sinks, self.recent)
             for segment, tap in zip(state.exact, taps, strict=True)
         )
-        return XKVState(exact, coded, *fitted)
+        return XKVState(exact, coded, *fitted, self._landmarks(layout, state, taps, weight))
+
+    def fit_group(self, layout: Layout, state: XKVState, keys: jax.Array, values: jax.Array, weight: jax.Array) -> list:
+        """Bases of tokens `[B, S, 1, W]` of weight `[B, S]`, as they are stored."""
+        sides = ((keys, state.k_basis), (values, state.v_basis))
+        return [
+            self._store_basis(layout, leading_subspace(second_moment(x, weight), stored.shape[-1]))
+            for x, stored in sides
+        ]
 
     def append(self, layout, bases, state, taps, counts, positions, place):
         exact = list(state.exact)
@@ -203,19 +248,26 @@ class XKV(KVMethod):
         near = exact_tokens.attend(
             state.exact[place.index], q, positions, scale=layout.spec.scale, window=place.window
         )
+        if layout.spec.latent is not None:
+            return merge([near, xkv_latents.attend_coded(layout, state, q, positions, place)])
         return merge([near, self.attend_coded(layout, state, q, positions, place)])
 
     def attend_coded(
         self, layout: Layout, state: XKVState, q: jax.Array, positions: jax.Array, place: Place
     ) -> AttnPartial:
         """Attention of one layer over the shared coefficients: keys are rebuilt and rotated by blocks."""
-        spec = layout.spec
+        spec, tokens = layout.spec, coded_tokens.cached_tokens(state.coded)
+        if state.landmarks:
+            size, marks = self.rebuild_block, state.landmarks[place.index]
+            count = self._rebuilt_blocks(marks.k.shape[2])
+            if count < marks.k.shape[2]:
+                tokens = blocks.take(tokens, blocks.choose(marks, tokens.lengths, q, spec.scale, size, count), size)
         width = spec.kv_heads * spec.head_dim
         begin = place.index * width
         k_basis, v_basis = (read_basis(u, begin, begin + width) for u in (state.k_basis, state.v_basis))
         out, lse = rotary_coefficient_attention(
             q,
-            coded_tokens.cached_tokens(state.coded),
+            tokens,
             k_basis,
             rope=spec.rope,
             kv_heads=spec.kv_heads,
@@ -232,6 +284,23 @@ class XKV(KVMethod):
         full = jnp.any(state.exact[0].length >= self.sinks + self.recent + self.recompress)
         return jax.lax.cond(full, functools.partial(self._recompress, layout), lambda state: state, state)
 
+    # ---- blocks --------------------------------------------------------------------------------------------
+
+    def _rebuilt_blocks(self, there: int) -> int:
+        """How many of `there` blocks are rebuilt."""
+        if isinstance(self.rebuild, float):
+            return max(1, round(self.rebuild * there))
+        return min(-(-(self.rebuild or 0) // self.rebuild_block), there)
+
+    def _landmarks(self, layout: Layout, state: XKVState, taps, weight: jax.Array) -> tuple[blocks.Landmarks, ...]:
+        if not state.landmarks:
+            return ()
+        part = slice(self.sinks, max(layout.prompt - self.recent, self.sinks))
+        count, dtype = state.landmarks[0].k.shape[2], jnp.dtype(layout.dtype)
+        return tuple(
+            blocks.landmarks(tap.k[:, part], weight[:, part], self.rebuild_block, count, dtype) for tap in taps
+        )
+
     # ---- storage -------------------------------------------------------------------------------------------
 
     def _store_basis(self, layout: Layout, basis: jax.Array) -> jax.Array | ScaledBasis:
@@ -242,7 +311,7 @@ class XKV(KVMethod):
         part = slice(self.sinks, max(layout.prompt - self.recent, self.sinks))
         return project(read_basis(basis), x[:, part] * weight[:, part, None, None])
 
-    def _hold(self, layout, segment, k, v, counts, positions) -> coded_tokens.Coded:
+    def hold(self, layout, segment, k, v, counts, positions) -> coded_tokens.Coded:
         """A segment like `segment` that holds the coefficients `[B, 1, S, R]`."""
 
         def fill(stored, codes):
@@ -286,11 +355,11 @@ class XKV(KVMethod):
             (state.k_basis, state.coded.k, keys),
             (state.v_basis, state.coded.v, values),
         ):
-            wide, new = read_tokens(stored), _side_by_side(parts)
+            wide, new = read_tokens(stored), side_by_side(parts)
             basis, old, new = self._join(layout, basis, wide, state.coded.length, new, weight)
             bases.append(basis)
             codes.append(write_tokens(old, new, state.coded.length, counts))
-        coded = self._hold(layout, state.coded, *codes, state.coded.length + counts, state.coded.positions)
+        coded = self.hold(layout, state.coded, *codes, state.coded.length + counts, state.coded.positions)
         return XKVState(exact, coded, *bases)
 
     def _join(
@@ -309,7 +378,7 @@ class XKV(KVMethod):
         return stored, old, project(basis, x)
 
 
-def _side_by_side(parts: list[jax.Array]) -> jax.Array:
+def side_by_side(parts: list[jax.Array]) -> jax.Array:
     """Tokens `[B, S, 1, G * K * D]` of tokens `[B, S, K, D]` of G layers.
 
     Raises:
@@ -322,11 +391,21 @@ def _side_by_side(parts: list[jax.Array]) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=256)
-def _ranks_for_bytes(method: XKV, layout: Layout, layers: int) -> Ranks:
-    width = layers * layout.spec.kv_heads * layout.spec.head_dim
+def ranks_for_bytes(method: XKV, holder: Any, layout: Layout, layers: int) -> Ranks:
+    """The ranks of `method.smaller`; `holder.empty` makes the states that are weighed."""
+    width = _width(layout.spec, layers)
+    if method.recompress is None:
+        layout = dataclasses.replace(layout, capacity=layout.prompt + layout.block)
+
+    def ranks(mean: int) -> Ranks:
+        return Ranks(mean, 0) if layout.spec.latent is not None else split_rank(mean, width, method.ratio)
 
     def make(mean: int):
-        return jax.eval_shape(lambda: method.empty(layout, layers, split_rank(mean, width, method.ratio)))
+        return jax.eval_shape(lambda: holder.empty(layout, layers, ranks(mean)))
 
-    mean = largest_rank(make, width, layout, layers, method.smaller)
-    return split_rank(mean, width, method.ratio)
+    return ranks(largest_rank(make, width, layout, layers, method.smaller))
+
+
+def _width(spec: AttentionSpec, layers: int) -> int:
+    """Channels of what a group of layers compresses together: all heads' keys (or values), or the latents."""
+    return layers * (spec.kv_heads * spec.head_dim if spec.latent is None else spec.latent.rank)
