@@ -3,7 +3,8 @@ import os
 # Most of the suite's time is compilation of programs that run for milliseconds: ask little of LLVM.
 # (Level 0 is faster still, but sums in an order whose rounding real models can see.)
 # XLA's own passes, and with them donation, fusion and memory plans, stay as they are.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=1"
+if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=1"
 
 # A program that another process compiled can crash this one when it is read back.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"

@@ -83,6 +83,7 @@ def test_the_demo_model_missing_says_how_to_get_it(capsys, monkeypatch):
 
 def test_a_peer_without_torch_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # says nothing of other programs
     assert "pip install torch" in fails(capsys, "bench", "decode", "--peer", "transformers")
 
 

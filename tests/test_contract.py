@@ -7,6 +7,7 @@ short prompts).
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -41,9 +42,11 @@ from lowrank_kv_jax.generate import Progress, decode_block
 from lowrank_kv_jax.method import KVMethod
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.parse import parse_method
+from lowrank_kv_jax.saved_cache import abstract_cache, load_cache, save_cache
 from lowrank_kv_jax.state import walk
 
 STEPS = 41
+SAVED = types.SimpleNamespace(name="tiny", config=PLAIN, fingerprint="f" * 64)  # the model that saved caches name
 # One worker runs all tests of a method: they share its compiled programs and its runs.
 every_method = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in sorted(REGISTRY)]
@@ -253,6 +256,19 @@ def test_going_beyond_the_block_or_the_capacity_is_loud(name):
     assert np.isfinite(logits).all()
     cache, logits = step(cache)
     assert np.isnan(logits).all()
+
+
+@every_method
+def test_a_restored_cache_is_the_saved_one(name, tmp_path):
+    cache, _ = small_run(name)
+    bases = bases_for(cache.method)
+    save_cache(tmp_path / "cache", cache, SAVED, bases=bases)
+    restored = load_cache(tmp_path / "cache", cache.method, SAVED, bases=bases)
+    assert cache_bytes(restored) == cache_bytes(cache) == cache_bytes(abstract_cache(cache.method, cache.layout, bases))
+    assert jax.tree.structure(restored) == jax.tree.structure(cache)
+    for ours, theirs in zip(jax.tree.leaves(restored), jax.tree.leaves(cache), strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @every_method

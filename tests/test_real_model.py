@@ -1,0 +1,61 @@
+"""What the contract promises on tiny models, on a real one: minutes of compute, run by hand with `-m slow`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import full_configuration
+
+from lowrank_kv_jax.calibrate import collect_moments, fit_bases
+from lowrank_kv_jax.corpus import load_corpus, token_windows
+from lowrank_kv_jax.forward import extend, prefill, refresh
+from lowrank_kv_jax.methods import REGISTRY
+from lowrank_kv_jax.models.load import load_model
+
+PROMPT, STEPS, BLOCK = 512, 64, 32
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("real model")]
+
+
+@functools.cache
+def setting():
+    """The model, a prompt of prose, and moments of other text."""
+    model = load_model("smollm2-135m", "float32")
+    prompt = token_windows(model.tokenizer, load_corpus("pydoc").texts, PROMPT, 1, 7)
+    calibration = token_windows(model.tokenizer, load_corpus("pydoc").texts, 512, 2, 0)
+    return model, jnp.asarray(prompt), collect_moments(model, np.asarray(calibration))
+
+
+def decode(method, bases, follow=None):
+    """Logits `[1 + STEPS, V]` and the greedy tokens, or those of `follow` if given."""
+    model, prompt, _ = setting()
+    step = functools.partial(extend, method, model.config, model.params, bases=bases)
+    cache, logits = prefill(
+        method, model.config, model.params, prompt, bases=bases, capacity=PROMPT + STEPS, block=BLOCK, dtype=jnp.float32
+    )
+    seen, tokens = [logits[0]], []
+    for i in range(STEPS):
+        if i and i % BLOCK == 0:
+            cache = refresh(method, cache, bases=bases)
+        tokens.append(int(seen[-1].argmax()) if follow is None else follow[i])
+        cache, logits = step(cache, jnp.asarray([[tokens[-1]]], jnp.int32))
+        seen.append(logits[0])
+    return np.stack(seen), tokens
+
+
+@functools.cache
+def exact():
+    return decode(REGISTRY["full"](), None)
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_full_rank_and_budget_give_the_logits_and_greedy_tokens_of_the_full_cache(name):
+    model, _, moments = setting()
+    method = full_configuration(REGISTRY[name], PROMPT + STEPS)
+    with jax.default_matmul_precision("highest"):
+        bases = fit_bases(model, method, moments, "float32") if method.calibrated else None
+        logits, _ = decode(method, bases, follow=exact()[1])
+    np.testing.assert_allclose(logits, exact()[0], atol=1e-4, rtol=0)
+    np.testing.assert_array_equal(logits[:-1].argmax(-1), exact()[1])
