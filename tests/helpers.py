@@ -84,14 +84,14 @@ def full_configuration(cls: type[KVMethod], capacity: int = CAPACITY) -> KVMetho
     """Full rank, full budget, no quantisation; short exact ends, so that most tokens are really coded."""
     names = {field.name for field in dataclasses.fields(cls)}
     wanted = dict.fromkeys(("rank_k", "rank_v", "energy", "smaller", "budget_bytes", "keep", "bits"))
-    wanted |= {"rank": 1.0, "sinks": 4, "recent": 8}
+    wanted |= {"rank": 1.0, "sinks": 4, "recent": 8, "chunk_length": 32}
     wanted |= {"budget": capacity} if "budget" in names else {"keep": 1.0}
     return _configured(cls, wanted)
 
 
 def small_configuration(cls: type[KVMethod]) -> KVMethod:
     """The default compression, shrunken to prompts of a hundred tokens."""
-    return _configured(cls, {"budget": 24, "keep": None, "sinks": 4, "recent": 8})
+    return _configured(cls, {"budget": 24, "keep": None, "sinks": 4, "recent": 8, "chunk_length": 32})
 
 
 @functools.cache
