@@ -25,6 +25,7 @@ def exact_matmuls():
 
 
 _last = None
+_limit = 2e9
 
 
 def resident_bytes() -> int:
@@ -38,10 +39,11 @@ def resident_bytes() -> int:
 
 @pytest.fixture(autouse=True)
 def few_compiled_programs(request):
-    """Programs are dropped between files or methods once they fill gigabytes."""
-    global _last
+    """Programs are dropped between files or methods once they fill another gigabyte."""
+    global _last, _limit
     callspec = getattr(request.node, "callspec", None)
     now = request.node.path, callspec and callspec.params.get("name")
-    if _last not in (None, now) and resident_bytes() > 2e9:
+    if _last not in (None, now) and resident_bytes() > _limit:
         jax.clear_caches()
+        _limit = max(_limit, resident_bytes() + 1e9)  # what was freed is used again before the process grows
     _last = now
