@@ -296,6 +296,7 @@ def test_following_a_changing_stream_beats_stopping_early(name):
 
 
 def test_the_comparison_measures_every_estimator(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "120")  # room for whole names
     tiny = LoadedModel("tiny", helpers.PLAIN, helpers.model().params, Characters(), "a" * 64)
     monkeypatch.setattr("lowrank_kv_jax.cli.options.load_from", lambda args: tiny)
     monkeypatch.setattr("lowrank_kv_jax.evals.estimator_comparison.stream_table", functools.partial(stream_table, ["svd"], 1))

@@ -213,7 +213,7 @@ def test_config_lists_every_attribute_it_does_not_know():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported"),
+        ({"model_type": "bert"}, "model_type 'bert' is not supported"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type 'yarn' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, r"missing \['factor'\]"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, r"unknown \['beta'\]"),
