@@ -34,7 +34,8 @@ class OjaKV(LowRank):
         window: queries that vote for a token's importance, w.
         steps: Oja steps taken at prefill on the same tokens.
         transport: carry stored coefficients over when the basis moves. False reads them in the new basis, which is
-            wrong and only there to measure what that costs.
+            wrong and only there to measure what that costs (on SmolLM2 at rank 0.5, 512 tokens decoded: perplexity
+            25.9 instead of 14.6; the full cache has 13.5).
     """
 
     eta_pre: float = 1.0
