@@ -15,8 +15,8 @@ from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.models.load import load_model
 
 PROMPT, STEPS, BLOCK = 512, 64, 32
-# Most methods stay within 1e-4 of logits that reach 25. Three exceed it, by 1.6e-4 at most and at one position, where the
-# model amplifies what the rounding of float32 leaves; it differs from transformers' by as much.
+# Wider than the 1e-4 that was aimed at: of logits that reach 25, single-svd, ojakv, kivi and streamingllm differ by up to
+# 1.6e-4 at a position of the 65, which moves with the compiler's flags; the others stay below. Rounding is the likely cause.
 TOLERANCE = 2e-4
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("real model")]
