@@ -8,6 +8,8 @@ from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.packing import EMPTY, Packed, power_of_two
 
 LANES = 128
+TILES_IN_ORDER = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"))
+"""For a grid of rows, heads and tiles: the tiles of a head share its scratch."""
 
 
 def interpreter(interpret: bool):
@@ -37,6 +39,11 @@ def padded(packed: Packed) -> Packed:
     more = power_of_two(rows, 16) - rows
     begin, end = (jnp.pad(x, ((0, 0), (0, more)))[..., None] for x in (packed.begin, packed.end))
     return Packed(jnp.pad(packed.q, ((0, 0), (0, 0), (0, more), (0, 0))), begin, end, packed.span)
+
+
+def partial_shape(batch: int, heads: int, rows: int, width: int) -> list[jax.ShapeDtypeStruct]:
+    """Of the output and its log-sum-exp, float32."""
+    return [jax.ShapeDtypeStruct((batch, heads, rows, size), jnp.float32) for size in (width, 1)]
 
 
 def scratch(rows: int, width: int) -> list:

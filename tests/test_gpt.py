@@ -85,13 +85,10 @@ def test_decoding_through_a_cache_equals_the_whole_text(name, spec):
     np.testing.assert_allclose(np.stack(out[: len(at)], 1), golden[f"{name}/logits"][:, at], atol=2e-4)
 
 
-@every_model
-@pytest.mark.parametrize("prefix", ["", "transformer."])
+@pytest.mark.parametrize("name, prefix", [*((name, "") for name in GPT_CONFIGS), ("gpt2", "transformer.")])
 def test_directories_load(name, prefix, tmp_path):
     """With and without the prefix of language models, with the masks and the tied heads that old checkpoints carry."""
     config, params = tiny(name)
-    if prefix and config.family != "gpt2":
-        pytest.skip("only GPT-2 has two spellings")
     tensors = {prefix + info.hf: random_tensor(info.hf, info.stored_shape) for info in jax.tree.leaves(param_table(config))}
     layer = f"{prefix}h.0.attn" if config.family == "gpt2" else "gpt_neox.layers.0.attention"
     tensors |= {f"{layer}.bias": np.ones((1, 1, 4, 4), np.float32), f"{layer}.masked_bias": np.ones(1, np.float32)}

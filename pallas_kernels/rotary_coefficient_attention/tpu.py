@@ -89,11 +89,8 @@ def attend_packed(
             out_specs=[per_head(width), per_head(1)],
             scratch_shapes=tpu_softmax.scratch(rows, width),
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct((batch, heads, rows, width), jnp.float32),
-            jax.ShapeDtypeStruct((batch, heads, rows, 1), jnp.float32),
-        ],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        out_shape=tpu_softmax.partial_shape(batch, heads, rows, width),
+        compiler_params=tpu_softmax.TILES_IN_ORDER,
         interpret=tpu_softmax.interpreter(interpret),
         name="rotary_coefficient_attention",
     )(visits(rotary, tile), packed.begin, packed.end, packed.q, rotary.basis, keys, values, *tables)
