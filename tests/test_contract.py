@@ -57,6 +57,7 @@ TOLERANCE = 1e-4  # of float32 logits of order 1, at full rank and budget
 VARIANTS = [
     "ojakv:rank=1.0,rope=pre,heads=joint,sinks=3,recent=5",
     "ojakv:rank=1.0,normalize=token,recent_of=prompt,sinks=3",
+    "ojakv:rank=1.0,estimator=frequent_directions,sinks=3",
     "static-pca-h:rank=1.0,rope=pre,order=reconstruct,recent_of=prompt,sinks=0,recent=9",
     "static-pca-h:rank=1.0,heads=joint,decoded=exact,sinks=2,recent=0",
     "static-pca:energy=1.0,heads=joint",

@@ -1,5 +1,7 @@
 """The papers' formulas, written down again in float64 NumPy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from helpers import PLAIN, QWEN, bases_for, model, prompts, random_moments, run, softmax_attention
 
 from lowrank_kv_jax.codecs.basis import expand_values, fold_query, project, reconstruct
+from lowrank_kv_jax.estimators import ESTIMATORS
 from lowrank_kv_jax.estimators.linalg import orthonormalise
 from lowrank_kv_jax.estimators.oja import oja_update
 from lowrank_kv_jax.estimators.svd import principal_subspace, second_moment
@@ -14,6 +17,7 @@ from lowrank_kv_jax.importance import most_important, window_attention
 from lowrank_kv_jax.method import Layout, Place
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.moments import Moments, layer_moments
+from lowrank_kv_jax.parse import parse_method
 from lowrank_kv_jax.rope import RopeSpec, rope_angles, rotate
 from lowrank_kv_jax.segments.coded import transport
 from lowrank_kv_jax.spec import AttentionSpec, Taps
@@ -308,3 +312,30 @@ def test_random_bases_are_orthonormal_and_of_the_asked_ranks():
         REGISTRY["ojakv"](rank_v=9).fit(PLAIN.attention, random_moments(PLAIN))
     with pytest.raises(ValueError, match="rank=33: must lie in 1..32"):
         REGISTRY["single-svd"](rank=33).validate(model().config.attention)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name != "covariance" else []) for name in sorted(set(ESTIMATORS) - {"oja"})]
+)
+def test_ojakv_with_another_estimator_follows_the_prompt_and_decoded_tokens(name):
+    """Coefficients of an online estimator rebuild the coded tokens better than the calibrated basis does."""
+    spec = f"ojakv:rank=4,sinks=2,recent=4,estimator={name}"
+    tokens = prompts(length=120, seed=3, vocab=PLAIN.vocab_size)
+    method = parse_method(spec)
+    learned, logits = run(method, PLAIN, tokens, 72)
+    still, _ = run(dataclasses.replace(method, eta_pre=0, eta_dec=0), PLAIN, tokens, 72)
+    exact, _ = run(REGISTRY["full"](), PLAIN, tokens, 72)
+    assert np.isfinite(logits).all()
+    errors = {cache is learned: _rebuilt_error(cache, exact) for cache in (learned, still)}
+    assert errors[True] < 0.9 * errors[False]
+
+
+def _rebuilt_error(cache, exact):
+    """Relative squared error of the coded values, over all layers."""
+    lost = total = 0.0
+    for mine, layer, bases in zip(cache.groups, exact.groups, bases_for(cache.method), strict=True):
+        count = int(mine.coded.length[0])
+        v = np.asarray(cache.method.rebuilt(cache.layout, bases, mine)[1], np.float64)[:, :, :count]
+        true = np.asarray(layer.v, np.float64)[:, :, cache.method.sinks : cache.method.sinks + count]
+        lost, total = lost + ((v - true) ** 2).sum(), total + (true**2).sum()
+    return lost / total

@@ -40,6 +40,10 @@ class Composed(Staged):
         return self.codec is not None and self.codec.calibrated
 
     @property
+    def reads_fisher(self):
+        return self.codec is not None and self.codec.reads_fisher
+
+    @property
     def bases_type(self):
         return None if self.codec is None else self.codec.bases_type
 

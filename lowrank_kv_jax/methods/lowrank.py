@@ -202,23 +202,19 @@ class LowRank(KVMethod):
             layout.batch, (self.key_heads(spec, start), start.k.shape[-1]), (start.v.shape[-3], start.v.shape[-1]),
             max(coded_size, layout.block), dtype, self.bits,
         )
-        own = (u.astype(dtype) for u in start) if self.adapts else (None, None)
-        return LowRankState(exact, coded, *own)
+        return self.empty_state(layout, start, exact, coded)
 
     def compress(self, layout, bases, state, taps, lengths):
         (tap,) = taps
-        own = self.prompt_bases(layout, state, tap, lengths) if self.adapts else None
-        if own is not None:
-            state = dataclasses.replace(state, k_basis=own.k.astype(layout.dtype), v_basis=own.v.astype(layout.dtype))
+        state = self.fit_prompt(layout, bases, state, tap, lengths)
         exact = exact_tokens.hold_prompt(state.exact, tap.k, tap.v, lengths, self.sinks, self.recent)
         end = layout.prompt - self.recent
         coded = state.coded
         counts = jnp.maximum(lengths - self.sinks - self.recent, 0)
         positions = self._coded_positions(counts)
         if end > self.sinks:
-            use = self.bases_of(bases, state)
             keys = tap.k_pre if self.rope == "pre" else tap.k
-            k, v = (project(u, x[:, self.sinks : end]) for u, x in ((use.k, keys), (use.v, tap.v)))
+            k, v = self.encode(bases, state, *(x[:, self.sinks : end] for x in (keys, tap.v)))
             coded = coded_tokens.hold(coded, k, v, counts, positions)
         else:
             coded = dataclasses.replace(coded, positions=positions)
@@ -262,9 +258,8 @@ class LowRank(KVMethod):
             k = rotate(k.astype(jnp.float32), cos, -sin)
         if self.adapts:
             valid = jnp.arange(layout.block)[None] < flushed.counts[:, None]
-            state = self.adapt(layout, state, k, v, valid.astype(jnp.float32))
-        use = self.bases_of(bases, state)
-        coded = coded_tokens.append(state.coded, project(use.k, k), project(use.v, v), flushed.counts)
+            state = self.adapt(layout, bases, state, k, v, flushed.positions, valid.astype(jnp.float32))
+        coded = coded_tokens.append(state.coded, *self.encode(bases, state, k, v), flushed.counts)
         return dataclasses.replace(state, exact=exact, coded=coded)
 
     # ---- hooks --------------------------------------------------------------------------------------------------
@@ -279,16 +274,52 @@ class LowRank(KVMethod):
         """What attention sees of the coded tokens: keys (before RoPE where they are coded so) and values, float32
         `[B, K, S, D]`."""
         use, heads = self.bases_of(bases, state), layout.spec.kv_heads
-        k, v = (read_tokens(x) for x in (state.coded.k, state.coded.v))
-        return reconstruct(use.k, k, heads), reconstruct(use.v, v, heads)
+        k, v = (self.rebuild(use, side, read_tokens(getattr(state.coded, side)), heads) for side in ("k", "v"))
+        return k, v
+
+    def encode(self, bases: Any, state: LowRankState, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Coefficients `[B, J, T, R]` of keys and values `[B, T, K, D]`."""
+        use = self.bases_of(bases, state)
+        return project(use.k, k), project(use.v, v)
+
+    def rebuild(self, use: Any, side: str, coefficients: jax.Array, kv_heads: int) -> jax.Array:
+        """Keys ("k") or values ("v") `[B, K, T, D]` from coefficients, with what `bases_of` returned."""
+        return reconstruct(getattr(use, side), coefficients, kv_heads)
+
+    def empty_state(
+        self, layout: Layout, start: Any, exact: exact_tokens.Exact, coded: coded_tokens.Coded
+    ) -> LowRankState:
+        """The state of a layer before anything was seen, with the `starting_bases`."""
+        return LowRankState(exact, coded, *self.own_bases(layout, start))
+
+    def own_bases(self, layout: Layout, start: Any) -> tuple[jax.Array | None, jax.Array | None]:
+        """What the state keeps of the `starting_bases`."""
+        k, v = (u.astype(layout.dtype) for u in start) if self.adapts else (None, None)
+        return k, v
+
+    def fit_prompt(self, layout: Layout, bases: Any, state: LowRankState, taps: Taps, lengths: jax.Array) -> LowRankState:
+        """Move the state's bases towards a prompt before it is coded."""
+        del bases
+        if not self.adapts:
+            return state
+        own = self.prompt_bases(layout, state, taps, lengths)
+        return dataclasses.replace(state, k_basis=own.k.astype(layout.dtype), v_basis=own.v.astype(layout.dtype))
 
     def prompt_bases(self, layout: Layout, state: LowRankState, taps: Taps, lengths: jax.Array) -> Bases:
         """Bases `[B, J, W, R]` for a prompt, orthonormal float32; only asked of methods that adapt."""
         raise NotImplementedError(type(self).__name__)
 
-    def adapt(self, layout: Layout, state: LowRankState, k: jax.Array, v: jax.Array, weight: jax.Array) -> LowRankState:
-        """Move the bases towards flushed tokens `[B, T, K, D]` of `weight` `[B, T]` before they are coded."""
-        del layout, k, v, weight
+    def adapt(
+        self, layout: Layout, bases: Any, state: LowRankState, k: jax.Array, v: jax.Array, positions: jax.Array,
+        weight: jax.Array,
+    ) -> LowRankState:
+        """Move the state's bases towards flushed tokens `[B, T, K, D]` before they are coded.
+
+        Args:
+            positions: of the tokens, int32 `[B, T]`.
+            weight: `[B, T]`, 0 where there is no token.
+        """
+        del layout, bases, k, v, positions, weight
         return state
 
     def _pinned(self) -> int:

@@ -7,11 +7,23 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
+from lowrank_kv_jax.estimators import Estimator, make_estimator
 from lowrank_kv_jax.estimators.oja import NORMALIZATIONS, oja_update
 from lowrank_kv_jax.importance import most_important, window_attention
 from lowrank_kv_jax.method import register
-from lowrank_kv_jax.methods.lowrank import Bases, LowRank
+from lowrank_kv_jax.methods.lowrank import Bases, LowRank, LowRankState
 from lowrank_kv_jax.segments.coded import transport
+from lowrank_kv_jax.state import state
+
+MARGIN = 2  # directions that an estimator of bounded size keeps for each column of the basis
+
+
+@state
+class LearningState(LowRankState):
+    """A low-rank cache, and what the estimators of its key and value bases know."""
+
+    k_learned: Any
+    v_learned: Any
 
 
 @register("ojakv")
@@ -33,6 +45,10 @@ class OjaKV(LowRank):
         top: share of the prompt that the prefill step learns from, k_pre / n; 1 is every token.
         window: queries that vote for a token's importance, w.
         steps: Oja steps taken at prefill on the same tokens.
+        estimator: what moves the bases at the same moments and on the same tokens: "oja", the rule above, or another
+            name of `estimators.ESTIMATORS`, which begins with the calibrated basis, keeps what it learns beside the
+            cache (counted as moments) and weighs all tokens since then alike; `eta_*` of 0 still leave the basis
+            alone, and `steps` and `normalize*` are not its fields.
         transport: carry stored coefficients over when the basis moves. False reads them in the new basis, which is
             wrong and only there to measure what that costs (on SmolLM2 at rank 0.5, 512 tokens decoded: perplexity
             25.9 instead of 14.6; the full cache has 13.5).
@@ -45,6 +61,7 @@ class OjaKV(LowRank):
     top: float = 1.0
     window: int = 32
     steps: int = 1
+    estimator: str = "oja"
     transport: bool = True
 
     adapts: ClassVar[bool] = True
@@ -69,25 +86,62 @@ class OjaKV(LowRank):
                 raise ValueError(f"{field}={getattr(self, field)!r}: must be an int of at least 1")
         if not 0 < self.top <= 1:
             raise ValueError(f"top={self.top!r}: must lie in (0, 1]")
+        make_estimator(self.estimator)
+
+    def learner(self, rank: int) -> Estimator | None:
+        """The estimator of bases of this rank; None for Oja's rule, which knows no more than the basis."""
+        return None if self.estimator == "oja" else make_estimator(self.estimator, size=MARGIN * rank)
+
+    def empty_state(self, layout, start, exact, coded):
+        cache = super().empty_state(layout, start, exact, coded)
+        if self.estimator == "oja":
+            return cache
+        learned = (self.learner(u.shape[-1]).init(u.shape[:2], u.shape[2], u.astype(jnp.float32)) for u in start)
+        return LearningState(cache.exact, cache.coded, cache.k_basis, cache.v_basis, *learned)
 
     def _by_basis(self, layout, x):
         return x.reshape(*x.shape[:2], self.basis_heads(layout.spec), -1)
 
+    def fit_prompt(self, layout, bases, state, taps, lengths):
+        if self.eta_pre and self.estimator != "oja":
+            state = self._learned(state, *self._prompt_tokens(layout, taps, lengths))
+        return super().fit_prompt(layout, bases, state, taps, lengths)
+
     def prompt_bases(self, layout, state, taps, lengths):
-        keys = taps.k_pre if self.rope == "pre" else taps.k
         start = self.bases_of(None, state)
-        sides = [(start.k, self._by_basis(layout, keys)), (start.v, self._by_basis(layout, taps.v))]
-        if self.top == 1:
-            weight = (jnp.arange(layout.prompt)[None] < lengths[:, None]).astype(jnp.float32)
-        else:
-            index, weight = self._salient(layout, taps, lengths)
-            sides = [(u, jnp.take_along_axis(x, index[:, :, None, None], axis=1)) for u, x in sides]
+        if not self.eta_pre:
+            return start
+        if self.estimator != "oja":
+            return self._learned_bases(state)
+        k, v, weight = self._prompt_tokens(layout, taps, lengths)
         out = []
-        for basis, x in sides:
-            for _ in range(self.steps if self.eta_pre else 0):
+        for basis, x in zip(start, (k, v), strict=True):
+            for _ in range(self.steps):
                 basis = oja_update(basis, x, weight, self.eta_pre, self.normalize)
             out.append(basis)
         return Bases(*out)
+
+    def _prompt_tokens(self, layout, taps, lengths):
+        """Keys and values `[B, T, J, W]` that the bases learn from at prefill, and their weights `[B, T]`."""
+        keys = taps.k_pre if self.rope == "pre" else taps.k
+        k, v = self._by_basis(layout, keys), self._by_basis(layout, taps.v)
+        if self.top == 1:
+            return k, v, (jnp.arange(layout.prompt)[None] < lengths[:, None]).astype(jnp.float32)
+        index, weight = self._salient(layout, taps, lengths)
+        return *(jnp.take_along_axis(x, index[:, :, None, None], axis=1) for x in (k, v)), weight
+
+    def _learned(self, state, k, v, weight):
+        """The estimators of `state` after tokens `[B, T, J, W]`."""
+        new = {}
+        for side, x in (("k", k), ("v", v)):
+            learner = self.learner(getattr(state, f"{side}_basis").shape[-1])
+            known = getattr(state, f"{side}_learned")
+            new[f"{side}_learned"] = learner.update(known, x.swapaxes(1, 2), weight[:, None])
+        return dataclasses.replace(state, **new)
+
+    def _learned_bases(self, state):
+        sides = ((state.k_basis, state.k_learned), (state.v_basis, state.v_learned))
+        return Bases(*(self.learner(u.shape[-1]).basis(learned, u.shape[-1]) for u, learned in sides))
 
     def _salient(self, layout, taps, lengths):
         """The tokens to which the last queries attend most, summed over all heads (section 5.2)."""
@@ -96,14 +150,21 @@ class OjaKV(LowRank):
         counts = jnp.clip(jnp.floor(self.top * lengths).astype(jnp.int32), 1, most)
         return most_important(scores, counts, most)
 
-    def adapt(self, layout, state, k, v, weight):
+    def adapt(self, layout, bases, state, k, v, positions, weight):
         if self.eta_dec == 0:
             return state
+        k, v = self._by_basis(layout, k), self._by_basis(layout, v)
+        old = self.bases_of(None, state)
+        if self.estimator == "oja":
+            sides = zip(old, (k, v), strict=True)
+            new = Bases(*(oja_update(u, x, weight, self.eta_dec, self.normalize_dec) for u, x in sides))
+        else:
+            state = self._learned(state, k, v, weight)
+            new = self._learned_bases(state)
         moved, coefficients = {}, {}
-        for side, x in (("k", k), ("v", v)):
-            old = getattr(state, f"{side}_basis")
-            new = oja_update(old, self._by_basis(layout, x), weight, self.eta_dec, self.normalize_dec).astype(old.dtype)
-            moved[f"{side}_basis"] = new
+        for side, before, after in zip("kv", old, new, strict=True):
+            after = after.astype(before.dtype)
+            moved[f"{side}_basis"] = after
             kept = getattr(state.coded, side)
-            coefficients[side] = transport(kept, state.coded.length, old, new) if self.transport else kept
+            coefficients[side] = transport(kept, state.coded.length, before, after) if self.transport else kept
         return dataclasses.replace(state, coded=dataclasses.replace(state.coded, **coefficients), **moved)

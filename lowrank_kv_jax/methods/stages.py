@@ -1,14 +1,13 @@
 """How selected tokens are stored: as they are, or as coefficients of a low-rank method."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.codecs.basis import fold_query, project, reconstruct
+from lowrank_kv_jax.codecs.basis import fold_query
 from lowrank_kv_jax.method import Layout, Place
-from lowrank_kv_jax.methods.lowrank import LowRank, LowRankState
+from lowrank_kv_jax.methods.lowrank import LowRank
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
 from lowrank_kv_jax.partial import AttnPartial
 from lowrank_kv_jax.positions import PerHead
@@ -110,32 +109,29 @@ class BasisStage:
         method, dtype = self.method, jnp.dtype(layout.dtype)
         start = method.starting_bases(layout, bases)
         k, v = (jnp.zeros((layout.batch, heads, size, u.shape[-1]), dtype) for u in start)
-        own = (u.astype(dtype) for u in start) if method.adapts else (None, None)
-        return LowRankState(exact, Coded(k, v, jnp.zeros((layout.batch,), jnp.int32), positions), *own)
+        coded = Coded(k, v, jnp.zeros((layout.batch,), jnp.int32), positions)
+        return method.empty_state(layout, start, exact, coded)
 
     def begin(self, layout, bases, held, tap, lengths):
-        if not self.method.adapts:
-            return held
-        own = self.method.prompt_bases(layout, held, tap, lengths)
-        return dataclasses.replace(held, k_basis=own.k.astype(layout.dtype), v_basis=own.v.astype(layout.dtype))
+        return self.method.fit_prompt(layout, bases, held, tap, lengths)
 
     def encode_prompt(self, layout, bases, held, tap):
-        use = self.method.bases_of(bases, held)
         keys = tap.k_pre if self.method.rope == "pre" else tap.k
-        return project(use.k, keys).astype(layout.dtype), project(use.v, tap.v).astype(layout.dtype)
+        k, v = (x.astype(layout.dtype) for x in self.method.encode(bases, held, keys, tap.v))
+        return k, v
 
     def take_in(self, layout, bases, held, k, v, positions, weight):
         if self.method.rope == "pre":
             cos, sin = rope_angles(layout.spec.rope, positions[:, :, None])
             k = rotate(k.astype(jnp.float32), cos, -sin)
         if self.method.adapts:
-            held = self.method.adapt(layout, held, k, v, weight)
-        use = self.method.bases_of(bases, held)
-        return held, project(use.k, k).astype(layout.dtype), project(use.v, v).astype(layout.dtype)
+            held = self.method.adapt(layout, bases, held, k, v, positions, weight)
+        k, v = (x.astype(layout.dtype) for x in self.method.encode(bases, held, k, v))
+        return held, k, v
 
     def decode(self, layout, bases, held, k, v, position):
         use, heads = self.method.bases_of(bases, held), layout.spec.kv_heads
-        k, v = reconstruct(use.k, k, heads), reconstruct(use.v, v, heads)
+        k, v = (self.method.rebuild(use, side, x, heads) for side, x in (("k", k), ("v", v)))
         if self.method.rope == "pre":
             k = rotate(k, *rope_angles(layout.spec.rope, position))
         return k, v
@@ -147,5 +143,5 @@ class BasisStage:
         use = self.method.bases_of(bases, held)
         if self.method.rope == "post":
             return Readable(fold_query(use.k, q, layout.spec.kv_heads), held.coded.k)
-        keys = reconstruct(use.k, held.coded.k, layout.spec.kv_heads)
+        keys = self.method.rebuild(use, "k", held.coded.k, layout.spec.kv_heads)
         return Readable(q, rotate(keys, *rope_angles(layout.spec.rope, held.coded.positions.position)))
