@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lowrank_kv_jax.calibrate import collect_moments, fit_bases
+from lowrank_kv_jax.calibrate import fit_bases, moments_for
 from lowrank_kv_jax.corpus import Corpus, token_windows
 from lowrank_kv_jax.method import KVMethod
 
@@ -24,7 +24,7 @@ def bases_of(
     if not calibrated:
         return {}
     tokens = token_windows(model.tokenizer, corpus.texts, min(length, model.config.context), windows, seed)
-    moments = collect_moments(model, tokens, progress)
+    moments = moments_for(model, list(calibrated.values()), tokens, progress)
     return {spec: fit_bases(model, method, moments, dtype) for spec, method in calibrated.items()}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from lowrank_kv_jax.accounting import CacheBytes, cache_bytes
-from lowrank_kv_jax.calibrate import collect_moments, fit_bases
+from lowrank_kv_jax.calibrate import fit_bases, moments_for
 from lowrank_kv_jax.corpus import load_corpus, token_windows
 from lowrank_kv_jax.evals.records import make_record
 from lowrank_kv_jax.evals.timing import CacheContender, Contender, Timing, alternate
@@ -76,7 +76,7 @@ def _bases(model, methods: Mapping[str, KVMethod], texts, seed: int, dtype: str)
     if not calibrated:
         return {}
     tokens = token_windows(model.tokenizer, texts, min(2048, model.config.context), 1, seed)
-    moments = collect_moments(model, np.asarray(tokens))
+    moments = moments_for(model, list(calibrated.values()), np.asarray(tokens))
     return {spec: fit_bases(model, method, moments, dtype) for spec, method in calibrated.items()}
 
 

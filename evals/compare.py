@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.calibrate import collect_moments, fit_bases
+from lowrank_kv_jax.calibrate import fit_bases, moments_for
 from lowrank_kv_jax.corpus import load_corpus, token_windows
 from lowrank_kv_jax.evals.answer import answer
 from lowrank_kv_jax.evals.needle import make_needles
@@ -210,7 +210,7 @@ def _bases(model, methods, settings, on_step) -> dict[str, Any]:
     texts = load_corpus(settings.calibrate).texts
     length = max(settings.lengths)
     tokens = token_windows(model.tokenizer, texts, length, settings.calibration_windows, settings.seed)
-    moments = collect_moments(model, tokens)
+    moments = moments_for(model, list(calibrated.values()), tokens)
     on_step("calibrated", _calibration_work(settings))
     return {spec: fit_bases(model, method, moments, settings.dtype) for spec, method in calibrated.items()}
 

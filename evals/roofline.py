@@ -19,7 +19,7 @@ from lowrank_kv_jax.forward import DEFAULT_BLOCK, decode_step, make_layout
 from lowrank_kv_jax.method import KVMethod
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import init_params
-from lowrank_kv_jax.moments import Moments
+from lowrank_kv_jax.moments import Fisher, Moments
 from lowrank_kv_jax.pallas_kernels.blockwise import BLOCK
 from lowrank_kv_jax.saved_cache import abstract_cache
 from lowrank_kv_jax.spec import AttentionSpec
@@ -120,7 +120,8 @@ def white_bases(spec: AttentionSpec, method: KVMethod, dtype: Any) -> Any:
         return np.broadcast_to(np.eye(shape[-1], dtype=np.float32), (*shape, shape[-1]))
 
     wide, heads = eye(layers, kv * dim), eye(layers, kv, dim)
-    fitted = method.fit(fitted_to, Moments(1, wide, wide, wide, heads, heads))
+    moments = Moments(1, wide, wide, wide, heads, heads, fisher=Fisher(wide, wide, 1))
+    fitted = method.fit(fitted_to, moments)
     fitted = fitted * spec.num_layers if alone else fitted  # all layers are alike
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), fitted)
 

@@ -1,6 +1,8 @@
 """Calibration: a model's second moments over a corpus, and the bases that a method takes from them."""
 
 import functools
+import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -8,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowrank_kv_jax.checkpoint_sums import CheckpointedSums
 from lowrank_kv_jax.corpus import Corpus, load_corpus, token_windows
+from lowrank_kv_jax.fisher import collect_fisher
 from lowrank_kv_jax.forward import embed_tokens, layer_prefill
 from lowrank_kv_jax.method import KVMethod
 from lowrank_kv_jax.models.config import ModelConfig
@@ -33,7 +37,8 @@ def iterate_taps(config: ModelConfig, params: Any, tokens: jax.Array) -> Iterato
 
 
 def collect_moments(
-    model: Any, tokens: np.ndarray, progress: bool = False, see: Callable[[int, Taps], None] | None = None
+    model: Any, tokens: np.ndarray, progress: bool = False, see: Callable[[int, Taps], None] | None = None,
+    sums: CheckpointedSums | None = None,
 ) -> Moments:
     """Second moments of every layer's queries, keys and values, summed over windows of tokens.
 
@@ -44,6 +49,7 @@ def collect_moments(
         tokens: int32 `[n, S]`.
         progress: show a progress bar.
         see: called with index and taps of every layer of every window, for what these moments do not hold.
+        sums: goes on where a run that was killed left them; `see` is not called for the windows that it had finished.
 
     Returns:
         `Moments` of float64 arrays.
@@ -58,23 +64,29 @@ def collect_moments(
     tokens = _checked_windows(config, tokens)
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     valid = jnp.ones(positions.shape, bool)
-    sums: list[dict[str, np.ndarray]] = [{} for _ in range(config.num_layers)]
+    sums = sums or CheckpointedSums(None, {})
+    begin = sums.load()
     with ProgressBar("calibrating", len(tokens) * config.num_layers, progress) as bar:
-        for window in tokens:
+        bar.advance(begin * config.num_layers)
+        for number, window in enumerate(tokens[begin:], begin + 1):
+            layers: dict[str, list[np.ndarray]] = {}
             for layer, taps in enumerate(iterate_taps(config, model.params, window[None])):
                 if see is not None:
                     see(layer, taps)
                 products = _layer_moments(config.attention, taps, positions, valid)
                 for name, product in products.items():
-                    _add(sums[layer], name, to_host(product).astype(np.float64), layer)
+                    layers.setdefault(name, []).append(_finite(to_host(product).astype(np.float64), name, layer))
                 bar.advance()
-    stacked = {name: np.stack([entry[name] for entry in sums]) for name in sums[0]}
-    return Moments(tokens=tokens.size, **stacked)
+            for name, found in layers.items():
+                sums.add(name, np.stack(found))
+            sums.save(number)
+    return Moments(tokens=tokens.size, **sums.arrays)  # type: ignore[arg-type]
 
 
 def calibrate(
     model: Any, method: KVMethod, texts: Corpus | Sequence[str] | None = None, length: int = 2048,
     windows: int = 4, seed: int = 0, dtype: Any = jnp.bfloat16, progress: bool = False,
+    resume: str | os.PathLike | None = None,
 ) -> tuple[Any, ...]:
     """Bases of a method for a model, fitted to texts.
 
@@ -87,6 +99,8 @@ def calibrate(
             than the model's context.
         dtype: of the bases, bfloat16 by default: the dtype of the cache that is read with them.
         progress: show a progress bar.
+        resume: prefix of two files in which finished windows are kept; a run that was killed goes on from them, and
+            one that ends deletes them.
 
     Returns:
         One entry for each of the method's layer groups. Save it with `save_bases`.
@@ -100,7 +114,37 @@ def calibrate(
     corpus = texts if isinstance(texts, Corpus) else load_corpus() if texts is None else Corpus.of(texts)
     length = min(length, model.config.context)
     tokens = token_windows(model.tokenizer, corpus.texts, length, windows, seed)
-    return fit_bases(model, method, collect_moments(model, tokens, progress), dtype)
+    held = _checkpoints(model, tokens, resume)
+    moments = moments_for(model, [method], tokens, progress, held)
+    bases = fit_bases(model, method, moments, dtype)
+    for sums in held:
+        sums.discard()
+    return bases
+
+
+def moments_for(
+    model: Any, methods: Sequence[KVMethod], tokens: np.ndarray, progress: bool = False,
+    sums: tuple[CheckpointedSums, CheckpointedSums] | None = None,
+) -> Moments:
+    """What the `fit` of all of these methods reads of a corpus: `collect_moments`, and Fisher information if need be.
+
+    Args:
+        sums: of moments and of Fisher information, to go on from; see `collect_moments`.
+    """
+    of_moments, of_fisher = sums or (None, None)
+    moments = collect_moments(model, tokens, progress, sums=of_moments)
+    if not any(method.reads_fisher for method in methods):
+        return moments
+    return moments._replace(fisher=collect_fisher(model, tokens, progress, of_fisher))
+
+
+def _checkpoints(model: Any, tokens: np.ndarray, prefix: str | os.PathLike | None):
+    key = {"fingerprint": getattr(model, "fingerprint", None), "shape": list(tokens.shape),
+           "sha256": hashlib.sha256(np.ascontiguousarray(tokens).tobytes()).hexdigest()}
+    return tuple(
+        CheckpointedSums(None if prefix is None else f"{os.fspath(prefix)}.{kind}.npz", {"of": kind, **key})
+        for kind in ("moments", "fisher")
+    )
 
 
 def fit_bases(model: Any, method: KVMethod, moments: Moments, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
@@ -109,11 +153,11 @@ def fit_bases(model: Any, method: KVMethod, moments: Moments, dtype: Any = jnp.b
     return jax.tree.map(lambda u: jnp.asarray(u, dtype), bases)
 
 
-def _add(sums: dict[str, np.ndarray], name: str, product: np.ndarray, layer: int) -> None:
+def _finite(product: np.ndarray, name: str, layer: int) -> np.ndarray:
     if not np.isfinite(product).all():
         raise ValueError(f"calibration: the second moments of tap {name!r} in layer {layer} are not finite; "
                          "the weights or the activations hold NaN, or they overflow")
-    sums[name] = sums[name] + product if name in sums else product
+    return product
 
 
 def _checked_windows(config: ModelConfig, tokens: np.ndarray) -> np.ndarray:

@@ -147,6 +147,10 @@ class Tracked(KVMethod):
         return self.method.calibrated
 
     @property
+    def reads_fisher(self):
+        return self.method.reads_fisher
+
+    @property
     def bases_type(self):
         return self.method.bases_type
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from lowrank_kv_jax.cache import Cache, fork
 from lowrank_kv_jax.forward import DEFAULT_BLOCK, decode_step, extend, prefill, refresh
-from lowrank_kv_jax.method import KVMethod
+from lowrank_kv_jax.method import Fault, KVMethod
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.sampling import Sampler, sample
 from lowrank_kv_jax.sharding import to_host
@@ -132,6 +132,9 @@ def decode(
     Args:
         cache: consumed. Each yielded cache is consumed by the next step of the iterator.
         logits: `[B, V]` of the last token.
+
+    Raises:
+        Fault: the method reports that its state broke; blocks yielded before are good.
     """
     batch = cache.layout.batch
     row_seeds = np.broadcast_to(np.asarray(seeds, np.uint32), (batch,))
@@ -140,6 +143,7 @@ def decode(
     token = sample(sampler, logits, keys, jnp.zeros((batch,), jnp.int32))
     done = jnp.any(token[:, None] == jnp.asarray(eos, jnp.int32)[None], axis=1)
     progress = Progress(token, done, jnp.ones((batch,), jnp.int32))
+    stop_on_fault(cache, 0)
     yield np.asarray(token)[:, None], cache, progress
     left = max_new_tokens - 1
     while left > 0 and not bool(progress.done.all()):
@@ -148,7 +152,15 @@ def decode(
             method, config, params, cache, progress, keys, jnp.int32(steps), bases=bases, sampler=sampler, eos=eos
         )
         left -= steps
+        stop_on_fault(cache, max_new_tokens - 1 - left)
         yield np.asarray(out)[:, :steps], cache, progress
+
+
+def stop_on_fault(cache: Cache, step: int) -> None:
+    """Raise `Fault` where the method of a cache found that its state broke, `step` decode steps after the prompt."""
+    found = cache.method.fault(cache.groups)
+    if found is not None:
+        raise Fault(f"{cache.method.name}: {found}, {'at prefill' if step == 0 else f'by decode step {step}'}")
 
 
 def generate(

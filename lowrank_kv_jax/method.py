@@ -78,6 +78,11 @@ class KVMethod(abc.ABC):
         """Raise ValueError, naming field, value and what is allowed, where the configuration does not suit a model."""
         del spec
 
+    @property
+    def reads_fisher(self) -> bool:
+        """Whether `fit` reads the Fisher information of the projections, which takes a backward pass to collect."""
+        return False
+
     def fit(self, spec: AttentionSpec, moments: Any) -> tuple[Any, ...]:
         """Bases of each group from calibration `Moments`; `default_bases` where a method needs none."""
         del moments
@@ -140,6 +145,22 @@ class KVMethod(abc.ABC):
         """Periodic work between blocks of steps: flushes, evictions, basis updates. Default: nothing."""
         del layout, bases
         return state
+
+    def fault(self, groups: tuple[Any, ...]) -> str | None:
+        """What went wrong inside of jit, where nothing can be raised; asked on the host between blocks of steps.
+
+        Args:
+            groups: the states of a cache.
+
+        Returns:
+            A message that names layer and row, or None. Default: None, without reading the states.
+        """
+        del groups
+        return None
+
+
+class Fault(ValueError):
+    """A cache can no longer be trusted; generation stops. The message says where, when and why."""
 
 
 REGISTRY: dict[str, type[KVMethod]] = {}

@@ -10,6 +10,25 @@ from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.spec import AttentionSpec, Taps
 
 
+class Fisher(NamedTuple):
+    """Empirical Fisher information: means over sequences of G^T G, where G `[H, W]` is the gradient of a sequence's
+    mean negative log-likelihood by W_k or W_v.
+
+    Attributes:
+        k, v: float64 `[L, W, W]`. Their traces are the information of a whole matrix, the sum of squared gradients.
+        samples: sequences.
+    """
+
+    k: np.ndarray
+    v: np.ndarray
+    samples: int
+
+    @property
+    def information(self) -> np.ndarray:
+        """Of each matrix, `[L, 2]`, keys first."""
+        return np.stack([np.trace(x, axis1=-2, axis2=-1) for x in (self.k, self.v)], axis=-1)
+
+
 class Moments(NamedTuple):
     """Sums of outer products over a corpus, per layer; W = K * D, the heads of a layer side by side.
 
@@ -17,6 +36,8 @@ class Moments(NamedTuple):
         tokens: number of tokens summed.
         k, k_pre, v: `[L, W, W]`, keys after and before RoPE, values.
         q, q_pre: `[L, K, D, D]`, all query heads of a kv head together.
+        k_sum, k_pre_sum, v_sum: `[L, W]`, sums of the tokens themselves; None stands for 0.
+        fisher: of the projections, where a method reads it.
     """
 
     tokens: np.ndarray | int
@@ -25,6 +46,15 @@ class Moments(NamedTuple):
     v: np.ndarray
     q: np.ndarray
     q_pre: np.ndarray
+    k_sum: np.ndarray | None = None
+    k_pre_sum: np.ndarray | None = None
+    v_sum: np.ndarray | None = None
+    fisher: Fisher | None = None
+
+    def mean(self, name: str) -> np.ndarray:
+        """Mean token `[L, W]` of `k`, `k_pre` or `v`."""
+        total = getattr(self, f"{name}_sum")
+        return np.zeros(getattr(self, name).shape[:2]) if total is None else np.asarray(total) / self.tokens
 
     def per_head(self, name: str, kv_heads: int) -> np.ndarray:
         """Diagonal blocks `[L, K, D, D]` of `k`, `k_pre` or `v`; `q` and `q_pre` as they are."""
@@ -38,7 +68,7 @@ class Moments(NamedTuple):
 
 
 def layer_moments(spec: AttentionSpec, taps: Taps, positions: jax.Array, valid: jax.Array) -> dict[str, jax.Array]:
-    """Sums of outer products of one layer over the valid tokens, float32.
+    """Sums of tokens and of their outer products of one layer over the valid tokens, float32.
 
     Args:
         taps: of T tokens, `[B, T, ...]`.
@@ -51,9 +81,12 @@ def layer_moments(spec: AttentionSpec, taps: Taps, positions: jax.Array, valid: 
         q_pre = rotate(taps.q, cos, -sin)
     keep = valid[:, :, None].astype(jnp.float32)
 
-    def joint(x):
+    def wide(x):
         x = x.reshape(*x.shape[:2], -1).astype(jnp.float32) * keep
-        x = x.reshape(-1, x.shape[-1])
+        return x.reshape(-1, x.shape[-1])
+
+    def joint(x):
+        x = wide(x)
         return jnp.matmul(x.T, x, precision=jax.lax.Precision.HIGHEST)
 
     def queries(q):
@@ -64,4 +97,5 @@ def layer_moments(spec: AttentionSpec, taps: Taps, positions: jax.Array, valid: 
     return {
         "k": joint(taps.k), "k_pre": joint(taps.k_pre), "v": joint(taps.v),
         "q": queries(taps.q), "q_pre": queries(q_pre),
+        "k_sum": wide(taps.k).sum(0), "k_pre_sum": wide(taps.k_pre).sum(0), "v_sum": wide(taps.v).sum(0),
     }

@@ -22,7 +22,9 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="shifts the windows (%(default)s)")
     parser.add_argument("--bases-dtype", default="bfloat16", choices=("bfloat16", "float32"),
                         help="of the bases (%(default)s)")
-    parser.add_argument("--out", required=True, metavar="DIR", help="directory to save to")
+    parser.add_argument("--out", required=True, metavar="DIR",
+                        help="directory to save to; windows that are done lie beside it until then, and a command that "
+                             "was killed goes on from them")
     parser.set_defaults(run=run)
     return parser
 
@@ -49,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     model = load_from(args)
     method.validate(model.config.attention)
     settings = {"length": args.length, "windows": args.windows, "seed": args.seed}
-    bases = calibrate(model, method, corpus, **settings, dtype=args.bases_dtype, progress=True)
+    bases = calibrate(model, method, corpus, **settings, dtype=args.bases_dtype, progress=True, resume=args.out)
     save_bases(args.out, bases, model, method, corpus, settings)
     print(f"{spell_method(method)} for {model.name}: {_ranks(bases)}")
     print(f"calibrated on {corpus.name} (sha256 {corpus.sha256[:12]}), saved to {args.out}")
@@ -61,7 +63,10 @@ def _ranks(bases) -> str:
     groups = [group._asdict() for group in bases if group is not None]
     parts = []
     for name in groups[0]:
-        ranks = np.array([group[name].shape[-1] for group in groups if group[name] is not None])
+        arrays = [group[name] for group in groups if group[name] is not None]
+        if not arrays or name.endswith("_mean"):
+            continue
+        ranks = np.array([array.shape[-1] for array in arrays])
         low, high = ranks.min(), ranks.max()
         spread = "" if low == high else f" to {high}, mean {ranks.mean():.1f}"
         parts.append(f"{name} rank {low}{spread}")

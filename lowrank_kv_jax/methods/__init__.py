@@ -11,16 +11,18 @@ from lowrank_kv_jax.methods.minicache import MiniCache
 from lowrank_kv_jax.methods.momentkv import MomentKV
 from lowrank_kv_jax.methods.ojakv import OjaKV
 from lowrank_kv_jax.methods.osp import OnlineSubspaceProjection, StaticSubspace
+from lowrank_kv_jax.methods.palu import Palu
 from lowrank_kv_jax.methods.pyramidkv import PyramidKV
 from lowrank_kv_jax.methods.scissorhands import Scissorhands
 from lowrank_kv_jax.methods.single_svd import SingleSVD
 from lowrank_kv_jax.methods.snapkv import SnapKV
 from lowrank_kv_jax.methods.static_pca import EigenAttention, EigenN, StaticPCA, StaticPCAH
+from lowrank_kv_jax.methods.streamingkv import StreamingKV
 from lowrank_kv_jax.methods.windowed import SlidingWindow, StreamingLLM
 from lowrank_kv_jax.methods.xkv import XKV
 
 __all__ = [
     "REGISTRY", "AdaKV", "EigenAttention", "EigenN", "Full", "H2O", "KIVI", "MiniCache", "MomentKV", "OjaKV",
-    "OnlineSubspaceProjection", "PyramidKV", "Scissorhands", "SingleSVD", "SlidingWindow", "SnapKV", "StaticPCA",
-    "StaticPCAH", "StaticSubspace", "StreamingLLM", "XKV", "compose",
+    "OnlineSubspaceProjection", "Palu", "PyramidKV", "Scissorhands", "SingleSVD", "SlidingWindow", "SnapKV", "StaticPCA",
+    "StaticPCAH", "StaticSubspace", "StreamingKV", "StreamingLLM", "XKV", "compose",
 ]

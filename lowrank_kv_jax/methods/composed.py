@@ -55,6 +55,9 @@ class Composed(Staged):
     def fit(self, spec, moments):
         return self.default_bases(spec) if self.codec is None else self.codec.fit(spec, moments)
 
+    def fault(self, groups):
+        return None if self.codec is None else self.codec.fault(tuple(group.held for group in groups))
+
     def default_bases(self, spec):
         return (self.codec or self.selection).default_bases(spec)
 

@@ -202,7 +202,7 @@ class LowRank(KVMethod):
             layout.batch, (self.key_heads(spec, start), start.k.shape[-1]), (start.v.shape[-3], start.v.shape[-1]),
             max(coded_size, layout.block), dtype, self.bits,
         )
-        return self.empty_state(layout, start, exact, coded)
+        return self.empty_state(layout, bases, start, exact, coded)
 
     def compress(self, layout, bases, state, taps, lengths):
         (tap,) = taps
@@ -287,13 +287,14 @@ class LowRank(KVMethod):
         return reconstruct(getattr(use, side), coefficients, kv_heads)
 
     def empty_state(
-        self, layout: Layout, start: Any, exact: exact_tokens.Exact, coded: coded_tokens.Coded
+        self, layout: Layout, bases: Any, start: Any, exact: exact_tokens.Exact, coded: coded_tokens.Coded
     ) -> LowRankState:
         """The state of a layer before anything was seen, with the `starting_bases`."""
-        return LowRankState(exact, coded, *self.own_bases(layout, start))
+        return LowRankState(exact, coded, *self.own_bases(layout, bases, start))
 
-    def own_bases(self, layout: Layout, start: Any) -> tuple[jax.Array | None, jax.Array | None]:
+    def own_bases(self, layout: Layout, bases: Any, start: Any) -> tuple[jax.Array | None, jax.Array | None]:
         """What the state keeps of the `starting_bases`."""
+        del bases
         k, v = (u.astype(layout.dtype) for u in start) if self.adapts else (None, None)
         return k, v
 

@@ -92,8 +92,8 @@ class OjaKV(LowRank):
         """The estimator of bases of this rank; None for Oja's rule, which knows no more than the basis."""
         return None if self.estimator == "oja" else make_estimator(self.estimator, size=MARGIN * rank)
 
-    def empty_state(self, layout, start, exact, coded):
-        cache = super().empty_state(layout, start, exact, coded)
+    def empty_state(self, layout, bases, start, exact, coded):
+        cache = super().empty_state(layout, bases, start, exact, coded)
         if self.estimator == "oja":
             return cache
         learned = (self.learner(u.shape[-1]).init(u.shape[:2], u.shape[2], u.astype(jnp.float32)) for u in start)

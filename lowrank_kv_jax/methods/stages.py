@@ -110,7 +110,7 @@ class BasisStage:
         start = method.starting_bases(layout, bases)
         k, v = (jnp.zeros((layout.batch, heads, size, u.shape[-1]), dtype) for u in start)
         coded = Coded(k, v, jnp.zeros((layout.batch,), jnp.int32), positions)
-        return method.empty_state(layout, start, exact, coded)
+        return method.empty_state(layout, bases, start, exact, coded)
 
     def begin(self, layout, bases, held, tap, lengths):
         return self.method.fit_prompt(layout, bases, held, tap, lengths)

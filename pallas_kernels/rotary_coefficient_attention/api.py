@@ -18,7 +18,7 @@ KERNELS = {"triton": "gpu_triton", "tpu": "tpu"}
 def rotary_coefficient_attention(
     q: jax.Array, tokens: CachedTokens, key_basis: jax.Array, *, rope: RopeSpec | None, kv_heads: int, scale: float,
     q_positions: jax.Array, causal: bool, window: int | None, value_basis: jax.Array | None = None,
-    backend: str | None = None,
+    key_mean: jax.Array | None = None, backend: str | None = None,
 ) -> AttnPartial:
     """Attention over keys stored as coefficients: rebuilt, and rotated if they were taken before RoPE, block by block.
 
@@ -31,6 +31,7 @@ def rotary_coefficient_attention(
         scale, q_positions, causal, window, backend: as in `coefficient_attention`.
         value_basis: give the output in head space (the compute order of OjaKV's section 3.3, which XLA follows by
             rebuilding the values; a kernel expands the attended coefficients, which is the same sum).
+        key_mean: `[K, D]`, added to the rebuilt keys before they are rotated (XLA only).
 
     Returns:
         Partial whose out is in the space of the values, or in head space with `value_basis`.
@@ -43,7 +44,15 @@ def rotary_coefficient_attention(
         q_positions=q_positions, causal=causal, window=window, value_basis=value_basis,
     )
     kernels = {name: functools.partial(attend, module) for name, module in KERNELS.items()}
-    return dispatch.run("rotary_coefficient_attention", backend, kernels, functools.partial(attend, "reference"))
+    reference = functools.partial(attend, "reference")
+    if key_mean is not None:
+        kernels = dict.fromkeys(KERNELS, _without_mean)
+        reference = functools.partial(reference, key_mean=key_mean)
+    return dispatch.run("rotary_coefficient_attention", backend, kernels, reference)
+
+
+def _without_mean(interpret: bool) -> AttnPartial:
+    raise dispatch.Unsupported("keys that are rebuilt around a mean")
 
 
 def _implementation(module: str, **arguments: Any) -> AttnPartial:

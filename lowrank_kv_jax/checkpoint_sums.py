@@ -1,0 +1,61 @@
+"""Sums over windows of text that survive a killed run."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class CheckpointedSums:
+    """Named float64 arrays that grow window by window, kept in a file beside what they belong to.
+
+    Args:
+        path: `.npz` file, written anew after every window (never half: it is replaced in one step); None keeps nothing.
+        key: what decides the sums (model, text, settings), as JSON holds it.
+    """
+
+    def __init__(self, path: str | os.PathLike | None, key: Mapping[str, Any]):
+        self._path = None if path is None else Path(path).expanduser()
+        self._key = json.dumps(dict(key), sort_keys=True)
+        self.arrays: dict[str, np.ndarray] = {}
+
+    def load(self) -> int:
+        """Read what an earlier run left; how many windows it had finished.
+
+        Raises:
+            ValueError: the file belongs to other sums, or is none of ours.
+        """
+        if self._path is None or not self._path.exists():
+            return 0
+        try:
+            with np.load(self._path, allow_pickle=False) as held:
+                found = {name: held[name] for name in held.files}
+            key, done = str(found.pop("key")), int(found.pop("done"))
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{self._path}: no unfinished calibration ({error}); delete it or name another") from error
+        if key != self._key:
+            raise ValueError(f"{self._path}: holds the unfinished calibration of {key}, not of {self._key}; delete it or "
+                             "name another")
+        self.arrays = found
+        return done
+
+    def add(self, name: str, array: np.ndarray) -> None:
+        """Add to the sum of that name."""
+        self.arrays[name] = self.arrays[name] + array if name in self.arrays else np.asarray(array, np.float64)
+
+    def save(self, done: int) -> None:
+        """Keep the sums over the first `done` windows."""
+        if self._path is None:
+            return
+        partial = self._path.with_name(self._path.name + ".writing")
+        with open(partial, "wb") as file:
+            np.savez(file, key=np.array(self._key), done=np.array(done), **self.arrays)  # type: ignore[arg-type]
+        os.replace(partial, self._path)
+
+    def discard(self) -> None:
+        """Delete the file: the work is done."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)

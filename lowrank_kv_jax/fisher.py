@@ -1,0 +1,130 @@
+"""Fisher information of the key and value projections over a corpus, by `jax.grad` (Palu; StreamingKV, 3.1 and 4.1)."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowrank_kv_jax.checkpoint_sums import CheckpointedSums
+from lowrank_kv_jax.forward import embed_tokens
+from lowrank_kv_jax.models.config import ModelConfig
+from lowrank_kv_jax.models.decoder import block_prefill, unembed
+from lowrank_kv_jax.moments import Fisher
+from lowrank_kv_jax.progress import ProgressBar
+from lowrank_kv_jax.sharding import to_host
+
+LENGTH = 512
+"""Tokens of a sequence whose gradient is one sample."""
+PROJECTIONS = {"k": "k_proj", "v": "v_proj"}
+
+
+def check_projections(params: Any) -> None:
+    """Raise ValueError where keys and values have no projections of their own to differentiate by."""
+    attention = params["layers"][0].get("attention", {})
+    if not all(name in attention for name in PROJECTIONS.values()):
+        raise ValueError("ranks='fisher': this model's keys and values have no projections of their own (found "
+                         f"{', '.join(sorted(attention))}); use ranks='uniform'")
+
+
+def collect_fisher(
+    model: Any, tokens: np.ndarray, progress: bool = False, sums: CheckpointedSums | None = None
+) -> Fisher:
+    """Fisher information over windows of tokens, each cut into sequences of at most `LENGTH`.
+
+    Layer by layer: forward once, then back through one compiled program that all layers share. What is kept is one
+    residual stream for each layer.
+
+    Args:
+        model: a `LoadedModel`.
+        tokens: int32 `[n, S]`, S >= 2.
+        progress: show a progress bar.
+        sums: goes on where a run that was killed left them.
+
+    Raises:
+        ValueError: projections that are fused, windows too short, or gradients that are not finite (layer named).
+    """
+    check_projections(model.params)
+    tokens = np.asarray(tokens, np.int32)
+    if tokens.ndim != 2 or tokens.shape[1] < 2:
+        raise ValueError(f"tokens: expected [windows, length of at least 2], got {tokens.shape}")
+    length = min(LENGTH, tokens.shape[1])
+    rows = tokens[:, : tokens.shape[1] // length * length].reshape(-1, length)
+    sums = sums or CheckpointedSums(None, {})
+    begin = sums.load()
+    with ProgressBar("Fisher information", len(rows), progress) as bar:
+        bar.advance(begin)
+        for index in range(begin, len(rows)):
+            for side, found in _of_sequence(model.config, model.params, jnp.asarray(rows[index : index + 1])).items():
+                finite = np.isfinite(found).all(axis=(1, 2))
+                if not finite.all():
+                    raise ValueError(f"Fisher information: the gradient by W_{side} of layer {int(np.argmin(finite))} is "
+                                     "not finite")
+                sums.add(side, found)
+            sums.save(index + 1)
+            bar.advance()
+    return Fisher(sums.arrays["k"] / len(rows), sums.arrays["v"] / len(rows), len(rows))
+
+
+def _of_sequence(config: ModelConfig, params: Any, tokens: jax.Array) -> dict[str, np.ndarray]:
+    """G^T G of every layer, float64 `[L, W, W]` by side."""
+    inputs = [embed_tokens(config, params, tokens)]
+    for window, layer in zip(config.windows, params["layers"], strict=True):
+        inputs.append(_forward(config, window, layer, inputs[-1]))
+    cotangent = _of_loss(config, {k: v for k, v in params.items() if k != "layers"}, inputs.pop(), tokens)
+    out: dict[str, list[np.ndarray]] = {side: [] for side in PROJECTIONS}
+    for window, layer in zip(config.windows[::-1], params["layers"][::-1], strict=True):
+        cotangent, squares = _backward(config, window, layer, inputs.pop(), cotangent)
+        for side, square in squares.items():
+            out[side].append(to_host(square).astype(np.float64))
+    return {side: np.stack(found[::-1]) for side, found in out.items()}
+
+
+def _layer(config: ModelConfig, window: int | None, layer: Any, x: jax.Array) -> jax.Array:
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+    return block_prefill(config, layer, x, positions, functools.partial(_attend, config, window))[0]
+
+
+def _attend(config: ModelConfig, window: int | None, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Plain causal attention: the blockwise op has a loop of dynamic length, which cannot be differentiated."""
+    spread = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, spread, axis=2) for x in (k, v))
+    logits = jnp.einsum("btnd,bsnd->bnts", q, k, preferred_element_type=jnp.float32) * config.attention.scale
+    distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
+    seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    return jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(jnp.where(seen, logits, -jnp.inf)).astype(v.dtype), v)
+
+
+_forward = functools.partial(jax.jit, static_argnums=(0, 1))(_layer)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _of_loss(config: ModelConfig, surroundings: Any, x: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Gradient of the mean negative log-likelihood by the residual stream after the last layer."""
+
+    def loss(x):
+        logp = jax.nn.log_softmax(unembed(config, surroundings, x[:, :-1]), axis=-1)
+        return -jnp.mean(jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1))
+
+    return jax.grad(loss)(x)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _backward(config: ModelConfig, window: int | None, layer: Any, x: jax.Array, cotangent: jax.Array):
+    """Gradient by the layer's input, and G^T G of its projections."""
+    kernels = {side: layer["attention"][name]["kernel"] for side, name in PROJECTIONS.items()}
+
+    def through(x, kernels):
+        attention = dict(layer["attention"])
+        for side, name in PROJECTIONS.items():
+            attention[name] = {**attention[name], "kernel": kernels[side]}
+        return jnp.vdot(_layer(config, window, {**layer, "attention": attention}, x), cotangent)
+
+    by_x, by_kernels = jax.grad(through, argnums=(0, 1))(x, kernels)
+
+    def square(g):
+        g = g.astype(jnp.float32)
+        return jnp.matmul(g.T, g, precision=jax.lax.Precision.HIGHEST)
+
+    return by_x, {side: square(g) for side, g in by_kernels.items()}
