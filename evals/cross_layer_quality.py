@@ -24,6 +24,9 @@ NEW_TOKENS = {"niah_single_1": 24, "niah_multikey_1": 24, "niah_multivalue": 56}
 LEAST = 0.75
 """Of the length that was asked for, the context of a needle."""
 
+DRAWN = 16
+"""Samples drawn for each one that is wanted: at 1K tokens one in eight of `niah_multivalue` is long enough."""
+
 MINICACHE = "minicache:start=14"
 """1.3 times smaller on a model of 30 layers."""
 
@@ -121,7 +124,7 @@ def questions(model: Any, settings: Settings, length: int) -> tuple[Question, ..
     Raises:
         ValueError: too few samples are long enough.
     """
-    drawn, _ = draw_samples(model.tokenizer, tuple(NEW_TOKENS), (length,), 4 * settings.samples, settings.seed)
+    drawn, _ = draw_samples(model.tokenizer, tuple(NEW_TOKENS), (length,), DRAWN * settings.samples, settings.seed)
     asked = []
     for task in NEW_TOKENS:
         long = [s for _, s in drawn if s.task == task and count_tokens(model.tokenizer, s.context) >= LEAST * length]

@@ -19,7 +19,7 @@ ReadBlock = Callable[[jax.Array | int], tuple[jax.Array, jax.Array, jax.Array]]
 
 def blockwise_attention(
     q: jax.Array, read_block: ReadBlock, first: jax.Array | int, last: jax.Array | int, *, shared_heads: int,
-    value_dim: int, scale: float,
+    value_dim: int, scale: float, tokens_last: bool = False,
 ) -> AttnPartial:
     """Attention of `q` over the blocks `first <= i < last`, each read (sliced, widened, rebuilt) only when needed.
 
@@ -30,11 +30,13 @@ def blockwise_attention(
         shared_heads: J.
         value_dim: Dv.
         scale: factor on the logits.
+        tokens_last: the blocks' keys come as `[B, J, Dk, S]`.
 
     Returns:
         Partial with out `[B, T, N, Dv]`.
     """
     batch, queries, heads, _ = q.shape
+    product = "bjmd,bjds->bjms" if tokens_last else "bjmd,bjsd->bjms"
     per_head = heads // shared_heads
     rows = queries * per_head
     q = q.reshape(batch, queries, shared_heads, per_head, -1).swapaxes(1, 2).reshape(batch, shared_heads, rows, -1)
@@ -42,7 +44,7 @@ def blockwise_attention(
     def step(i, carry):
         top, total, out = carry
         keys, values, visible = read_block(i)
-        logits = jnp.einsum("bjmd,bjsd->bjms", q, keys.astype(q.dtype), preferred_element_type=jnp.float32) * scale
+        logits = jnp.einsum(product, q, keys.astype(q.dtype), preferred_element_type=jnp.float32) * scale
         visible = visible[:, None, :, None] if visible.ndim == 3 else visible
         mask = jnp.broadcast_to(visible, (batch, visible.shape[1], queries, per_head, visible.shape[-1]))
         mask = mask.reshape(batch, visible.shape[1], rows, -1)
@@ -75,37 +77,39 @@ def blockwise_attention(
     return AttnPartial(heads_last(out), heads_last(lse))
 
 
-def block_slots(i: jax.Array | int, size: int) -> tuple[jax.Array | int, jax.Array, jax.Array]:
+def block_slots(
+    i: jax.Array | int, size: int, block: int = BLOCK
+) -> tuple[jax.Array | int, jax.Array, jax.Array]:
     """Start, slots `[S]` and novelty mask `[S]` of block `i` of a buffer of `size` tokens.
 
     The last block of a buffer that is no multiple of the block starts earlier, so that no slice leaves the buffer; the
     mask hides what the block before it has already shown.
     """
-    width = min(BLOCK, size)
-    start = jnp.minimum(i * BLOCK, size - width)
+    width = min(block, size)
+    start = jnp.minimum(i * block, size - width)
     slots = start + jnp.arange(width)
-    return start, slots, slots >= i * BLOCK
+    return start, slots, slots >= i * block
 
 
-def slice_block(buffer: jax.Array, start: jax.Array | int) -> jax.Array:
-    """Block of a `[B, J, S, R]` buffer, `[B, J, min(BLOCK, S), R]`.
+def slice_block(buffer: jax.Array, start: jax.Array | int, block: int = BLOCK) -> jax.Array:
+    """Block of a `[B, J, S, R]` buffer, `[B, J, min(block, S), R]`.
 
     A storage that is no plain array (quantised codes, say) is read by its `read_block(start, size)`.
     """
     if hasattr(buffer, "read_block"):
-        return buffer.read_block(start, min(BLOCK, buffer.shape[2]))
-    return jax.lax.dynamic_slice_in_dim(buffer, start, min(BLOCK, buffer.shape[2]), axis=2)
+        return buffer.read_block(start, min(block, buffer.shape[2]))
+    return jax.lax.dynamic_slice_in_dim(buffer, start, min(block, buffer.shape[2]), axis=2)
 
 
-def block_range(size: int, lengths: jax.Array, lowest: jax.Array | None = None):
+def block_range(size: int, lengths: jax.Array, lowest: jax.Array | None = None, block: int = BLOCK):
     """Blocks that hold a visible token: from the lowest visible slot to the longest row.
 
     Static (one block) when the buffer fits a block, else a dynamic range, so that work is O(length).
     """
-    if size <= BLOCK:
+    if size <= block:
         return 0, 1
-    last = (jnp.max(lengths) + BLOCK - 1) // BLOCK
-    first = 0 if lowest is None else jnp.maximum(jnp.min(lowest), 0) // BLOCK
+    last = (jnp.max(lengths) + block - 1) // block
+    first = 0 if lowest is None else jnp.maximum(jnp.min(lowest), 0) // block
     return first, last
 
 

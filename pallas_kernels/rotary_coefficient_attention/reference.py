@@ -1,4 +1,13 @@
-"""The op in XLA, and the truth in tests."""
+"""The op in XLA, and the truth in tests.
+
+Rebuilt keys lie tokens last, and the H = K / J heads that share coefficients inside of each channel, `[B, J, D, H, S]`:
+a rotation then adds whole rows, which splits evenly over threads and transposes nothing, and a few queries meet all
+heads of a layer in one product.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from lowrank_kv_jax.codecs.basis import reconstruct
 from lowrank_kv_jax.pallas_kernels.blockwise import (
@@ -10,26 +19,110 @@ from lowrank_kv_jax.pallas_kernels.blockwise import (
     visible_slots,
 )
 from lowrank_kv_jax.partial import AttnPartial
-from lowrank_kv_jax.rope import rope_angles, rotate
+from lowrank_kv_jax.positions import Runs
+from lowrank_kv_jax.rope import RopeSpec, rope_angles
+
+LARGEST = 2048  # tokens of a block: every block costs some time of its own, measured fastest on XLA's CPU backend
+TILE = 128  # blocks are multiples of it
+TOGETHER = 64  # queries times heads up to which one product with zeros in it is cheaper than one for each kv head
 
 
 def rotary_coefficient_attention(
-    q, tokens, key_basis, *, rope, kv_heads, scale, q_positions, causal, window, value_basis
+    q, tokens, key_basis, *, rope, kv_heads, scale, q_positions, causal, window, value_basis, key_mean=None
 ) -> AttnPartial:
-    size = tokens.keys.shape[2]
+    batch, queries, heads, dim = q.shape
+    groups, size = tokens.keys.shape[1:3]
+    block = block_size(size)
+    few = value_basis is None and queries * heads <= TOGETHER and tokens.values.shape[1] <= groups
+    shared = groups if few else kv_heads
+    basis = _heads_inside(key_basis, kv_heads).astype(q.dtype)
+    basis = jnp.broadcast_to(basis, (batch, *basis.shape[-4:]))
 
     def read(i):
-        start, slots, fresh = block_slots(i, size)
-        mask, positions = visible_slots(tokens, slots, fresh, q_positions, causal, window, q.shape[2])
-        keys = reconstruct(key_basis, slice_block(tokens.keys, start).astype(q.dtype), kv_heads)
+        start, slots, fresh = block_slots(i, size, block)
+        mask, positions = visible_slots(tokens, slots, fresh, q_positions, causal, window, heads)
+        codes, values = (slice_block(x, start, block).astype(q.dtype) for x in (tokens.keys, tokens.values))
+        keys = _rebuild(basis, codes)
+        if key_mean is not None:
+            keys = keys + _heads_inside(key_mean.reshape(groups, -1, 1), kv_heads).astype(q.dtype)
         if rope is not None:
-            cos, sin = rope_angles(rope, positions)
-            keys = rotate(keys, cos, sin)
-        values = slice_block(tokens.values, start)
+            keys = _rotate(keys, *block_angles(rope, tokens.positions, positions, start))
+        keys = keys if few else keys.swapaxes(2, 3)
+        keys = keys.reshape(batch, shared, -1, keys.shape[-1])
         if value_basis is not None:
-            values = reconstruct(value_basis, values.astype(q.dtype), kv_heads)
-        return keys, values if values.shape[1] == 1 else spread_heads(values, kv_heads), mask
+            values = reconstruct(value_basis, values, kv_heads)
+        return keys, values if values.shape[1] == 1 else spread_heads(values, shared), mask
 
-    value_dim = tokens.values.shape[-1] if value_basis is None else q.shape[-1]
-    first, last = block_range(size, tokens.lengths)
-    return blockwise_attention(q, read, first, last, shared_heads=kv_heads, value_dim=value_dim, scale=scale)
+    value_dim = tokens.values.shape[-1] if value_basis is None else dim
+    first, last = block_range(size, tokens.lengths, block=block)
+    return blockwise_attention(
+        _among_zeros(q, kv_heads, groups) if few else q, read, first, last, shared_heads=shared, value_dim=value_dim,
+        scale=scale, tokens_last=True,
+    )
+
+
+def block_size(size: int) -> int:
+    """Tokens of each block of a buffer: about equal ones, of which none is larger than `LARGEST`."""
+    even = -(-size // -(-size // LARGEST))
+    return min(-(-even // TILE) * TILE, LARGEST)
+
+
+def block_angles(rope: RopeSpec, where, positions: jax.Array, start) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of a block's tokens, float32 `[B, 1 or J, half, S]`.
+
+    Within runs of consecutive positions by the addition theorem, from a table of places and the angle at which the block
+    begins: XLA's sines on a CPU take as long as all other work on a block.
+
+    Args:
+        where: the positions of the whole buffer.
+        positions: those of the block's tokens, int32 `[B, 1 or J, S]`.
+        start: slot at which the block begins.
+    """
+    if not isinstance(where, Runs):
+        cos, sin = rope_angles(rope, positions)
+        return cos.swapaxes(-1, -2), sin.swapaxes(-1, -2)
+    size = positions.shape[-1]
+    first, offset = where.pieces()
+    # rounded as the model's own frequencies are: over thousands of tokens the difference would show
+    frequency = rope.inverse_frequencies().astype(np.float32).astype(np.float64)
+    place = frequency[:, None] * np.arange(size)
+    place_cos, place_sin = (jnp.asarray(f(place), jnp.float32) for f in (np.cos, np.sin))
+    base_cos, base_sin = (x[..., None] for x in rope_angles(rope, start + offset))  # [B, P + 1, half, 1]
+    cos, sin = base_cos[:, 0], base_sin[:, 0]
+    for run in range(1, first.shape[1]):
+        behind = start + jnp.arange(size) >= first[:, run, None, None]
+        cos, sin = (jnp.where(behind, base[:, run], x) for base, x in ((base_cos, cos), (base_sin, sin)))
+    cos, sin = place_cos * cos - place_sin * sin, place_sin * cos + place_cos * sin
+    return cos[:, None], sin[:, None]
+
+
+def _rebuild(basis: jax.Array, codes: jax.Array) -> jax.Array:
+    """Keys `[B, J, D, H, S]` of coefficients `[B, J, S, R]` in a basis `[B, J, D, H, R]`."""
+    if codes.shape[0] * codes.shape[1] > 1:
+        return jnp.einsum("bjdhr,bjsr->bjdhs", basis, codes)
+    # XLA's CPU backend transposes the coefficients for a product of batches, be it of one, and not for a plain one
+    return jnp.einsum("dhr,sr->dhs", basis[0, 0], codes[0, 0])[None, None]
+
+
+def _rotate(keys: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Keys `[B, J, D, H, S]` rotated by `cos`, `sin` `[B, 1 or J, half, S]`; in float32, returned in their dtype."""
+    half = cos.shape[2]
+    first, second = (x.astype(jnp.float32) for x in (keys[:, :, :half], keys[:, :, half : 2 * half]))
+    cos, sin = cos[:, :, :, None], sin[:, :, :, None]
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate([*(x.astype(keys.dtype) for x in rotated), keys[:, :, 2 * half :]], axis=2)
+
+
+def _heads_inside(basis: jax.Array, kv_heads: int) -> jax.Array:
+    """`[.., J, D, H, R]` of a basis `[.., J, H * D, R]`."""
+    *lead, groups, width, rank = basis.shape
+    each = kv_heads // groups
+    return basis.reshape(*lead, groups, each, width // each, rank).swapaxes(-3, -2)
+
+
+def _among_zeros(q: jax.Array, kv_heads: int, groups: int) -> jax.Array:
+    """Queries `[B, T, N, D * H]` that meet their own head only of the keys `[B, J, D, H, S]`."""
+    batch, queries, heads, dim = q.shape
+    each = kv_heads // groups
+    own = np.arange(heads)[:, None] // (heads // kv_heads) % each == np.arange(each)
+    return (q[..., None] * own[:, None].astype(q.dtype)).reshape(batch, queries, heads, dim * each)
