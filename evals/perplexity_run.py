@@ -75,7 +75,7 @@ def evaluate_perplexity(
     model: Any, methods: Mapping[str, KVMethod], text: Corpus | None = None, mode: str = "stream",
     length: int = 2048, step: int = 1024, windows: int | None = 4, *, json: str | os.PathLike | None = None,
     rows: int = 4, dtype: str = "bfloat16", calibrate: Corpus | None = None, progress: bool = False,
-    mesh: Any = None,
+    mesh: Any = None, cut: Sequence[Window] | None = None,
 ) -> list[dict[str, Any]]:
     """Score methods on a text.
 
@@ -88,6 +88,7 @@ def evaluate_perplexity(
         windows: the first so many; None for all.
         json: one record a window and method is appended; those that the file holds are not computed again.
         rows: windows that share a batch.
+        cut: windows that are cut already; `text` then names where they are from, and `mode` their task.
 
     The other arguments are those of `evaluate_ruler`.
 
@@ -104,8 +105,9 @@ def evaluate_perplexity(
     if length > model.config.context:
         raise ValueError(f"length={length}: the model's context is {model.config.context} tokens")
     text = text or load_corpus("pydoc:second")
-    ids = model.tokenizer("\n\n".join(text.texts), verbose=False).input_ids
-    cut = cut_windows(ids, mode, length, step)[:windows]
+    if cut is None:
+        ids = model.tokenizer("\n\n".join(text.texts), verbose=False).input_ids
+        cut = cut_windows(ids, mode, length, step)[:windows]
     corpus = calibrate or load_corpus("pydoc:first")
     conditions = {
         "step": step, "cache_dtype": dtype, "text": {"name": text.name, "sha256": text.sha256},

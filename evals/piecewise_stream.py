@@ -2,7 +2,15 @@
 
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+from lowrank_kv_jax.estimators.gha import gha_update
+from lowrank_kv_jax.estimators.linalg import orthonormalise
+
+_update = jax.jit(gha_update, static_argnames=("eta", "iterations", "scale"))
+_orthonormalise = jax.jit(orthonormalise)
 
 
 class Segment(NamedTuple):
@@ -46,3 +54,43 @@ def segment_error(basis: np.ndarray, segment: Segment) -> float:
     values = np.linalg.eigvalsh(segment.covariance)[::-1]
     held = np.trace(np.asarray(basis, np.float64).T @ segment.covariance @ np.asarray(basis, np.float64))
     return float((values[: basis.shape[-1]].sum() - held) / values.sum())
+
+
+class Followed(NamedTuple):
+    """Normalised reconstruction error E_t of every decode batch `[segments * steps]`, for the paper's three baselines."""
+
+    static: np.ndarray
+    prefill_only: np.ndarray
+    prefill_decode: np.ndarray
+
+
+def follow_stream(
+    segments: list[Segment], eta: float = 2e-3, iterations: int = 20, reset_every: int = 5, rank: int = 6
+) -> Followed:
+    """Figure 3a: one basis for ever, one re-estimated by GHA at every change point, one that goes on learning.
+
+    Steps are sums over the 64 samples of a batch, as in Algorithm 1. The text gives no number of steps on the prefill.
+
+    Args:
+        eta: step size, of both phases.
+        iterations: steps on the prefill of a segment.
+        reset_every: decode steps after which the basis is orthonormalised.
+        rank: r.
+    """
+    first = segments[0].prefill.astype(np.float64)
+    static = jnp.asarray(np.linalg.svd(first, full_matrices=False)[2][:rank].T, jnp.float32)
+    errors: dict[str, list[float]] = {name: [] for name in Followed._fields}
+    fixed = moving = static
+    for segment in segments:
+        fixed, moving = (
+            _orthonormalise(_update(basis, segment.prefill, None, eta, iterations=iterations, scale="sum"))
+            for basis in (fixed, moving)
+        )
+        for step, batch in enumerate(segment.decode, 1):
+            moving = _update(moving, batch, None, eta, iterations=1, scale="sum")
+            moving = _orthonormalise(moving) if step % reset_every == 0 else moving
+            for name, columns in zip(Followed._fields, (static, fixed, moving), strict=True):
+                basis = np.asarray(columns)
+                left = batch - batch @ basis @ basis.T
+                errors[name].append(float(np.sum(left**2) / np.sum(batch**2)))
+    return Followed(**{name: np.array(found) for name, found in errors.items()})

@@ -18,6 +18,7 @@ COMMANDS = {
     "cross-layer": "what the layers' caches share (CKA, cosine, ranks), and what sharing a basis costs",
     "estimators": "where bases can come from, compared: error, time, bytes",
     "falsify": "the four falsifiers of Online Subspace Projection, with a verdict for each",
+    "streaming": "StreamingKV beside Palu: quality after a shift, ablations, Fisher overlap, speed",
     "roofline": "FLOPs and bytes of a decoded token of any method, counted without running it",
     "bench": "speed: time to first token and decode tokens/s; the attention kernels",
 }

@@ -18,8 +18,8 @@ from lowrank_kv_jax.method import register
 from lowrank_kv_jax.methods.palu import SIDES, GroupedProjections, PaluBases
 
 _PRINTED = {
-    "form": "encoder", "scale": "sum", "frozen_outputs": True, "update": "joint", "learn_from": "token",
-    "rank_by": "fisher-sqrt", "rank_multiple": 32, "sinks": 0, "recent": 0,
+    "form": "encoder", "step": 10, "scale": "sum", "frozen_outputs": True, "update": "joint", "learn_from": "token",
+    "rank_by": "fisher-sqrt", "sinks": 0, "recent": 0,
 }
 
 
@@ -54,7 +54,8 @@ class StreamingKV(GroupedProjections):
         alpha: share of the columns that move, in (0, 1].
         eta, eta_dec: step sizes at prefill and while decoding; 0 does not update there.
         iterations, iterations_dec: steps on the same tokens, n_iters.
-        step: decoded tokens from one update to the next, s.
+        step: decoded tokens from one update to the next, s (10 in the paper). An interval that a refresh cuts is learned
+            in two parts.
         learn_from: "interval", an update sees all tokens since the last one; "token", only the one it falls on (the
             paper).
         update: "group", each group of heads its own projector; "joint", one over all groups, whose columns may read
@@ -67,10 +68,10 @@ class StreamingKV(GroupedProjections):
     form: str = "coupled"
     alpha: float = 0.2
     eta: float = 1.0
-    eta_dec: float = 0.1
+    eta_dec: float = 1.0
     iterations: int = 10
     iterations_dec: int = 1
-    step: int = 10
+    step: int = 32
     learn_from: str = "interval"
     update: str = "group"
     triangle: str = "sanger"

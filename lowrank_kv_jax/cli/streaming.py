@@ -1,0 +1,201 @@
+"""`lowrank-kv streaming`: what projections that learn while they run gain over static ones, and what they cost."""
+
+import argparse
+import dataclasses
+import sys
+
+HELP = "StreamingKV beside Palu: quality after a shift, ablations, reconstruction, Fisher overlap, speed"
+STUDIES = ("stream", "quality", "ablation", "reconstruction", "fisher", "speed")
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Declare the command."""
+    from lowrank_kv_jax.cli.options import add_model_options
+
+    parser = subparsers.add_parser(
+        "streaming", help=HELP,
+        description="stream: static, prefill-only and prefill+decode bases on a synthetic stream (StreamingKV, A.6). "
+                    "quality: perplexity through the cache in domain and after a shift, needles, at two ranks. "
+                    "ablation: triangle, joint or group updates, eta and alpha (tables 3 and 4). reconstruction: cosine "
+                    "and explained variance (figure 5), and equation 15 on hidden states. fisher: overlap of two "
+                    "corpora by frequency band (figure 3). speed: decode time beside its floor.",
+    )
+    add_model_options(parser)
+    parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES), help="(all)")
+    parser.add_argument("--ranks", nargs="+", type=float, default=[0.7, 0.5], metavar="R", help="(0.7 0.5)")
+    parser.add_argument("--context", type=int, default=1024, help="tokens that are compressed (%(default)s)")
+    parser.add_argument("--scored", type=int, default=384, help="tokens scored after them (%(default)s)")
+    parser.add_argument("--windows", type=int, default=4, help="texts of each task (%(default)s)")
+    parser.add_argument("--samples", type=int, default=2, help="needles at each of 4 depths, 0 for none (%(default)s)")
+    parser.add_argument("--bands", type=int, default=8, help="of singular vectors (%(default)s)")
+    parser.add_argument("--corpora", nargs=2, default=["pydoc:first", "python"], metavar="TEXT",
+                        help="whose Fisher information is compared (%(default)s)")
+    parser.add_argument("--timed-length", type=int, default=4096, metavar="N",
+                        help="context in which decoding is timed (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds, after one that compiles (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of texts and needles (%(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="append records; scores that it holds are not computed again")
+    parser.add_argument("--plot", metavar="PNG", help="draw the Fisher overlap by band")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print.
+
+    Raises:
+        ValueError, OSError: as `load_model` and the evaluations.
+    """
+    from lowrank_kv_jax.cli.options import device_line, load_from
+    from lowrank_kv_jax.evals.records import check_writable
+    from lowrank_kv_jax.evals.streaming import Settings
+
+    settings = Settings(tuple(args.ranks), args.context, args.scored, args.windows, samples=args.samples, seed=args.seed)
+    if args.rounds < 1:
+        raise ValueError(f"--rounds {args.rounds}: must be at least 1")
+    if args.json:
+        check_writable(args.json)
+    if "stream" in args.studies:
+        _stream(args)
+    if args.studies == ["stream"]:
+        return 0
+    model = load_from(args)
+    for study in ("quality", "ablation"):
+        if study in args.studies:
+            _scores(args, model, settings, study)
+    if "reconstruction" in args.studies:
+        _reconstruction(args, model, settings)
+    if "fisher" in args.studies:
+        _fisher(args, model)
+    if "speed" in args.studies:
+        _speed(args, model)
+    print(device_line())
+    return 0
+
+
+def _stream(args) -> None:
+    from lowrank_kv_jax.evals.piecewise_stream import Followed, follow_stream, piecewise_stream
+
+    errors = follow_stream(piecewise_stream(segments=4, steps=60, seed=args.seed))
+    per_segment = {name: getattr(errors, name).reshape(4, -1).mean(1) for name in Followed._fields}
+    _table("normalised reconstruction error on the stream of A.6, by segment",
+           ("basis", "1", "2", "3", "4", "mean"),
+           [(name, *(f"{x:.4f}" for x in found), f"{found.mean():.4f}") for name, found in per_segment.items()])
+    _append(args, "stream", 0, [(name, {"errors": found.tolist()}) for name, found in per_segment.items()])
+
+
+def _scores(args, model, settings, study: str) -> None:
+    from lowrank_kv_jax.evals import streaming
+
+    runs = [(rank, streaming.quality_specs(rank)) for rank in settings.ranks]
+    tasks = streaming.TASKS
+    if study == "ablation":
+        settings, tasks = dataclasses.replace(settings, samples=0), ("code",)
+        runs = [(min(settings.ranks), streaming.ablation_specs(min(settings.ranks)))]
+    specs = ["full", *(spec for _, own in runs for spec in own)]
+    rows = streaming.scores(model, specs, settings, tasks, json=args.json, progress=sys.stderr.isatty())
+
+    def line(row):
+        return (row.spec, f"{row.smaller:.2f}", *(f"{row.perplexity[task]:.3f}" for task in tasks),
+                "" if row.needle is None else f"{row.needle:.0f}")
+
+    _table(study, ("method", "x smaller", *tasks, "needles, %"), [line(row) for row in rows.values()])
+    gains = []
+    for _, own in runs:
+        base = rows[own[0]]
+        gains += [streaming.gain(rows[spec], base) for spec in own[1:]]
+    _table("gain over the first of its rank, nats a token (Wilcoxon over windows of all tasks)",
+           ("method", "over", "gain", "windows won", "p"),
+           [(g.spec, g.over, f"{g.mean:+.4f}", f"{g.wins}/{g.windows}", "" if g.p is None else f"{g.p:.4f}")
+            for g in gains])
+    _append(args, f"gain-{study}", settings.context, [(g.spec, dataclasses.asdict(g)) for g in gains])
+
+
+def _reconstruction(args, model, settings) -> None:
+    from lowrank_kv_jax.calibrate import fit_bases, moments_for
+    from lowrank_kv_jax.corpus import load_corpus, token_windows
+    from lowrank_kv_jax.evals.compare import parse_methods
+    from lowrank_kv_jax.evals.streaming import ablation_specs
+    from lowrank_kv_jax.evals.streaming_reconstruction import hidden_updates, means, reconstruction
+
+    def windows(name, length, count):
+        return token_windows(model.tokenizer, load_corpus(name).texts, length, count, args.seed)
+
+    methods = parse_methods(list(dict.fromkeys(s for rank in settings.ranks for s in ablation_specs(rank)[2:4]))
+                            + [f"palu:rank={rank},sinks=32,recent=32" for rank in settings.ranks])
+    moments = moments_for(model, list(methods.values()), windows(settings.calibrate, 2048, 4))
+    bases = {spec: fit_bases(model, method, moments, "float32") for spec, method in methods.items()}
+    texts = {name: windows(source, 2048, 1) for name, source in (("prose", settings.prose), ("code", settings.code))}
+    rows = reconstruction(model, methods, bases, texts, progress=sys.stderr.isatty())
+
+    def lines(found, first):
+        return [(row.spec, row.text, row.side, *first(row),
+                 *(f"{value:.4f}" for value in (row.cosine, row.explained, row.lost))) for row in found]
+
+    names = ("cosine", "explained variance", "lost energy")
+    _table("reconstruction, means over layers", ("method", "text", "side", *names), lines(means(rows), lambda row: ()))
+    worst = f"rank={min(settings.ranks)}"
+    shown = [row for row in rows if worst in row.spec and row.text == "code" and row.side == "v" and row.layer % 3 == 0]
+    _table("values of code by layer", ("method", "text", "side", "layer", *names),
+           lines(shown, lambda row: (str(row.layer),)))
+    hidden = hidden_updates(model, moments, texts["code"][0], min(settings.ranks))
+    _table("equation 15 on hidden states, the encoder alone moved: lost energy of code", ("side", "scale", "eta", "lost"),
+           [(h.side, h.scale, f"{h.eta:g}", "diverged" if h.lost is None else f"{h.lost:.4f}") for h in hidden])
+    _append(args, "reconstruction", 2048, [(row.spec, dataclasses.asdict(row)) for row in rows])
+    _append(args, "hidden", 2048, [("streamingkv", dataclasses.asdict(row)) for row in hidden])
+
+
+def _fisher(args, model) -> None:
+    from lowrank_kv_jax.corpus import load_corpus, token_windows
+    from lowrank_kv_jax.evals.fisher_overlap import fisher_overlap, plot_overlap
+    from lowrank_kv_jax.fisher import LENGTH, collect_fisher
+
+    pair = []
+    for name in args.corpora:
+        tokens = token_windows(model.tokenizer, load_corpus(name).texts, LENGTH, 4 * args.windows, args.seed)
+        pair.append(collect_fisher(model, tokens, progress=sys.stderr.isatty()))
+    overlap = fisher_overlap(model, pair[0], pair[1], args.bands)
+    _table(f"Fisher overlap of {args.corpora[0]} and {args.corpora[1]}, means over layers",
+           ("projection", *(f"band {i + 1}" for i in range(args.bands))),
+           [(f"W_{side}", *(f"{x:.3f}" for x in rows.mean(0))) for side, rows in overlap.items()])
+    information = pair[0].information
+    share = information / information.sum()
+    _table("share of the Fisher information, % of the whole", ("layers", "W_k", "W_v"),
+           [(f"{i}-{i + 4}", *(f"{100 * x:.1f}" for x in share[i : i + 5].sum(0))) for i in range(0, len(share), 5)])
+    if args.plot:
+        plot_overlap(args.plot, overlap, f"{model.name}: {args.corpora[0]} and {args.corpora[1]}")
+        print(f"drew {args.plot}")
+    _append(args, "fisher-overlap", LENGTH, [("palu", {"side": side, "overlap": rows.tolist(), "corpora": args.corpora})
+                                             for side, rows in overlap.items()])
+
+
+def _speed(args, model) -> None:
+    from lowrank_kv_jax.evals.streaming_speed import streaming_speed
+
+    rank = min(args.ranks)
+    specs = ("full", f"palu:rank={rank}", f"streamingkv:rank={rank}")
+    rows = streaming_speed(model, specs, args.timed_length, rank, rounds=args.rounds)
+    full, palu, _ = rows
+    _table(f"decoding after {args.timed_length} tokens, float32 caches",
+           ("method", "ms a step", "floor, ms", "x floor", "of Palu's throughput", "of the full cache's", "MiB"),
+           [(r.spec, f"{1e3 * r.step:.2f}",
+             *(("", "") if r is full else (f"{1e3 * r.floor:.2f}", f"{r.step / r.floor:.2f}")),
+             f"{palu.step / r.step:.3f}", f"{full.step / r.step:.3f}", f"{r.cache_bytes / 2**20:.1f}") for r in rows])
+    _append(args, "streaming-speed", args.timed_length, [(r.spec, dataclasses.asdict(r)) for r in rows])
+
+
+def _append(args, task: str, length: int, rows) -> None:
+    if not args.json:
+        return
+    from lowrank_kv_jax.evals.records import append_record, make_record
+
+    for spec, values in rows:
+        append_record(args.json, make_record(
+            "streaming", model=args.model, method=spec, task=task, length=length, seed=args.seed,
+            protocol="query-agnostic", **{k: v for k, v in values.items() if k != "spec"}))
+
+
+def _table(title: str, columns, lines) -> None:
+    from lowrank_kv_jax.cli.eviction import _table as table
+
+    table(title, columns, lines)
