@@ -103,6 +103,9 @@ def means(rows: Sequence[Rebuilt]) -> list[Rebuilt]:
     ]
 
 
+_update = jax.jit(update_tail, static_argnames=("eta", "iterations", "scale", "frozen_outputs"))
+
+
 @dataclasses.dataclass(frozen=True)
 class Hidden:
     """Equation 15 on hidden states x `[H]`, as printed for A `[H, R]`: means over layers of the lost energy.
@@ -141,8 +144,8 @@ def hidden_updates(
             y, moving = x @ kernel, max(1, int(alpha * kept))
             encoder = kernel @ v / root
             for scale, eta in steps:
-                tail = update_tail(encoder[:, :-moving], encoder[:, -moving:], x, None, eta, iterations=iterations,
-                                   scale=scale, frozen_outputs=True)
+                tail = _update(encoder[:, :-moving], encoder[:, -moving:], x, None, eta, iterations=iterations,
+                               scale=scale, frozen_outputs=True)
                 rebuilt = x @ jnp.concatenate([encoder[:, :-moving], tail], axis=1) @ (v * root).T
                 found.setdefault((side, scale, eta), []).append(float(jnp.sum((y - rebuilt) ** 2) / jnp.sum(y**2)))
     return [Hidden(*key, float(np.mean(lost)) if np.isfinite(lost).all() else None) for key, lost in found.items()]

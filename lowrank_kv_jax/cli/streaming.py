@@ -23,6 +23,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     add_model_options(parser)
     parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES), help="(all)")
     parser.add_argument("--ranks", nargs="+", type=float, default=[0.7, 0.5], metavar="R", help="(0.7 0.5)")
+    parser.add_argument("--methods", nargs="+", metavar="SPEC",
+                        help="for quality, instead of those of the study; gains are over the first")
     parser.add_argument("--context", type=int, default=1024, help="tokens that are compressed (%(default)s)")
     parser.add_argument("--scored", type=int, default=384, help="tokens scored after them (%(default)s)")
     parser.add_argument("--windows", type=int, default=4, help="texts of each task (%(default)s)")
@@ -92,6 +94,8 @@ def _scores(args, model, settings, study: str) -> None:
     if study == "ablation":
         settings, tasks = dataclasses.replace(settings, samples=0), ("code",)
         runs = [(min(settings.ranks), streaming.ablation_specs(min(settings.ranks)))]
+    elif args.methods:
+        runs = [(None, args.methods)]
     specs = ["full", *(spec for _, own in runs for spec in own)]
     rows = streaming.scores(model, specs, settings, tasks, json=args.json, progress=sys.stderr.isatty())
 

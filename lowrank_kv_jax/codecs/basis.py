@@ -28,7 +28,7 @@ def reconstruct(basis: jax.Array, coefficients: jax.Array, kv_heads: int) -> jax
     return x.reshape(batch, groups, tokens, per_group, -1).swapaxes(2, 3).reshape(batch, kv_heads, tokens, -1)
 
 
-def _by_head(basis: jax.Array, kv_heads: int) -> jax.Array:
+def split_heads(basis: jax.Array, kv_heads: int) -> jax.Array:
     """Split the width into (heads of the group, D): `[..., J, K / J, D, R]`."""
     *rows, groups, width, rank = basis.shape
     per_group = kv_heads // groups
@@ -38,7 +38,7 @@ def _by_head(basis: jax.Array, kv_heads: int) -> jax.Array:
 def fold_query(basis: jax.Array, q: jax.Array, kv_heads: int) -> jax.Array:
     """Queries in coefficient space `[B, T, N, R]` of `q` `[B, T, N, D]`: q~ = q U_h for kv head h of the query."""
     batch, tokens, heads, dim = q.shape
-    by_head = _by_head(basis, kv_heads)
+    by_head = split_heads(basis, kv_heads)
     groups, per_group = by_head.shape[-4:-2]
     q = q.reshape(batch, tokens, groups, per_group, -1, dim)
     out = jnp.einsum(f"btjhgd,{_per_row(basis)}jhdr->btjhgr", q, by_head.astype(q.dtype))
@@ -48,7 +48,7 @@ def fold_query(basis: jax.Array, q: jax.Array, kv_heads: int) -> jax.Array:
 def expand_values(basis: jax.Array, out: jax.Array, kv_heads: int) -> jax.Array:
     """Attention outputs in head space `[B, T, N, D]` from value-coefficient space `[B, T, N, R]`: o = o~ U_v^T."""
     batch, tokens, heads, rank = out.shape
-    by_head = _by_head(basis, kv_heads)
+    by_head = split_heads(basis, kv_heads)
     groups, per_group = by_head.shape[-4:-2]
     out = out.reshape(batch, tokens, groups, per_group, -1, rank)
     out = jnp.einsum(f"btjhgr,{_per_row(basis)}jhdr->btjhgd", out, by_head.astype(out.dtype))

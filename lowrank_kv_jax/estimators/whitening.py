@@ -76,13 +76,13 @@ def truncate(
         jitter, what: see `whiten`.
 
     Raises:
-        ValueError: as `whiten`, or fewer directions with any energy than `rank`.
+        ValueError: as `whiten`, or fewer directions with any energy than a `rank` below the width.
     """
     factor = whiten(moment, jitter, what)
     own = np.asarray(moment if weight is None else weight.T @ moment @ weight, np.float64)
     values = np.linalg.eigvalsh(own)
     alive = int(np.sum(values > DEAD * values[-1]))
-    if alive < rank:
+    if alive < rank < len(own):  # at full rank any completion is exact
         raise ValueError(f"calibration: {what} is singular, its tokens span {alive} of {len(own)} directions, below the "
                          f"rank {rank} asked for: calibrate on more text, or lower the rank")
     target = factor if weight is None else factor @ np.asarray(weight, np.float64)

@@ -147,7 +147,8 @@ class GroupedProjections(LowRank):
         around = {side: [taps[side], _blocks(centred[side], groups), table] for side in SIDES}
         with_means = self.mean
         if with_means is None:
-            with_means = self._loss(around) < (1 - MEAN_PAYS) * self._loss(sides)
+            energy = {side: float(np.trace(moment[side], axis1=1, axis2=2).sum()) for side in SIDES}
+            with_means = self._loss(around, energy) < (1 - MEAN_PAYS) * self._loss(sides, energy)
         fitted = self._decoders(around if with_means else sides)
         out = []
         for layer, decoders in enumerate(fitted):
@@ -174,13 +175,13 @@ class GroupedProjections(LowRank):
             return rank_for_energy(values, self.energy)
         return int(table[layer, SIDES.index(side)])
 
-    def _loss(self, sides: dict[str, Any]) -> float:
-        """Share of the energy that all truncations lose together, keys and values alike."""
+    def _loss(self, sides: dict[str, Any], energy: dict[str, float]) -> float:
+        """Share of the `energy` of keys that all truncations lose, and of values, added."""
         total = 0.0
         for side, (_, blocks, table) in sides.items():
             values = np.linalg.eigvalsh(blocks)[..., ::-1]
             lost = [value[:, self._rank_of(value, table, layer, side) :].sum() for layer, value in enumerate(values)]
-            total += float(np.sum(lost)) / max(float(values.sum()), np.finfo(np.float64).tiny)
+            total += float(np.sum(lost)) / max(energy[side], np.finfo(np.float64).tiny)
         return total
 
     def _decoders(self, sides: dict[str, Any]) -> list[list[jax.Array]]:
