@@ -1,6 +1,7 @@
 """Index sets of the kvpress presets, against kvpress itself on a seeded random Llama; skipped where it is absent.
 
-`uv run --with kvpress pytest tests/test_kvpress.py` brings it; passed with kvpress 0.5.5 and torch 2.13.
+`uv run --no-group dev --extra kvpress --with pytest,pytest-xdist,hypothesis pytest tests/test_kvpress.py` brings it; passed with
+kvpress 0.5.5 and torch 2.13.
 """
 
 import jax.numpy as jnp

@@ -98,7 +98,8 @@ def test_presses_answer_from_what_they_store(monkeypatch, tmp_path):
     )).eval()
     monkeypatch.setattr(kvpress_run, "load_torch_model", lambda source, dtype: torch_model)
     model, path = Loaded(tokenizer=Saved(Loaded().tokenizer)), tmp_path / "r.jsonl"
-    asked = tuple(dataclasses.replace(q, context=q.context * 3) for q in questions(2))
+    # one token a question: kvpress masks by keys that repel all queries at once, which exist for few in 8 dimensions
+    asked = tuple(dataclasses.replace(q, context=q.context * 3, question="?", answer_prefix="") for q in questions(2))
     suite = Suite("eval test", asked, rows=1)
     specs = ["full", "streamingllm:2x", "expected-attention:4x", "adakv:4x"]
     records = kvpress_run.evaluate_kvpress(model, "x", specs, suite, json=path)

@@ -17,7 +17,7 @@ def require_kvpress() -> None:
     missing = [name for name in ("torch", "kvpress") if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"the kvpress peer needs {' and '.join(missing)}: in an environment of its own, since kvpress "
-                         "asks for an older transformers, `pip install lowrank-kv-jax kvpress torch` (the CPU build)")
+                         "asks for an older transformers, `pip install lowrank-kv-jax[kvpress]` (torch: the CPU build)")
 
 
 def parse_press(spec: str) -> tuple[str, float]:
