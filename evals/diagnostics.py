@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.calibrate import collect_moments, fit_bases, iterate_taps
-from lowrank_kv_jax.codecs.basis import project, reconstruct
 from lowrank_kv_jax.evals.basis_metrics import (
     principal_basis,
     rank_of_energy,
@@ -19,7 +18,7 @@ from lowrank_kv_jax.evals.basis_metrics import (
 )
 from lowrank_kv_jax.forward import compress_group, make_layout
 from lowrank_kv_jax.method import KVMethod
-from lowrank_kv_jax.methods.lowrank import Bases, LowRank
+from lowrank_kv_jax.methods.lowrank import LowRank
 from lowrank_kv_jax.moments import Moments
 from lowrank_kv_jax.parse import parse_method, spell_method
 from lowrank_kv_jax.progress import ProgressBar
@@ -184,9 +183,8 @@ def _adaptation_rows(model, text: str, tokens: np.ndarray, fitted, bar: Progress
             for index, (method, bases) in enumerate(fitted):
                 own = None if bases is None else bases[layer]
                 state = compress_group(method, layout, own, (taps,), lengths)
-                used = method.bases_of(own, state)
                 for side in ("k", "v"):
-                    found.setdefault((index, side), []).append(_losses(model, method, used, taps, side))
+                    found.setdefault((index, side), []).append(_losses(model, method, own, state, taps, side))
             bar.advance()
     rows = []
     for (index, side), losses in found.items():
@@ -194,18 +192,20 @@ def _adaptation_rows(model, text: str, tokens: np.ndarray, fitted, bar: Progress
     return rows
 
 
-def _losses(model, method: LowRank, used: Bases, taps: Taps, side: str) -> dict[str, np.ndarray]:
+def _losses(model, method: LowRank, own: Any, state: Any, taps: Taps, side: str) -> dict[str, np.ndarray]:
     """Metrics `[J]` of one layer and window."""
-    x = taps.v if side == "v" else taps.k_pre if method.rope == "pre" else taps.k
+    keys = taps.k_pre if method.rope == "pre" else taps.k
+    x, used = taps.v if side == "v" else keys, method.bases_of(own, state)
+    codes = dict(zip(("k", "v"), method.encode(own, state, keys, taps.v), strict=True))
+    rebuilt = np.asarray(method.rebuild(used, side, codes[side], model.config.kv_heads)[0])
     basis = getattr(used, side)
-    heads = model.config.kv_heads
-    rebuilt = np.asarray(reconstruct(basis, project(basis, x), heads)[0])
     basis = np.asarray(basis[0] if basis.ndim == 4 else basis, np.float64)
     by_basis = np.asarray(x[0]).reshape(len(x[0]), len(basis), -1).swapaxes(0, 1)
     moment = second_moment(by_basis)
+    left = by_basis - rebuilt.swapaxes(0, 1).reshape(len(x[0]), len(basis), -1).swapaxes(0, 1)
     oracle = principal_basis(moment, basis.shape[-1])
     return {
-        "rer": residual_energy_ratio(moment, basis),
+        "rer": np.sum(left**2, axis=(1, 2)) / np.sum(by_basis**2, axis=(1, 2)),
         "oracle_rer": residual_energy_ratio(moment, oracle),
         "overlap": subspace_overlap(basis, oracle),
         "cosine": reconstruction_cosine(np.asarray(x[0]).swapaxes(0, 1), rebuilt),

@@ -69,7 +69,7 @@ def test_learns_the_principal_subspace_of_a_stream(name):
     basis = made.basis(learned, RANK)
     assert basis.shape == (*LEAD, WIDTH, RANK) and basis.dtype == jnp.float32
     np.testing.assert_allclose(basis.mT @ basis, np.broadcast_to(np.eye(RANK), (*LEAD, RANK, RANK)), atol=1e-5)
-    assert oracle(x) <= lost(basis, x) < oracle(x) + 0.03
+    assert oracle(x) - 1e-6 <= lost(basis, x) < oracle(x) + 0.03
     # leading directions first: half of the basis is the best of half the rank
     half = lost(basis[..., : RANK // 2], x)
     best = lost(np.linalg.svd(np.asarray(x))[2][..., : RANK // 2, :].swapaxes(-1, -2), x)
