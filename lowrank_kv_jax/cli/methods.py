@@ -42,8 +42,10 @@ def describe(cls, whole: bool = False) -> str:
     needs = "needs calibrated bases; " if cls.calibrated else ""
     fields = ", ".join(f"{f.name}={_value(f.default)}" for f in dataclasses.fields(cls)) or "no fields"
     body = text if whole else textwrap.fill(text, 106)
-    presets = f"\n{textwrap.fill('presets: ' + ', '.join(cls.presets), 106, break_on_hyphens=False)}" if cls.presets else ""
-    return f"{cls.name}\n" + textwrap.indent(f"{body}\n{textwrap.fill(needs + fields, 106)}{presets}", "    ")
+    lines = [body, textwrap.fill(needs + fields, 106)]
+    if cls.presets:
+        lines.append(textwrap.fill("presets: " + ", ".join(cls.presets), 106, break_on_hyphens=False))
+    return f"{cls.name}\n" + textwrap.indent("\n".join(lines), "    ")
 
 
 def _value(value) -> str:

@@ -19,12 +19,12 @@ def update_tail(
 ) -> jax.Array:
     """`gha_update` of A = [lead | tail] with tail=p, without ever forming what belongs to the columns at rest.
 
-    With fixed leading columns Sanger's deflation by them is a projection that is taken once: the step of the tail is
+    With fixed leading columns Sanger's deflation by them is taken once: the step of the tail is
     X'^T H - A_tail triu(H^T H), where H = X A_tail and X' = X - X A_lead A_lead^T. An iteration costs 2 W p numbers a
     token, or W^2 p where there are more tokens than channels (then second moments stand for them), not W R.
 
     Args:
-        lead: columns at rest, orthonormal `[..., W, R - p]`.
+        lead: columns at rest `[..., W, R - p]`.
         tail: columns that move `[..., W, p]`.
         x: tokens `[..., T, W]`.
         weight: broadcasts to `[..., T]`; 0 leaves a token out, None means 1.
