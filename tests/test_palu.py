@@ -18,6 +18,7 @@ from lowrank_kv_jax.codecs.basis import project
 from lowrank_kv_jax.codecs.folding import fold_layer
 from lowrank_kv_jax.estimators.whitening import LARGEST_JITTER, truncate, whiten
 from lowrank_kv_jax.evals.fisher_overlap import fisher_overlap, plot_overlap
+from lowrank_kv_jax.evals.roofline import white_bases
 from lowrank_kv_jax.fisher import collect_fisher
 from lowrank_kv_jax.forward import decode_step, extend, make_layout, prefill, refresh
 from lowrank_kv_jax.method import Place
@@ -182,6 +183,8 @@ def test_fisher_information_decides_the_ranks_of_layers_and_sides():
 
 
 def test_layers_of_different_ranks_decode():
+    white = white_bases(PLAIN.attention, parse_method("palu:rank=20,rank_by=fisher"), jnp.float32)  # 40 a layer: no
+    assert sorted(u.shape[-1] for b in white for u in b[:2]) == [16, 16, 16, 24, 24, 24]  # multiple of 8 in each
     method, bases = fitted("palu:rank=0.5,rank_by=fisher,rank_multiple=4," + ENDS)
     assert len({b.v.shape for b in bases}) > 1
     _, logits = prefill(method, PLAIN, model().params, prompts(), bases=bases, dtype=jnp.float32)
