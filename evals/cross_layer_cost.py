@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -106,6 +106,12 @@ def mean_ranks(method: KVMethod, spec: AttentionSpec, length: int, dtype: str) -
     return float(k), float(v)
 
 
+def tokens_attended(method: KVMethod, length: int) -> int:
+    """Tokens of the prompt that a step attends to: all, or where only some blocks are rebuilt about so many."""
+    rebuild = getattr(method, "rebuild", None)
+    return length if rebuild is None else round(rebuild * length) if isinstance(rebuild, float) else min(rebuild, length)
+
+
 def measure_costs(
     model: Any, methods: Mapping[str, KVMethod], length: int, steps: int = 16, rounds: int = 3,
     dtype: str | None = None,
@@ -130,7 +136,10 @@ def measure_costs(
         name: Cost(
             times[name].ttft_s, times[FULL].ttft_s,
             *(1 / times[which].decode_tokens_per_s for which in (name, FULL, LAYERS)),
-            attention_flops(config.attention, length, *mean_ranks(method, config.attention, length, dtype)),
+            attention_flops(
+                config.attention, tokens_attended(method, length),
+                *mean_ranks(method, config.attention, length, dtype),
+            ),
             bytes_at(method, config.attention, length, dtype), *rates,
         )
         for name, method in methods.items()
@@ -139,21 +148,29 @@ def measure_costs(
 
 def matmul_rate(size: int = 1536) -> float:
     """FLOP/s of a large float32 product, the best of a few."""
-    x = jnp.ones((size, size), jnp.float32)
-    return 2.0 * size**3 / _best(jax.jit(lambda x: x @ x), x)
+    f, x = jax.jit(lambda x: x @ x), jnp.ones((size, size), jnp.float32) / size
+    return 2.0 * size**3 / _best(lambda: jax.block_until_ready(f(x)))
 
 
 def copy_rate(size: int = 1 << 26) -> float:
-    """Bytes/s that are read while an array is copied, the best of a few."""
-    x = jnp.ones((size,), jnp.float32)
-    return 4.0 * size / _best(jax.jit(lambda x: x + 1), x)
+    """Bytes/s, read and written, of a pass over a large array in place, the best of a few.
+
+    In place: fresh memory costs its first touch beside the copy, on a CPU several times as much.
+    """
+    f, held = jax.jit(lambda x: x + 1, donate_argnums=0), [jnp.ones((size,), jnp.float32)]
+
+    def step():
+        held[0] = jax.block_until_ready(f(held[0]))
+
+    return 8.0 * size / _best(step)
 
 
-def _best(f, x, tries: int = 5) -> float:
-    jax.block_until_ready(f(x))
+def _best(run: Callable[[], Any], tries: int = 12) -> float:
+    """Seconds of the fastest of a few runs, the first one not counted."""
+    run()
     seconds = []
     for _ in range(tries):
         begin = time.perf_counter()
-        jax.block_until_ready(f(x))
+        run()
         seconds.append(time.perf_counter() - begin)
     return min(seconds)

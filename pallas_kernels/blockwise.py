@@ -50,7 +50,8 @@ def blockwise_attention(
         mask = mask.reshape(batch, visible.shape[1], rows, -1)
         logits = jnp.where(mask, logits, MASKED)
         new_top = jnp.maximum(top, logits.max(-1))
-        weights = jnp.where(mask, jnp.exp(logits - new_top[..., None]), 0.0)
+        # a row that has seen nothing must not weigh what is masked: exp(MASKED) is 0, exp(MASKED - MASKED) is not
+        weights = jnp.exp(logits - jnp.where(new_top == MASKED, 0.0, new_top)[..., None])
         shrink = jnp.exp(top - new_top)
         # values that all heads share make one product with all rows, and no copy for each head
         shared = "bjms,bjsd->bjmd" if values.shape[1] == shared_heads else "bjms,bxsd->bjmd"

@@ -13,7 +13,8 @@ from lowrank_kv_jax.pallas_kernels.coefficient_attention import (
     causal_attention,
     coefficient_attention,
 )
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import reference, rotary_coefficient_attention
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.reference import TOGETHER
 from lowrank_kv_jax.positions import Runs
 from lowrank_kv_jax.rope import RopeSpec
 
@@ -170,6 +171,24 @@ def test_rebuilt_and_rotated_keys(size, groups, per_row, rope, rebuild_values, w
             softmax_attention(q, keys, v, visible(lengths, positions, at, True, window), SCALE),
             atol=1e-4,
         )
+
+
+@pytest.mark.parametrize("queries", [1, TOGETHER // N + 1])
+def test_rebuilt_keys_of_several_blocks(queries, monkeypatch):
+    """Of one row, whose product is a plain one; few queries meet all heads in one product, many head by head."""
+    monkeypatch.setattr(reference, "LARGEST", 256)
+    rng, size, lengths = np.random.default_rng(8), 700, np.array([690], np.int32)
+    tokens, positions = make_tokens(rng, lengths, size, (1, 5), (1, 6), garbage=1e30)
+    basis = rng.normal(size=(1, K * D, 5)).astype(np.float32) / 3
+    q = rng.normal(size=(1, queries, N, D)).astype(np.float32)
+    at = last_positions(lengths, positions, queries)
+    partial = rotary_coefficient_attention(
+        q, tokens, basis, rope=ROPE, kv_heads=K, scale=SCALE, q_positions=at, causal=True, window=None
+    )
+    keys = (by_token(tokens.keys)[:, :, 0] @ basis[0].T.astype(np.float64)).reshape(1, size, K, D)
+    with np.errstate(over="ignore", invalid="ignore"):
+        mask = visible(lengths, positions, at, True, None)
+        check(partial, softmax_attention(q, rotated(keys, positions), by_token(tokens.values), mask, SCALE), atol=1e-4)
 
 
 def test_a_long_sequence_of_queries_is_causal_among_themselves():

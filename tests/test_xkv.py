@@ -12,7 +12,7 @@ from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, model, prompts, r
 from lowrank_kv_jax import methods
 from lowrank_kv_jax.accounting import cache_bytes
 from lowrank_kv_jax.codecs.quantised import quantise, read_basis, read_tokens, store_basis, store_tokens
-from lowrank_kv_jax.estimators.subspace_iteration import cholesky_orthonormalise, leading_subspace
+from lowrank_kv_jax.estimators.subspace_iteration import cholesky_orthonormalise, gram, leading_subspace
 from lowrank_kv_jax.forward import make_layout, prefill
 from lowrank_kv_jax.layer_groups import read_table, split_rank, stride_groups
 from lowrank_kv_jax.method import Place
@@ -60,6 +60,12 @@ def test_the_fit_is_within_a_percent_of_the_best_there_is(kind, rank):
     lost, energy = np.sum((x - x @ u @ u.T) ** 2), np.sum(x**2)
     best = np.sum(spectrum(kind, 320)[rank:] ** 2)
     assert lost <= 1.01 * best + 1e-6 * energy
+
+
+@pytest.mark.parametrize("width", [6, 7])
+def test_the_moment_of_wide_tokens(width):
+    x = np.random.default_rng(0).normal(size=(2, 9, 1, width)).astype(np.float32)
+    np.testing.assert_allclose(gram(x), np.einsum("bsjv,bsjw->bjvw", x, x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 20])

@@ -201,29 +201,23 @@ def _costs(model, methods, length: int, rounds: int) -> list[dict]:
     from lowrank_kv_jax.evals.cross_layer_cost import break_even, measure_costs, smaller_at
 
     spec, records = model.config.attention, []
-    table = Table(title=f"Costs at {length} tokens")
-    for column in (
-        "method",
-        "smaller",
-        "1x from",
-        "2x from",
-        "4x from",
-        "fit, % of prefill",
-        "decode ms",
-        "floor ms",
-        "x floor",
-        "full ms",
+    sizes = Table(title="From which prompt length it pays, tokens")
+    times = Table(title=f"Time at {length} tokens")
+    for table, columns in (
+        (sizes, (f"x smaller at {length}", "1x from", "2x from", "4x from")),
+        (times, ("fit, % of prefill", "decode, ms", "floor, ms", "x floor", "full, ms")),
     ):
-        table.add_column(column, justify="left" if column == "method" else "right")
+        table.add_column("method", overflow="fold")
+        for column in columns:
+            table.add_column(column, justify="right")
     costs = measure_costs(model, methods, length, rounds=rounds)
     for name, method in methods.items():
         fixed = getattr(method, "smaller", None) is None
         pays = [break_even(method, spec, ratio) if fixed else None for ratio in (1.0, 2.0, 4.0)]
         cost, smaller = costs[name], smaller_at(method, spec, length)
-        table.add_row(
+        sizes.add_row(name, f"{smaller:.2f}", *("-" if p is None else str(p) for p in pays))
+        times.add_row(
             name,
-            f"{smaller:.2f}",
-            *("-" if p is None else str(p) for p in pays),
             f"{100 * cost.overhead:.1f}",
             f"{1e3 * cost.decode:.1f}",
             f"{1e3 * cost.floor:.1f}",
@@ -250,5 +244,9 @@ def _costs(model, methods, length: int, rounds: int) -> list[dict]:
                 "copy_rate": cost.copy_rate,
             }
         )
-    Console().print(table)
+    Console().print(sizes)
+    Console().print(times)
+    here = next(iter(costs.values()))
+    print(f"layers without attention {1e3 * here.layers:.1f} ms, products {here.matmul_rate / 1e9:.0f} GFLOP/s, "
+          f"copies {here.copy_rate / 1e9:.0f} GB/s")
     return records

@@ -18,6 +18,20 @@ FLOOR = 1e-7  # of the trace: what float32 cannot tell from zero
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
+def gram(x: jax.Array) -> jax.Array:
+    """X^T X of wide tokens `[B, S, 1, W]`, float32 `[B, 1, W, W]`: three quarters of the work of a plain product."""
+    x = x[:, :, 0].astype(jnp.float32)
+    half = x.shape[-1] // 2
+
+    def product(x, y):
+        return jnp.einsum("bsv,bsw->bvw", x, y, precision=_HIGHEST)
+
+    left, right = x[..., :half], x[..., half:]
+    corner = product(left, right)
+    top = jnp.concatenate([product(left, left), corner], axis=-1)
+    return jnp.concatenate([top, jnp.concatenate([corner.mT, product(right, right)], axis=-1)], axis=-2)[:, None]
+
+
 def leading_subspace(moment: jax.Array, rank: int, iterations: int = ITERATIONS) -> jax.Array:
     """An orthonormal basis of (nearly) the principal subspace of a second moment, leading directions first.
 

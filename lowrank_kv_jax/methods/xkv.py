@@ -16,8 +16,7 @@ from lowrank_kv_jax.codecs.quantised import (
     store_basis,
     store_tokens,
 )
-from lowrank_kv_jax.estimators.subspace_iteration import leading_subspace
-from lowrank_kv_jax.estimators.svd import second_moment
+from lowrank_kv_jax.estimators.subspace_iteration import gram, leading_subspace
 from lowrank_kv_jax.layer_groups import LayerGroup, Ranks, read_table, resolve_pair, split_rank, stride_groups
 from lowrank_kv_jax.method import KVMethod, Layout, Place, register
 from lowrank_kv_jax.methods import xkv_latents
@@ -210,20 +209,22 @@ class XKV(KVMethod):
         k, v = (store_tokens(jnp.zeros((layout.batch, 1, coded_size, r)), self.bits, dtype) for r in ranks)
         width = _width(spec, layers)
         bases = (self._store_basis(layout, jnp.zeros((layout.batch, 1, width, r))) for r in ranks)
-        return XKVState((exact,) * layers, dataclasses.replace(coded, k=k, v=v), *bases, marks)
+        positions = self._coded_positions(jnp.zeros((layout.batch,), jnp.int32))
+        coded = dataclasses.replace(coded, k=k, v=v, positions=positions)
+        return XKVState((exact,) * layers, coded, *bases, marks)
 
     def compress(self, layout, bases, state, taps, lengths):
         if layout.spec.latent is not None:
             return xkv_latents.compress(self, layout, state, taps, lengths)
         slots = jnp.arange(layout.prompt)[None]
         coded = (slots >= self.sinks) & (slots < lengths[:, None] - self.recent)
-        keys, values = (side_by_side([getattr(tap, name) for tap in taps]) for name in ("k_pre", "v"))
         weight = coded.astype(jnp.float32)
-        fitted = self.fit_group(layout, state, keys, values, weight)
+        keys, values = (side_by_side([getattr(tap, name) for tap in taps], weight) for name in ("k_pre", "v"))
+        fitted = self.fit_group(layout, state, keys, values)
         counts = jnp.maximum(lengths - self.sinks - self.recent, 0)
-        codes = (
-            self._prompt_codes(layout, u, x, weight) for u, x in zip(fitted, (keys, values), strict=True)
-        )
+        # all tokens are projected, and the exact ones dropped after: a part of the wide ones would be copied first
+        part = slice(self.sinks, max(layout.prompt - self.recent, self.sinks))
+        codes = (project(read_basis(u), x)[:, :, part] for u, x in zip(fitted, (keys, values), strict=True))
         coded = self.hold(layout, state.coded, *codes, counts, self._coded_positions(counts))
         exact = tuple(
             exact_tokens.hold_prompt(segment, tap.k, tap.v, lengths, self.sinks, self.recent)
@@ -231,13 +232,10 @@ class XKV(KVMethod):
         )
         return XKVState(exact, coded, *fitted, self._landmarks(layout, state, taps, weight))
 
-    def fit_group(self, layout: Layout, state: XKVState, keys: jax.Array, values: jax.Array, weight: jax.Array) -> list:
-        """Bases of tokens `[B, S, 1, W]` of weight `[B, S]`, as they are stored."""
+    def fit_group(self, layout: Layout, state: XKVState, keys: jax.Array, values: jax.Array) -> list:
+        """Bases of tokens `[B, S, 1, W]`, zero where none is to be coded, as they are stored."""
         sides = ((keys, state.k_basis), (values, state.v_basis))
-        return [
-            self._store_basis(layout, leading_subspace(second_moment(x, weight), stored.shape[-1]))
-            for x, stored in sides
-        ]
+        return [self._store_basis(layout, leading_subspace(gram(x), stored.shape[-1])) for x, stored in sides]
 
     def append(self, layout, bases, state, taps, counts, positions, place):
         exact = list(state.exact)
@@ -306,11 +304,6 @@ class XKV(KVMethod):
     def _store_basis(self, layout: Layout, basis: jax.Array) -> jax.Array | ScaledBasis:
         return store_basis(basis, self.basis_dtype or layout.dtype)
 
-    def _prompt_codes(self, layout: Layout, basis, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """Coefficients float32 `[B, 1, S, R]` of the prompt's coded tokens, pads zero; S may be 0."""
-        part = slice(self.sinks, max(layout.prompt - self.recent, self.sinks))
-        return project(read_basis(basis), x[:, part] * weight[:, part, None, None])
-
     def hold(self, layout, segment, k, v, counts, positions) -> coded_tokens.Coded:
         """A segment like `segment` that holds the coefficients `[B, 1, S, R]`."""
 
@@ -326,9 +319,9 @@ class XKV(KVMethod):
         return self.sinks + (self.recent if self.recompress is None else 0)
 
     def _coded_positions(self, counts: jax.Array) -> Runs:
-        zero = jnp.zeros_like(counts)
-        after = self.recent if self.recompress is None else 0
-        return Runs(jnp.stack([zero, counts], axis=1), jnp.stack([zero + self.sinks, zero + after], axis=1))
+        """Of coded tokens: those of the prompt behind its sinks, and those that were flushed since, without a gap."""
+        zero = jnp.zeros_like(counts)[:, None]
+        return Runs(zero, zero + self.sinks)
 
     # ---- long generations ----------------------------------------------------------------------------------
 
@@ -355,7 +348,7 @@ class XKV(KVMethod):
             (state.k_basis, state.coded.k, keys),
             (state.v_basis, state.coded.v, values),
         ):
-            wide, new = read_tokens(stored), side_by_side(parts)
+            wide, new = read_tokens(stored), side_by_side(parts, weight)
             basis, old, new = self._join(layout, basis, wide, state.coded.length, new, weight)
             bases.append(basis)
             codes.append(write_tokens(old, new, state.coded.length, counts))
@@ -366,10 +359,10 @@ class XKV(KVMethod):
         self, layout: Layout, stored, old: jax.Array, lengths: jax.Array, x: jax.Array, weight: jax.Array
     ):
         """A basis for old coefficients and new tokens, the old ones carried over and the new ones in it."""
-        basis, x = read_basis(stored), x.astype(jnp.float32) * weight[:, :, None, None]
+        basis = read_basis(stored)
         if self.refit:
             inner = jnp.einsum("bjsr,bjsp->bjrp", old, old)  # free slots hold zeros
-            moment = jnp.einsum("bjwr,bjrp,bjvp->bjwv", basis, inner, basis) + second_moment(x)
+            moment = jnp.einsum("bjwr,bjrp,bjvp->bjwv", basis, inner, basis) + gram(x)
             fed = (jnp.sum(weight, axis=1) > 0)[:, None, None, None]
             moved = jnp.where(fed, leading_subspace(moment, basis.shape[-1]), basis)
             stored = self._store_basis(layout, moved)
@@ -378,8 +371,8 @@ class XKV(KVMethod):
         return stored, old, project(basis, x)
 
 
-def side_by_side(parts: list[jax.Array]) -> jax.Array:
-    """Tokens `[B, S, 1, G * K * D]` of tokens `[B, S, K, D]` of G layers.
+def side_by_side(parts: list[jax.Array], weight: jax.Array) -> jax.Array:
+    """Tokens float32 `[B, S, 1, G * K * D]` of tokens `[B, S, K, D]` of G layers, times `weight` `[B, S]`.
 
     Raises:
         ValueError: the layers differ in shape.
@@ -387,7 +380,7 @@ def side_by_side(parts: list[jax.Array]) -> jax.Array:
     shapes = [x.shape for x in parts]
     if len(set(shapes)) > 1:
         raise ValueError(f"the layers of a group must have one shape, got {shapes}: use a smaller group")
-    return jnp.concatenate([x.reshape(*x.shape[:2], 1, -1) for x in parts], axis=-1)
+    return jnp.concatenate([x.reshape(*x.shape[:2], 1, -1) for x in parts], axis=-1) * weight[:, :, None, None]
 
 
 @functools.lru_cache(maxsize=256)

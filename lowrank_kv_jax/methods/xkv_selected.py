@@ -83,13 +83,11 @@ class GroupComposed(Composed):
         chosen, counts, middle = self._choose(layout, taps, lengths)
         weight = (jnp.arange(chosen.shape[1])[None] < counts[:, None]).astype(jnp.float32)
         keys, values = (
-            side_by_side([jax.vmap(lambda x, i: x[i])(getattr(tap, side), chosen) for tap in taps])
+            side_by_side([jax.vmap(lambda x, i: x[i])(getattr(tap, side), chosen) for tap in taps], weight)
             for side in ("k_pre", "v")
         )
-        fitted = codec.fit_group(layout, kept, keys, values, weight)
-        codes = (
-            project(read_basis(u), x * weight[:, :, None, None]) for u, x in zip(fitted, (keys, values), strict=True)
-        )
+        fitted = codec.fit_group(layout, kept, keys, values)
+        codes = (project(read_basis(u), x) for u, x in zip(fitted, (keys, values), strict=True))
         coded = codec.hold(layout, kept.coded, *codes, counts, Listed(chosen.astype(jnp.int32)))
         exact = tuple(
             exact_tokens.hold_prompt(segment, tap.k, tap.v, lengths, codec.sinks, codec.recent)

@@ -101,7 +101,8 @@ def _rebuild(basis: jax.Array, codes: jax.Array) -> jax.Array:
     if codes.shape[0] * codes.shape[1] > 1:
         return jnp.einsum("bjdhr,bjsr->bjdhs", basis, codes)
     # XLA's CPU backend transposes the coefficients for a product of batches, be it of one, and not for a plain one
-    return jnp.einsum("dhr,sr->dhs", basis[0, 0], codes[0, 0])[None, None]
+    rows = jnp.einsum("wr,sr->ws", basis.reshape(-1, basis.shape[-1]), codes[0, 0])
+    return rows.reshape(*basis.shape[:-1], -1)
 
 
 def _rotate(keys: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
