@@ -24,7 +24,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES), help="(all)")
     parser.add_argument("--ranks", nargs="+", type=float, default=[0.7, 0.5], metavar="R", help="(0.7 0.5)")
     parser.add_argument("--methods", nargs="+", metavar="SPEC",
-                        help="for quality, instead of those of the study; gains are over the first")
+                        help="for quality and reconstruction, instead of those of the study; gains are over the first")
     parser.add_argument("--context", type=int, default=1024, help="tokens that are compressed (%(default)s)")
     parser.add_argument("--scored", type=int, default=384, help="tokens scored after them (%(default)s)")
     parser.add_argument("--windows", type=int, default=4, help="texts of each task (%(default)s)")
@@ -119,14 +119,14 @@ def _reconstruction(args, model, settings) -> None:
     from lowrank_kv_jax.calibrate import fit_bases, moments_for
     from lowrank_kv_jax.corpus import load_corpus, token_windows
     from lowrank_kv_jax.evals.compare import parse_methods
-    from lowrank_kv_jax.evals.streaming import ablation_specs
+    from lowrank_kv_jax.evals.streaming import ENDS, ablation_specs
     from lowrank_kv_jax.evals.streaming_reconstruction import hidden_updates, means, reconstruction
 
     def windows(name, length, count):
         return token_windows(model.tokenizer, load_corpus(name).texts, length, count, args.seed)
 
-    methods = parse_methods(list(dict.fromkeys(s for rank in settings.ranks for s in ablation_specs(rank)[2:4]))
-                            + [f"palu:rank={rank},sinks=32,recent=32" for rank in settings.ranks])
+    own = [spec for rank in settings.ranks for spec in (f"palu:rank={rank},{ENDS}", *ablation_specs(rank)[2:4])]
+    methods = parse_methods(args.methods or own)
     moments = moments_for(model, list(methods.values()), windows(settings.calibrate, 2048, 4))
     bases = {spec: fit_bases(model, method, moments, "float32") for spec, method in methods.items()}
     texts = {name: windows(source, 2048, 1) for name, source in (("prose", settings.prose), ("code", settings.code))}
