@@ -329,7 +329,7 @@ def test_one_program_decodes_in_place(name):
     bases, steps = bases_for(method, LONG), jnp.int32(BLOCK)
     params, cache, progress, keys = start_of_decode(method, CAPACITY)
     held, temporary, programs = [], [], []
-    for capacity in (8192, CAPACITY):
+    for capacity in (LONG.context, CAPACITY):
         example = jax.eval_shape(functools.partial(start_of_decode, method, capacity))
         program = decode_block.lower(method, LONG, *example, steps, bases=bases).compile()
         memory = program.memory_analysis()
@@ -337,8 +337,9 @@ def test_one_program_decodes_in_place(name):
         assert memory.alias_size_in_bytes >= held[-1]
         temporary.append(memory.temp_size_in_bytes)
         programs.append(program)
-    more = temporary[0] - temporary[1]  # attention reads blocks of 512 tokens; a copied leaf would be much more
-    assert more <= 0.08 * (held[0] - held[1]), f"{more} bytes of {held[0] - held[1]}"
+    # attention reads, and rebuilds, blocks of up to 2048 of the 16384 tokens; a copied leaf would be a quarter
+    more = temporary[0] - temporary[1]
+    assert more <= 0.16 * (held[0] - held[1]), f"{more} bytes of {held[0] - held[1]}"
 
     tokens, start, shapes = [progress.token[:, None]], cache, jax.tree.map(lambda x: (x.shape, x.dtype), cache)
     for _ in range(7):
