@@ -277,18 +277,22 @@ def test_calibrated_gamma_is_least_squares_over_all_pairs(heads):
     q, k = rng.normal(size=(KV, 30, DIM)) * np.linspace(2, 0.2, DIM), rng.normal(size=(KV, 40, DIM)) * np.linspace(0.5, 3, DIM)
     groups = KV if heads == "per_head" else 1
     basis = np.linalg.qr(rng.normal(size=(groups, KV // groups * DIM, 3)))[0]
-    u = basis.reshape(KV, DIM, 3)
-    logits = np.einsum("ktd,ksd->kts", q, k)
-    close = np.einsum("ktd,kdr,ker,kse->kts", q, u, u, k)
+    grouped = k.reshape(groups, -1, 40, DIM).swapaxes(1, 2).reshape(groups, 40, -1)  # heads of a group side by side
+    rebuilt = grouped @ basis @ np.swapaxes(basis, -1, -2)
+    rebuilt = rebuilt.reshape(groups, 40, -1, DIM).swapaxes(1, 2).reshape(KV, 40, DIM)
+    logits, close = (np.einsum("ktd,ksd->kts", q, x) for x in (k, rebuilt))
     expected = (logits * close).sum((1, 2)) / (close**2).sum((1, 2))
-    moments = (np.swapaxes(x, -1, -2) @ x for x in (q, k))
+    moments = (np.swapaxes(x, -1, -2) @ x for x in (q, grouped))
     np.testing.assert_allclose(least_squares_gamma(basis, *moments), expected, rtol=1e-10)
 
 
 def test_least_squares_finds_nothing_to_correct_in_a_principal_basis():
     """P commutes with the keys' own second moment, so gamma is 1: the paper's sqrt(r / d) only shrinks."""
     np.testing.assert_allclose(bases_of(StaticSubspace(rank=3)).gain, 0, atol=1e-6)
-    assert np.abs(bases_of(StaticSubspace(rank=9, heads="joint")).gain).max() > 1e-3
+    np.testing.assert_allclose(bases_of(StaticSubspace(rank=9, heads="joint")).gain, 0, atol=1e-6)
+    np.testing.assert_allclose(bases_of(StaticSubspace(rank=None, energy=0.8, head_ranks="own")).gain, 0, atol=1e-6)
+    turning = bases_of(OnlineSubspaceProjection(rank=4, rope="pre", rotary=True))  # of the keys and of their quarter turns
+    assert np.abs(turning.gain).max() > 1e-3
 
 
 @pytest.mark.parametrize("spec, gamma", [
@@ -301,6 +305,7 @@ def test_gamma_scales_the_logits_of_coded_tokens(spec, gamma):
     q, at = taps.q[:, :1], jnp.array([[LENGTH], [90]])
     plain, method = (parse_method(f"{spec},gamma={kind}") for kind in ("unit", gamma))
     bases, state = bases_of(method), compressed(plain)[1]  # gamma changes nothing that is stored
+    bases = bases._replace(gain=jnp.linspace(-0.3, 0.3, KV))
     keys, values = method.rebuilt(layout, bases, state)
     expected = np.sqrt(3 / DIM) if gamma == "sqrt_rank" else 1 + np.asarray(bases.gain)[:, None, None]
     np.testing.assert_allclose(keys, plain.rebuilt(layout, bases, state)[0] * expected, rtol=1e-5, atol=1e-6)

@@ -17,6 +17,7 @@ from lowrank_kv_jax.estimators import Estimator, make_estimator
 from lowrank_kv_jax.method import Layout, register
 from lowrank_kv_jax.methods.lowrank import LowRank
 from lowrank_kv_jax.methods.static_pca import StaticBasis
+from lowrank_kv_jax.moments import Moments
 from lowrank_kv_jax.pallas_kernels.chunked_attention import chunked_attention
 from lowrank_kv_jax.partial import merge
 from lowrank_kv_jax.positions import Runs
@@ -52,8 +53,8 @@ class Subspace(LowRank):
 
     Attributes:
         gamma: "unit"; "sqrt_rank", the paper's default sqrt(r / d), which shrinks logits even of keys that lie in the
-            basis; "calibrated", least squares over the calibration set's queries and keys, for each kv head. In a head's
-            own principal basis that is exactly 1 (P commutes with the keys' second moment), in a joint one not.
+            basis; "calibrated", least squares over the calibration set's queries and keys, for each kv head. In the
+            principal basis of the keys, per head or joint, that is exactly 1 (P commutes with their second moment).
     """
 
     gamma: str = "unit"
@@ -74,7 +75,7 @@ class Subspace(LowRank):
 
     def fit(self, spec, moments):
         sides = self.layer_moments(spec, moments)
-        queries, keys = (moments.per_head(name, spec.kv_heads) for name in self._gamma_moments())
+        queries, keys = self._gamma_moments(spec, moments)
         out = []
         for layer, (k, v) in enumerate(super().fit(spec, moments)):
             energy = [
@@ -88,9 +89,13 @@ class Subspace(LowRank):
     def fit_key(self, spec):
         return super().fit_key(spec) | {"fit": "pca of k and v, and gamma"}
 
-    def _gamma_moments(self) -> tuple[str, str]:
-        """Names of the moments of queries and keys as the latter are coded."""
-        return ("q_pre", "k_pre") if self.rope == "pre" else ("q", "k")
+    def _gamma_moments(self, spec: AttentionSpec, moments: Moments) -> tuple[np.ndarray, np.ndarray]:
+        """Second moments of queries `[L, K, D, D]`, and of keys as they are coded `[L, J, W, W]`."""
+        queries, keys = ("q_pre", "k_pre") if self.rope == "pre" else ("q", "k")
+        each = self.basis_heads(spec) == spec.kv_heads
+        return moments.per_head(queries, spec.kv_heads), (
+            moments.per_head(keys, spec.kv_heads) if each else getattr(moments, keys)[:, None]
+        )
 
     def gammas(self, spec: AttentionSpec, bases: SubspaceBases) -> jax.Array:
         """gamma of each kv head, float32 `[K]`."""
@@ -113,18 +118,27 @@ class Subspace(LowRank):
 def least_squares_gamma(basis: np.ndarray, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """<l, l^> / <l^, l^>, `[K]`, of all pairs of calibrated queries and keys of a head: section 4 in closed form.
 
-    l = q k and l^ = q P k, so that the sums over pairs are tr(M_q M_k P) and tr(M_q P M_k P).
+    l = q k_h and l^ = q (P k)_h for the rows h of a head, with k the keys of all heads of its group, so that the sums
+    over pairs are tr(M_q (M_k P)_hh) and tr(M_q (P M_k P)_hh).
 
     Args:
         basis: orthonormal `[J, W, R]`.
-        queries, keys: second moments M `[K, D, D]`; heads of a joint basis are projected by their own rows of it.
+        queries: second moments M_q `[K, D, D]`.
+        keys: second moments M_k `[J, W, W]`.
     """
-    heads, dim = keys.shape[:2]
-    u = np.asarray(basis, np.float64).reshape(heads, dim, -1)
+    u = np.asarray(basis, np.float64)
     p = u @ np.swapaxes(u, -1, -2)
-    exact = np.einsum("kab,kbc,kca->k", queries, keys, p)
-    squared = np.einsum("kab,kbc,kcd,kda->k", queries, p, keys, p)
+    exact, squared = (
+        np.einsum("kab,kba->k", queries, _by_head(x, *queries.shape[:2])) for x in (keys @ p, p @ keys @ p)
+    )
     return np.where(squared > 0, exact / np.where(squared > 0, squared, 1.0), 1.0)
+
+
+def _by_head(matrix: np.ndarray, heads: int, dim: int) -> np.ndarray:
+    """Diagonal blocks `[K, D, D]` of `[J, W, W]`."""
+    groups = len(matrix)
+    each = matrix.reshape(groups, heads // groups, dim, heads // groups, dim)
+    return np.moveaxis(np.diagonal(each, axis1=1, axis2=3), -1, 1).reshape(heads, dim, dim)
 
 
 def _side_by_side_bases(u: jax.Array, energy: jax.Array, ranks: list[int]) -> tuple[jax.Array, jax.Array]:
@@ -174,7 +188,7 @@ class StaticSubspace(Subspace, StaticBasis):
                 values = np.linalg.eigvalsh(moment.astype(np.float64))[..., ::-1]
                 joined.append(_side_by_side_bases(u, energy, [rank_for_energy(x, self.energy) for x in values]))
             (k, k_energy), (v, v_energy) = joined
-            queries, keys = (moments.per_head(n, spec.kv_heads)[len(out)] for n in self._gamma_moments())
+            queries, keys = (x[len(out)] for x in self._gamma_moments(spec, moments))
             gain = jnp.asarray(least_squares_gamma(k, queries, keys) - 1, jnp.float32)
             out.append(SubspaceBases(k, v, k_energy, v_energy, gain))
         return tuple(out)
