@@ -34,6 +34,7 @@ def rotary_coefficient_attention(
     groups, size = tokens.keys.shape[1:3]
     block = block_size(size)
     few = value_basis is None and queries * heads <= TOGETHER and tokens.values.shape[1] <= groups
+    few = few and jax.device_count() == 1  # heads that lie on several devices must not meet in one product
     shared = groups if few else kv_heads
     basis = _heads_inside(key_basis, kv_heads).astype(q.dtype)
     basis = jnp.broadcast_to(basis, (batch, *basis.shape[-4:]))
