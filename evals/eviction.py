@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from lowrank_kv_jax.accounting import cache_bytes
 from lowrank_kv_jax.corpus import load_corpus, token_windows
 from lowrank_kv_jax.evals.compare import parse_methods
 from lowrank_kv_jax.evals.eviction_error import LayerError, average, eviction_errors, mean_error
+from lowrank_kv_jax.evals.few_at_a_time import few_at_a_time
 from lowrank_kv_jax.evals.needle_grid import evaluate_needles
 from lowrank_kv_jax.evals.perplexity_run import evaluate_perplexity, total_perplexity
 from lowrank_kv_jax.forward import DEFAULT_BLOCK, make_layout
@@ -22,8 +22,7 @@ NOMINAL = {"full": 1.0, "snapkv:keep=0.5,decoding=keep": 0.5, "ojakv:rank=0.6": 
 """The caches of OjaKV's table 6, with the share of the bytes that rank and budget alone stand for."""
 SCORED = ("ablation", "bytes", "ojakv")
 TOGETHER = 12
-"""Methods that share a prefill. Then their compiled programs go: each holds memory maps, which an operating system counts
-(65,530 a process are the default of Linux), and those of fifty methods are too many."""
+"""Methods that share a prefill."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,10 +141,8 @@ def scores(
     """
     methods = parse_methods(list(dict.fromkeys(specs)))
     rows: dict[str, Score] = {}
-    for begin in range(0, len(methods), TOGETHER):
-        some = dict(list(methods.items())[begin : begin + TOGETHER])
+    for some in few_at_a_time(methods, TOGETHER):
         rows |= _scores(model, some, settings, json, progress)
-        jax.clear_caches()
     return rows
 
 

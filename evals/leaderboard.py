@@ -1,14 +1,12 @@
 """The leaderboard: every registered method at 2x, 4x and 8x on the tasks that a small model can do."""
 
 import dataclasses
-import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-
 from lowrank_kv_jax.corpus import Corpus
+from lowrank_kv_jax.evals.few_at_a_time import few_at_a_time
 from lowrank_kv_jax.evals.peers.kvpress_presses import PREFIX, PRESSES
 from lowrank_kv_jax.evals.peers.kvpress_run import evaluate_kvpress
 from lowrank_kv_jax.evals.report.sections import Entry, Section, read_sections
@@ -22,7 +20,7 @@ from lowrank_kv_jax.spec import AttentionSpec
 
 RATIOS = (2, 4, 8)
 TASKS, LENGTHS, SAMPLES = RULER_6, (1024, 2048), 10
-TOGETHER = 6  # methods that share a prefill; their compiled programs are dropped before the next ones
+TOGETHER = 6  # methods that share a prefill
 
 
 def peer_specs(ratios: Sequence[int] = RATIOS) -> list[str]:
@@ -86,20 +84,13 @@ def run_leaderboard(
     Raises:
         ValueError, OSError: as `evaluate_ruler` and `evaluate_kvpress`.
     """
-    for group in _groups(methods):
+    # calibrated methods together, so that one run over the calibration text serves them
+    ordered = {spec: methods[spec] for spec in sorted(methods, key=lambda spec: methods[spec].calibrated)}
+    for group in few_at_a_time(ordered, TOGETHER):
         evaluate_ruler(model, group, tasks, lengths, samples, json=json, calibrate=calibrate, progress=progress)
-        jax.clear_caches()
-        gc.collect()
     if peers:
         suite = make_suite(model, tasks, lengths, samples)
         evaluate_kvpress(model, source, peers, suite, json=json, progress=progress)
-
-
-def _groups(methods: Mapping[str, KVMethod]) -> Iterator[dict[str, KVMethod]]:
-    """Calibrated methods together, so that one run over the calibration text serves them."""
-    order = sorted(methods, key=lambda spec: methods[spec].calibrated)
-    for begin in range(0, len(order), TOGETHER):
-        yield {spec: methods[spec] for spec in order[begin : begin + TOGETHER]}
 
 
 def leaderboard_table(json: str | os.PathLike) -> str:

@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from lowrank_kv_jax.accounting import cache_bytes
 from lowrank_kv_jax.corpus import Corpus, load_corpus, token_windows
 from lowrank_kv_jax.evals.compare import parse_methods
+from lowrank_kv_jax.evals.few_at_a_time import few_at_a_time
 from lowrank_kv_jax.evals.needle_grid import evaluate_needles
 from lowrank_kv_jax.evals.perplexity_run import Window, evaluate_perplexity, total_perplexity
 from lowrank_kv_jax.evals.report.statistics import wilcoxon_p
@@ -22,7 +22,7 @@ TASKS = ("prose", "code", "prose, then code")
 ENDS = "sinks=32,recent=32"
 """Exact tokens, the same for every method of a comparison."""
 TOGETHER = 10
-"""Methods that share a prefill; their compiled programs go afterwards (see `evals.eviction`)."""
+"""Methods that share a prefill."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,10 +136,8 @@ def scores(
     """
     methods = parse_methods(list(dict.fromkeys(specs)))
     rows: dict[str, Score] = {}
-    for begin in range(0, len(methods), TOGETHER):
-        some = dict(list(methods.items())[begin : begin + TOGETHER])
+    for some in few_at_a_time(methods, TOGETHER):
         rows |= _scores(model, some, settings, tasks, json, progress, dtype)
-        jax.clear_caches()
     return rows
 
 

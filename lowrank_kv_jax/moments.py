@@ -61,10 +61,14 @@ class Moments(NamedTuple):
         full = getattr(self, name)
         if full.ndim == 4:
             return full
-        layers, width, _ = full.shape
-        dim = width // kv_heads
-        blocks = full.reshape(layers, kv_heads, dim, kv_heads, dim)
-        return np.moveaxis(np.diagonal(blocks, axis1=1, axis2=3), -1, 1)
+        return head_blocks(full, kv_heads)
+
+
+def head_blocks(matrices: np.ndarray, heads: int) -> np.ndarray:
+    """Diagonal blocks `[N, H, D, D]` of `[N, H * D, H * D]`, for heads or groups of heads side by side."""
+    count, width, _ = matrices.shape
+    blocks = matrices.reshape(count, heads, width // heads, heads, width // heads)
+    return np.moveaxis(np.diagonal(blocks, axis1=1, axis2=3), -1, 1)
 
 
 def layer_moments(spec: AttentionSpec, taps: Taps, positions: jax.Array, valid: jax.Array) -> dict[str, jax.Array]:

@@ -14,7 +14,8 @@ from lowrank_kv_jax.codecs.quantised import store_tokens
 from lowrank_kv_jax.forward import compress_group, make_layout
 from lowrank_kv_jax.method import Place
 from lowrank_kv_jax.methods import OnlineSubspaceProjection, StaticSubspace
-from lowrank_kv_jax.methods.osp import least_squares_gamma, quarter_turn
+from lowrank_kv_jax.methods.osp import quarter_turn
+from lowrank_kv_jax.methods.subspace import least_squares_gamma
 from lowrank_kv_jax.pallas_kernels.chunked_attention import chunked_attention
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
 from lowrank_kv_jax.parse import parse_method

@@ -10,7 +10,8 @@ from lowrank_kv_jax.methods.kivi import KIVI
 from lowrank_kv_jax.methods.minicache import MiniCache
 from lowrank_kv_jax.methods.momentkv import MomentKV
 from lowrank_kv_jax.methods.ojakv import OjaKV
-from lowrank_kv_jax.methods.osp import OnlineSubspaceProjection, StaticSubspace
+from lowrank_kv_jax.methods.osp import OnlineSubspaceProjection
+from lowrank_kv_jax.methods.osp_static import StaticSubspace
 from lowrank_kv_jax.methods.palu import Palu
 from lowrank_kv_jax.methods.pyramidkv import PyramidKV
 from lowrank_kv_jax.methods.scissorhands import Scissorhands

@@ -12,7 +12,7 @@ from lowrank_kv_jax.codecs.basis import expand_values, project, reconstruct
 from lowrank_kv_jax.estimators.whitening import truncate
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.methods.lowrank import Bases, LowRank
-from lowrank_kv_jax.moments import Moments
+from lowrank_kv_jax.moments import Moments, head_blocks
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.partial import AttnPartial
 from lowrank_kv_jax.rank import rank_for_energy
@@ -143,8 +143,8 @@ class GroupedProjections(LowRank):
         moment = {side: getattr(moments, tap) / moments.tokens for side, tap in taps.items()}
         mean = {side: moments.mean(tap) for side, tap in taps.items()}
         centred = {side: moment[side] - mean[side][:, :, None] * mean[side][:, None] for side in SIDES}
-        sides = {side: [taps[side], _blocks(moment[side], groups), table] for side in SIDES}
-        around = {side: [taps[side], _blocks(centred[side], groups), table] for side in SIDES}
+        sides = {side: [taps[side], head_blocks(moment[side], groups), table] for side in SIDES}
+        around = {side: [taps[side], head_blocks(centred[side], groups), table] for side in SIDES}
         with_means = self.mean
         if with_means is None:
             energy = {side: float(np.trace(moment[side], axis1=1, axis2=2).sum()) for side in SIDES}
@@ -260,13 +260,6 @@ class Palu(GroupedProjections):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"sinks": 0, "recent": 0, "rank_by": "fisher-sqrt", "rank_multiple": 32}
     }
-
-
-def _blocks(moment: np.ndarray, groups: int) -> np.ndarray:
-    """Diagonal blocks `[L, J, W, W]` of `[L, J W, J W]`."""
-    layers, width = moment.shape[0], moment.shape[1] // groups
-    cut = np.asarray(moment, np.float64).reshape(layers, groups, width, groups, width)
-    return np.stack([cut[:, j, :, j] for j in range(groups)], axis=1)
 
 
 def hadamard_blocks(rank: int) -> np.ndarray:
