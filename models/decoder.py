@@ -29,6 +29,7 @@ from lowrank_kv_jax.models.deepseek_config import DeepseekConfig
 from lowrank_kv_jax.models.gpt import GPTBlock, LayerNorm
 from lowrank_kv_jax.models.gpt_config import GPTConfig
 from lowrank_kv_jax.models.layers import MLP, RMSNorm
+from lowrank_kv_jax.models.linear import Linear
 from lowrank_kv_jax.models.parameters import ParamInfo, param_table
 from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.spec import Taps
@@ -42,10 +43,10 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         queries, keys = config.q_heads * config.head_dim, config.kv_heads * config.head_dim
         self.config = config
-        self.q_proj = nnx.Linear(config.hidden_size, queries, use_bias=config.qkv_bias, rngs=rngs)
-        self.k_proj = nnx.Linear(config.hidden_size, keys, use_bias=config.qkv_bias, rngs=rngs)
-        self.v_proj = nnx.Linear(config.hidden_size, keys, use_bias=config.qkv_bias, rngs=rngs)
-        self.o_proj = nnx.Linear(queries, config.hidden_size, use_bias=config.o_bias, rngs=rngs)
+        self.q_proj = Linear(config.hidden_size, queries, use_bias=config.qkv_bias, rngs=rngs)
+        self.k_proj = Linear(config.hidden_size, keys, use_bias=config.qkv_bias, rngs=rngs)
+        self.v_proj = Linear(config.hidden_size, keys, use_bias=config.qkv_bias, rngs=rngs)
+        self.o_proj = Linear(queries, config.hidden_size, use_bias=config.o_bias, rngs=rngs)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
@@ -98,7 +99,7 @@ class Decoder(nnx.Module):
         if self.learned:
             self.positions = nnx.Embed(config.context, config.hidden_size, rngs=rngs)
         if not config.tie_embeddings:
-            self.head = nnx.Linear(config.hidden_size, config.vocab_size, use_bias=False, rngs=rngs)
+            self.head = Linear(config.hidden_size, config.vocab_size, use_bias=False, rngs=rngs)
         self.tied = config.tie_embeddings
 
     def hidden(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ from flax import nnx
 
 from lowrank_kv_jax.models.deepseek_config import LATENT_EPS, DeepseekConfig
 from lowrank_kv_jax.models.layers import MLP, RMSNorm
+from lowrank_kv_jax.models.linear import Linear
 from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.spec import LatentSpec, Taps
 
@@ -24,8 +25,8 @@ class LatentAttention(nnx.Module):
         queries = heads * (config.nope_head_dim + config.rope_head_dim)
         self.config = config
 
-        def linear(ins: int, outs: int) -> nnx.Linear:
-            return nnx.Linear(ins, outs, use_bias=False, rngs=rngs)
+        def linear(ins: int, outs: int) -> Linear:
+            return Linear(ins, outs, use_bias=False, rngs=rngs)
 
         if config.q_lora_rank is None:
             self.q_proj = linear(hidden, queries)
@@ -109,7 +110,7 @@ class Experts(nnx.Module):
     def __init__(self, config: DeepseekConfig, rngs: nnx.Rngs):
         hidden, inner, count = config.hidden_size, config.expert_size, config.experts
         self.config = config
-        self.router = nnx.Linear(hidden, count, use_bias=False, rngs=rngs)
+        self.router = Linear(hidden, count, use_bias=False, rngs=rngs)
         self.experts = nnx.Dict(
             gate=nnx.Param(jnp.zeros((count, hidden, inner))),
             up=nnx.Param(jnp.zeros((count, hidden, inner))),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lowrank_kv_jax.models.gpt_config import GPTConfig
+from lowrank_kv_jax.models.linear import Linear
 from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.spec import Taps
 
@@ -34,11 +35,11 @@ class GPTBlock(nnx.Module):
         hidden = config.hidden_size
         self.config = config
         self.attention_norm = LayerNorm(hidden, config.norm_eps)
-        self.qkv = nnx.Linear(hidden, 3 * hidden, rngs=rngs)
-        self.o_proj = nnx.Linear(hidden, hidden, rngs=rngs)
+        self.qkv = Linear(hidden, 3 * hidden, rngs=rngs)
+        self.o_proj = Linear(hidden, hidden, rngs=rngs)
         self.mlp_norm = LayerNorm(hidden, config.norm_eps)
-        self.up = nnx.Linear(hidden, config.intermediate_size, rngs=rngs)
-        self.down = nnx.Linear(config.intermediate_size, hidden, rngs=rngs)
+        self.up = Linear(hidden, config.intermediate_size, rngs=rngs)
+        self.down = Linear(config.intermediate_size, hidden, rngs=rngs)
 
     def taps(self, x: jax.Array, positions: jax.Array) -> Taps:
         x = self.attention_norm(x)

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lowrank_kv_jax.models.linear import Linear
+
 
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis, computed in float32."""
@@ -22,9 +24,9 @@ class MLP(nnx.Module):
     """Gated MLP: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, hidden: int, inner: int, rngs: nnx.Rngs, bias: bool = False):
-        self.gate = nnx.Linear(hidden, inner, use_bias=bias, rngs=rngs)
-        self.up = nnx.Linear(hidden, inner, use_bias=bias, rngs=rngs)
-        self.down = nnx.Linear(inner, hidden, use_bias=bias, rngs=rngs)
+        self.gate = Linear(hidden, inner, use_bias=bias, rngs=rngs)
+        self.up = Linear(hidden, inner, use_bias=bias, rngs=rngs)
+        self.down = Linear(inner, hidden, use_bias=bias, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))

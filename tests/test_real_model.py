@@ -15,11 +15,7 @@ from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.models.load import load_model
 
 PROMPT, STEPS, BLOCK = 512, 64, 32
-# float32 itself sets the scale. On this prompt the full cache's logits, which reach 40, are 1.1e-4 from those of a float64
-# run of the model, and half a unit in the last place on every weight moves them by 1.2e-4: most of it shifts all logits of
-# a position alike, which probabilities do not see. Methods are held to 1e-4 in log-probabilities, and in logits to less
-# than twice that scale; the worst seen is 1.52e-4 (palu), at one position.
-LOG_PROBABILITIES, LOGITS = 1e-4, 2e-4
+LOGITS = 1e-4  # they reach 40; float32 itself moves those of the full cache by 7e-5 from a float64 run of the model
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("real model")]
 
@@ -63,6 +59,4 @@ def test_full_rank_and_budget_give_the_logits_and_greedy_tokens_of_the_full_cach
         bases = fit_bases(model, method, moments, "float32") if method.calibrated else None
         logits, _ = decode(method, bases, follow=exact()[1])
     np.testing.assert_allclose(logits, exact()[0], atol=LOGITS, rtol=0)
-    log_p, exact_log_p = (jax.nn.log_softmax(x) for x in (logits, exact()[0]))
-    np.testing.assert_allclose(log_p, exact_log_p, atol=LOG_PROBABILITIES, rtol=0)
     np.testing.assert_array_equal(logits[:-1].argmax(-1), exact()[1])
