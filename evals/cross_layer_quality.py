@@ -8,24 +8,13 @@ import numpy as np
 
 from lowrank_kv_jax.evals.compare import parse_methods
 from lowrank_kv_jax.evals.cross_layer_cost import smaller_at
+from lowrank_kv_jax.evals.long_needles import found_by_task, long_needles
 from lowrank_kv_jax.evals.perplexity_run import evaluate_perplexity, total_perplexity
-from lowrank_kv_jax.evals.prompts import Question
-from lowrank_kv_jax.evals.ruler.run import draw_samples
-from lowrank_kv_jax.evals.ruler.scoring import score
-from lowrank_kv_jax.evals.ruler.sizing import count_tokens
-from lowrank_kv_jax.evals.ruler.tasks import find_task
 from lowrank_kv_jax.evals.suite import Suite, evaluate
 from lowrank_kv_jax.spec import AttentionSpec
 
 COMMAND = "cross-layer quality"
-NEW_TOKENS = {"niah_single_1": 24, "niah_multikey_1": 24, "niah_multivalue": 56}
-"""Needle tasks of RULER, and tokens of an answer: a number of seven digits takes eight."""
-
-LEAST = 0.75
-"""Of the length that was asked for, the context of a needle."""
-
-DRAWN = 16
-"""Samples drawn for each one that is wanted: at 1K tokens one in eight of `niah_multivalue` is long enough."""
+NEEDLES = ("niah_single_1", "niah_multikey_1", "niah_multivalue")
 
 MINICACHE = "minicache:start=14"
 """1.3 times smaller on a model of 30 layers."""
@@ -98,7 +87,8 @@ def quality(
 ) -> list[Score]:
     """Needles and perplexity of every method at one length, contexts compressed before the question is known."""
     methods = parse_methods(specs)
-    suite = Suite(COMMAND, questions(model, settings, length), seed=settings.seed, rows=2)
+    asked = long_needles(model.tokenizer, NEEDLES, length, settings.samples, settings.seed)
+    suite = Suite(COMMAND, asked, seed=settings.seed, rows=2)
     needles = evaluate(model, methods, suite, json=json, progress=progress)
     texts = evaluate_perplexity(
         model, methods, None, "stream", length + settings.scored, length, settings.windows, json=json, rows=2,
@@ -106,41 +96,7 @@ def quality(
     )
     out = []
     for spec, method in methods.items():
-        found = {
-            task: float(np.mean([r["score"] for r in needles if r["method"] == spec and r["task"] == task]))
-            for task in NEW_TOKENS
-        }
+        found = {task: float(np.mean(scores)) for task, scores in found_by_task(needles, spec).items()}
         reached = smaller_at(method, model.config.attention, length)
         out.append(Score(spec, length, found, total_perplexity(texts, spec), reached))
     return out
-
-
-def questions(model: Any, settings: Settings, length: int) -> tuple[Question, ...]:
-    """Needles as RULER makes them, answers cut to what the numbers take.
-
-    The official generator shortens essays by 500 words until they fit: samples of less than `LEAST` of the length are
-    left out, since a ratio of bytes means nothing for them.
-
-    Raises:
-        ValueError: too few samples are long enough.
-    """
-    drawn, _ = draw_samples(model.tokenizer, tuple(NEW_TOKENS), (length,), DRAWN * settings.samples, settings.seed)
-    asked = []
-    for task in NEW_TOKENS:
-        long = [s for _, s in drawn if s.task == task and count_tokens(model.tokenizer, s.context) >= LEAST * length]
-        if len(long) < settings.samples:
-            raise ValueError(f"samples={settings.samples}: only {len(long)} of {task} are about {length} tokens long")
-        asked += [_question(sample, length) for sample in long[: settings.samples]]
-    return tuple(asked)
-
-
-def _question(sample: Any, length: int) -> Question:
-    def right(answer: str) -> float:
-        return score(sample.task, answer, sample.outputs)
-
-    prefix, new_tokens = sample.answer_prefix, NEW_TOKENS[sample.task]
-    assert new_tokens <= find_task(sample.task).new_tokens
-    return Question(
-        sample.task, length, sample.index, sample.context, sample.question.removesuffix(prefix), prefix, new_tokens,
-        right, lambda answer: right(answer) == 1, {"outputs": list(sample.outputs), "new_tokens": new_tokens},
-    )

@@ -1,28 +1,34 @@
 """StreamingKV beside Palu: perplexity in domain and after a shift, needles, and which of their choices matter."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from lowrank_kv_jax.accounting import cache_bytes
-from lowrank_kv_jax.corpus import Corpus, load_corpus, token_windows
+from lowrank_kv_jax.corpus import load_corpus
+from lowrank_kv_jax.evals.bases import bases_of, calibration_settings
 from lowrank_kv_jax.evals.compare import parse_methods
 from lowrank_kv_jax.evals.few_at_a_time import few_at_a_time
-from lowrank_kv_jax.evals.needle_grid import evaluate_needles
-from lowrank_kv_jax.evals.perplexity_run import Window, evaluate_perplexity, total_perplexity
-from lowrank_kv_jax.evals.report.statistics import wilcoxon_p
+from lowrank_kv_jax.evals.long_needles import NEW_TOKENS, found_by_task, long_needles
+from lowrank_kv_jax.evals.paired_gain import Gain, paired_gain
+from lowrank_kv_jax.evals.perplexity_run import evaluate_perplexity, total_perplexity
 from lowrank_kv_jax.evals.roofline import white_bases
+from lowrank_kv_jax.evals.shifted_texts import CALIBRATE, PROSE, TASKS, windows_of
+from lowrank_kv_jax.evals.suite import Suite, evaluate
 from lowrank_kv_jax.forward import make_layout
+from lowrank_kv_jax.method import KVMethod
+from lowrank_kv_jax.methods.palu import GroupedProjections, Palu
 from lowrank_kv_jax.saved_cache import abstract_cache
 
-TASKS = ("prose", "code", "prose, then code")
-"""Calibration is on prose: in domain, after a shift, and a shift within the sequence."""
+COMMAND = "streaming"
 ENDS = "sinks=32,recent=32"
 """Exact tokens, the same for every method of a comparison."""
 TOGETHER = 10
 """Methods that share a prefill."""
+NEEDLE_ROWS, NEEDLE_ROOM, NEEDLE_LEAST = 4, 128, 0.8
+"""Contexts that share a batch; tokens that RULER reserves for an answer; the least context, a share of the length."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,25 +39,19 @@ class Settings:
         ranks: shares of the width; the paper's 30% and 50% compression are 0.7 and 0.5.
         context, scored: tokens that are compressed, and that are scored through the cache after them.
         windows: texts of each task.
-        depths, samples: needles at each of so many depths; no samples, no needles.
-        needle_length: tokens of a needle's prompt.
-        prose, code, calibrate: texts, as `load_corpus` names them.
+        samples: needles of each task of `long_needles`, in contexts of 0.9 to 1 times `context` tokens; 0 for none.
+        seed: of texts and needles.
     """
 
     ranks: tuple[float, ...] = (0.7, 0.5)
     context: int = 1024
     scored: int = 384
     windows: int = 4
-    depths: int = 4
     samples: int = 2
-    needle_length: int = 1024
     seed: int = 0
-    prose: str = "pydoc:second"
-    code: str = "python"
-    calibrate: str = "pydoc:first"
 
     def __post_init__(self):
-        for field, least in (("context", 1), ("scored", 2), ("windows", 1), ("samples", 0), ("depths", 2)):
+        for field, least in (("context", 1), ("scored", 2), ("windows", 1), ("samples", 0)):
             if getattr(self, field) < least:
                 raise ValueError(f"{field}={getattr(self, field)}: must be at least {least}")
 
@@ -60,7 +60,7 @@ def quality_specs(rank: float) -> list[str]:
     """Palu, the paper's form with its steps for this rank, and the coupled form, ranks uniform and by Fisher; then Palu
     at the bytes of the coupled form, whose moving columns are 5% more."""
     printed = "longbench-mistral-7b-instruct-v0.2-" + ("30" if rank > 0.6 else "50")
-    by_rule = [spec for by in ("uniform", "fisher-sqrt", "fisher")[: 3 if rank == 0.5 else 2] for spec in (
+    by_rule = [spec for by in ("uniform", "fisher-sqrt", "fisher") for spec in (
         f"palu:rank={rank},rank_by={by},{ENDS}", f"streamingkv:{printed},rank={rank},rank_by={by},{ENDS}",
         f"streamingkv:rank={rank},rank_by={by},{ENDS}")]
     return [*by_rule, f"palu:rank={round(1.05 * rank, 3)},{ENDS}"]
@@ -84,24 +84,6 @@ def ablation_specs(rank: float) -> list[str]:
     ]
 
 
-def shifted_windows(model: Any, settings: Settings, task: str) -> tuple[Corpus, list[Window]]:
-    """Windows of a task, and where they are from."""
-    prose, code = (load_corpus(name) for name in (settings.prose, settings.code))
-    length = settings.context + settings.scored
-
-    def ids(corpus: Corpus) -> np.ndarray:
-        return token_windows(model.tokenizer, corpus.texts, length, settings.windows, settings.seed)
-
-    first = ids(code if task == "code" else prose)
-    second = ids(prose if task == "prose" else code)
-    cut = [
-        Window(i, tuple(map(int, a[: settings.context])), tuple(map(int, b[settings.context :])))
-        for i, (a, b) in enumerate(zip(first, second, strict=True))
-    ]
-    both = Corpus.of(prose.texts + code.texts, f"{prose.name}>{code.name}")
-    return {"prose": prose, "code": code}.get(task, both), cut
-
-
 @dataclasses.dataclass(frozen=True)
 class Score:
     """Of one method.
@@ -109,16 +91,16 @@ class Score:
     Attributes:
         perplexity: by task.
         nll: mean negative log-likelihood of each window, by task.
-        needle: found, in percent; None where none were asked for.
-        needles: score of each.
+        needles: percent of the answers that each needle's reply holds, by task; empty where none were asked for.
+        needle_tokens: mean length of the needles' contexts, by task.
         smaller: times smaller than a 16-bit full cache of the same tokens, all bytes of a bfloat16 cache counted.
     """
 
     spec: str
     perplexity: dict[str, float]
     nll: dict[str, list[float]]
-    needle: float | None
-    needles: list[float]
+    needles: dict[str, list[float]]
+    needle_tokens: dict[str, float]
     smaller: float
 
 
@@ -129,10 +111,11 @@ def scores(
     """Perplexities and needles by spec, the context compressed before anything of the rest is seen.
 
     Args:
+        tasks: of `shifted_texts`.
         dtype: of the caches that are scored; bytes are always those of a bfloat16 cache.
 
     Raises:
-        ValueError: as `evaluate_perplexity` and `evaluate_needles`.
+        ValueError: as `windows_of`, `evaluate_perplexity`, `long_needles` and `evaluate`.
     """
     methods = parse_methods(list(dict.fromkeys(specs)))
     rows: dict[str, Score] = {}
@@ -142,27 +125,34 @@ def scores(
 
 
 def _scores(model, methods, settings: Settings, tasks, json, progress, dtype) -> dict[str, Score]:
-    calibrate = load_corpus(settings.calibrate)
     length, records = settings.context + settings.scored, {}
     for task in tasks:
-        text, cut = shifted_windows(model, settings, task)
+        text, cut = windows_of(model.tokenizer, task, settings.context, settings.scored, settings.windows, settings.seed)
         records[task] = evaluate_perplexity(
             model, methods, text, task, length, settings.context, settings.windows, json=json, dtype=dtype,
-            calibrate=calibrate, progress=progress, cut=cut,
+            calibrate=load_corpus(CALIBRATE), progress=progress, cut=cut,
         )
-    needles = [] if settings.samples == 0 else evaluate_needles(
-        model, methods, [settings.needle_length], settings.depths, settings.samples, seed=settings.seed, json=json,
-        rows=settings.depths, dtype=dtype, calibrate=calibrate, progress=progress,
-    )
+    needles = _needles(model, methods, settings, json, progress, dtype) if settings.samples else []
     out = {}
     for spec in methods:
-        found = [r["score"] for r in needles if r["method"] == spec]
         nll = {task: [_mean_nll(r) for r in own if r["method"] == spec] for task, own in records.items()}
-        out[spec] = Score(
-            spec, {task: total_perplexity(own, spec) for task, own in records.items()}, nll,
-            float(np.mean(found)) if found else None, found, _smaller(model, methods[spec], settings),
-        )
+        perplexity = {task: total_perplexity(own, spec) for task, own in records.items()}
+        found = found_by_task(needles, spec)
+        tokens = {task: float(np.mean([r["context_tokens"] for r in needles if r["task"] == task])) for task in found}
+        out[spec] = Score(spec, perplexity, nll, found, tokens, _smaller(model, methods[spec], settings))
     return out
+
+
+def _needles(model, methods, settings: Settings, json, progress, dtype) -> list[dict[str, Any]]:
+    corpus = load_corpus(CALIBRATE)
+    asked = long_needles(model.tokenizer, tuple(NEW_TOKENS), settings.context + NEEDLE_ROOM, settings.samples,
+                         settings.seed, least=NEEDLE_LEAST, haystack=PROSE)
+    suite = Suite(COMMAND, asked, seed=settings.seed, rows=NEEDLE_ROWS, dtype=dtype,
+                  settings=calibration_settings(corpus, methods))
+    return evaluate(
+        model, methods, suite, json=json, progress=progress,
+        bases=lambda needed: bases_of(model, needed, corpus, dtype=dtype, progress=progress),
+    )
 
 
 def _smaller(model, method, settings: Settings) -> float:
@@ -175,27 +165,44 @@ def _mean_nll(record: dict[str, Any]) -> float:
     return float("inf") if record["nll"] is None else record["nll"] / record["scored_tokens"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Gain:
-    """Of one method over another on the same windows: their mean log-likelihoods subtracted, in nats a token.
+def text_gains(rows: Mapping[str, Score]) -> list[Gain]:
+    """Log-likelihoods of texts, in nats a token."""
+    def likelihood(row: Score) -> dict[str, list[float]]:
+        return {task: [-x for x in own] for task, own in row.nll.items()}
 
-    Attributes:
-        mean: positive where `spec` is better.
-        wins, windows: windows where it is.
-        p: two-sided, of Wilcoxon's signed-rank test over all windows of all tasks.
-    """
-
-    spec: str
-    over: str
-    mean: float
-    wins: int
-    windows: int
-    p: float | None
+    return [paired_gain(spec, over, why, likelihood(rows[spec]), likelihood(rows[over]))
+            for spec, over, why in opponents(rows)]
 
 
-def gain(score: Score, over: Score) -> Gain:
-    """Paired comparison over the windows of every task."""
-    tasks = score.nll
-    differences = np.array([b - a for task in tasks for a, b in zip(score.nll[task], over.nll[task], strict=True)])
-    return Gain(score.spec, over.spec, float(differences.mean()), int((differences > 0).sum()), len(differences),
-                wilcoxon_p(differences))
+def needle_gains(rows: Mapping[str, Score]) -> list[Gain]:
+    """Needles, in percent of the answers; without any, nothing."""
+    return [paired_gain(spec, over, why, rows[spec].needles, rows[over].needles)
+            for spec, over, why in opponents(rows) if rows[spec].needles]
+
+
+def opponents(rows: Mapping[str, Score]) -> list[tuple[str, str, str]]:
+    """What is compared with what, and why: a learning method with Palu at the same ranks and at the same bytes (to 1%),
+    Palu's ranks by Fisher information with uniform ones."""
+    methods = parse_methods(list(rows))
+    palus = {spec: method for spec, method in methods.items() if isinstance(method, Palu)}
+    out = []
+    for spec, method in methods.items():
+        for over, palu in palus.items():
+            why = _why(method, palu, rows[spec].smaller / rows[over].smaller) if spec != over else None
+            if why:
+                out.append((spec, over, why))
+    return out
+
+
+def _why(method: KVMethod, palu: Palu, bytes_ratio: float) -> str | None:
+    if not isinstance(method, GroupedProjections) or method.head_group != palu.head_group:
+        return None
+    sizes = [(m.rank, m.rank_k, m.rank_v, m.energy, m.bits) for m in (method, palu)]
+    if isinstance(method, Palu):
+        better = method.rank_by != "uniform" == palu.rank_by
+        return "uniform ranks" if better and sizes[0] == sizes[1] else None
+    if method.rank_by != palu.rank_by:
+        return None
+    if sizes[0] == sizes[1]:
+        return "the same ranks"
+    return "the same bytes" if abs(bytes_ratio - 1) < 0.01 else None

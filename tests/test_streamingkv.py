@@ -9,14 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from character_tokenizer import Characters
 from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, WINDOWED, bases_for, model, prompts, run
 
 from lowrank_kv_jax.calibrate import collect_moments, iterate_taps
 from lowrank_kv_jax.cli import main
+from lowrank_kv_jax.corpus import load_corpus
 from lowrank_kv_jax.estimators.gha import gha_update
 from lowrank_kv_jax.estimators.gha_tail import update_tail
+from lowrank_kv_jax.evals.long_needles import long_needles
+from lowrank_kv_jax.evals.paired_gain import paired_gain
 from lowrank_kv_jax.evals.piecewise_stream import follow_stream, piecewise_stream
-from lowrank_kv_jax.evals.streaming import Score, ablation_specs, gain, quality_specs
+from lowrank_kv_jax.evals.shifted_texts import CALIBRATE, MIXED, text_of, windows_of
+from lowrank_kv_jax.evals.streaming import Score, ablation_specs, needle_gains, quality_specs, text_gains
 from lowrank_kv_jax.evals.streaming_reconstruction import hidden_updates, means, reconstruction
 from lowrank_kv_jax.forward import extend, prefill, refresh
 from lowrank_kv_jax.generate import generate
@@ -339,15 +344,84 @@ def test_full_rank_is_exact_where_all_columns_move_and_groups_are_joined():
 # ---- the study --------------------------------------------------------------------------------------
 
 
-def test_specs_of_the_study_are_methods_and_gains_are_paired():
+def scored(spec, better, smaller, points=0.0):
+    """Two tasks of three windows, six needles."""
+    nll = {"prose": [2.0, 2.5, 3.0], "code": [1.0, 1.5, 2.0]}
+    return spec, Score(spec, {}, {task: [x - better for x in own] for task, own in nll.items()},
+                       {"single": [50.0 + points] * 2, "multi": [0.0] * 4}, {}, smaller)
+
+
+def test_a_method_is_compared_with_palu_at_its_ranks_and_at_its_bytes():
     for spec in (*quality_specs(0.7), *quality_specs(0.5), *ablation_specs(0.5)):
         parse_method(spec)
-    nll = {"prose": [2.0, 2.5, 3.0], "code": [1.0, 1.5, 2.0]}
-    worse = Score("a", {}, nll, None, [], 1.0)
-    better = Score("b", {}, {task: [x - 0.1 for x in own] for task, own in nll.items()}, None, [], 1.0)
-    found = gain(better, worse)
-    assert (found.wins, found.windows) == (6, 6) and found.mean == pytest.approx(0.1)
-    assert found.p == pytest.approx(2 / 2**6)  # all signs alike: two of all ways to draw them
+    rows = dict([
+        scored("full", 1.0, 1.0), scored("palu:rank=0.5", 0.0, 1.6), scored("palu:rank=0.525", 0.05, 1.53),
+        scored("streamingkv:rank=0.5", 0.1, 1.531, 50.0), scored("palu:rank=0.5,rank_by=fisher", -0.2, 1.6),
+        scored("streamingkv:rank=0.5,rank_by=fisher", -0.1, 1.531),
+        scored("streamingkv:rank=0.5,head_group=1", -0.1, 1.531),
+    ])
+    gains = {(g.spec, g.over): g for g in text_gains(rows)}
+    assert {pair: (g.why, round(g.mean, 9)) for pair, g in gains.items()} == {
+        ("streamingkv:rank=0.5", "palu:rank=0.5"): ("the same ranks", 0.1),
+        ("streamingkv:rank=0.5", "palu:rank=0.525"): ("the same bytes", 0.05),
+        ("palu:rank=0.5,rank_by=fisher", "palu:rank=0.5"): ("uniform ranks", -0.2),
+        ("streamingkv:rank=0.5,rank_by=fisher", "palu:rank=0.5,rank_by=fisher"): ("the same ranks", 0.1),
+    }
+    found = {g.over: g for g in needle_gains(rows) if g.spec == "streamingkv:rank=0.5"}["palu:rank=0.5"]
+    assert found.mean == 25.0 and (found.tasks.won, found.tasks.of) == (1, 2)  # of tasks, not of needles
+    assert (found.samples.won, found.samples.lost, found.samples.of) == (2, 0, 6)
+
+
+def test_gains_are_tested_over_tasks_as_well_as_over_windows():
+    """Four windows each of six tasks, one window of each worse: over tasks all are won, and six can decide."""
+    for tasks in (5, 6):
+        others = {str(task): [1.0, 2.0, 3.0, 4.0] for task in range(tasks)}
+        scores = {task: [a + d for a, d in zip(own, (0.2, 0.2, -0.1, 0.3), strict=True)] for task, own in others.items()}
+        gain = paired_gain("a", "b", "", scores, others)
+        assert (gain.tasks.won, gain.tasks.lost, gain.samples.won) == (tasks, 0, 3 * tasks)
+        assert gain.mean == pytest.approx(0.15)
+        assert gain.tasks.p == pytest.approx(2 / 2**tasks) == gain.tasks.least  # all signs alike: two of all draws
+        assert (gain.tasks.p < 0.05) == (tasks == 6)
+    with pytest.raises(ValueError, match="a and b were not scored on the same samples"):
+        paired_gain("a", "b", "", {"x": [1.0]}, {"y": [1.0]})
+
+
+@pytest.mark.parametrize("task", [MIXED, "changes"])
+def test_a_task_is_windows_of_its_texts(task):
+    try:
+        text, cut = windows_of(Characters(), task, 60, 20, 2, seed=1)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))  # a Python without idlelib
+    assert [window.shape for window in cut] == [(60, 20)] * 2 and cut[0].context != cut[1].context
+    names = ("prose", "code") if task == MIXED else (task, task)
+    for name, tokens in zip(names, (cut[1].context, cut[1].scored), strict=True):
+        assert bytes(tokens) in b"".join(bytes(Characters()(part).input_ids) for part in text_of(name).texts)
+    assert text.sha256 != load_corpus(CALIBRATE).sha256
+    with pytest.raises(ValueError, match="'changes': the text has|'prose, then code': the text has"):
+        windows_of(Characters(), task, 60, 20, 10**6, seed=1)
+
+
+def test_unknown_tasks_are_refused_before_anything_is_measured(capsys):
+    assert main(["streaming", "--studies", "quality", "--tasks", "poems"]) == 2
+    assert "task='poems': allowed are prose, code" in capsys.readouterr().err
+
+
+def test_needles_hide_in_contexts_of_the_length_that_was_asked_for(tmp_path):
+    def words(text, **_):
+        return types.SimpleNamespace(input_ids=text.split())
+
+    (tmp_path / "essay.txt").write_text("A sentence of seven words stands here. " * 200)
+    settings = dict(seed=1, least=0.8, haystack=tmp_path / "essay.txt")
+    asked = long_needles(words, ("niah_single_1", "niah_single_2"), 1152, 2, **settings)
+    assert [q.task for q in asked] == ["niah_single_1"] * 2 + ["niah_single_2"] * 2
+    for question in asked:
+        assert 0.8 * 1152 <= len(question.context.split()) <= 1024
+        (value,) = question.details["outputs"]
+        assert value in question.context and question.score(f" {value}.") == 1 and question.score("1234567") == 0
+    with pytest.raises(ValueError, match="task='vt': allowed are niah_single_1"):
+        long_needles(words, ("vt",), 1152, 2, **settings)
+    with pytest.raises(ValueError, match="samples=2: only 0 of niah_single_2 are about 1152 tokens long"):
+        long_needles(words, ("niah_single_2",), 1152, 2, **settings | {"least": 0.95})
 
 
 def test_rebuilt_keys_and_values_are_compared_by_layer():

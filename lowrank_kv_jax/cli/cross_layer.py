@@ -135,10 +135,10 @@ def _quality(args: argparse.Namespace, model) -> int:
     for title, length, specs in runs:
         rows = study.quality(model, specs, settings, length, json=args.json, progress=sys.stderr.isatty())
         table = Table(title=f"{title}, {length} tokens")
-        for column in ("method", "smaller", *study.NEW_TOKENS, "needles %", "perplexity"):
+        for column in ("method", "smaller", *study.NEEDLES, "needles %", "perplexity"):
             table.add_column(column, justify="left" if column == "method" else "right", overflow="fold")
         for row in rows:
-            found = (f"{row.needles[task]:.0f}" for task in study.NEW_TOKENS)
+            found = (f"{row.needles[task]:.0f}" for task in study.NEEDLES)
             table.add_row(row.spec, f"{row.smaller:.2f}", *found, f"{row.needle:.0f}", f"{row.perplexity:.2f}")
         Console().print(table)
     return 0

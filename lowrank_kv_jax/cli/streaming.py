@@ -24,11 +24,15 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES), help="(all)")
     parser.add_argument("--ranks", nargs="+", type=float, default=[0.7, 0.5], metavar="R", help="(0.7 0.5)")
     parser.add_argument("--methods", nargs="+", metavar="SPEC",
-                        help="for quality and reconstruction, instead of those of the study; gains are over the first")
+                        help="for quality and reconstruction, instead of those of the study; gains are over each `palu`")
+    parser.add_argument("--tasks", nargs="*", metavar="TASK",
+                        help="texts of quality: prose, code, \"prose, then code\" (these by default), headers, make, "
+                             "html, changes, tables, asyncio, email, unittest; `shifted` for all but prose")
     parser.add_argument("--context", type=int, default=1024, help="tokens that are compressed (%(default)s)")
     parser.add_argument("--scored", type=int, default=384, help="tokens scored after them (%(default)s)")
     parser.add_argument("--windows", type=int, default=4, help="texts of each task (%(default)s)")
-    parser.add_argument("--samples", type=int, default=2, help="needles at each of 4 depths, 0 for none (%(default)s)")
+    parser.add_argument("--samples", type=int, default=2,
+                        help="needles of each of four tasks of RULER, 0 for none (%(default)s)")
     parser.add_argument("--bands", type=int, default=8, help="of singular vectors (%(default)s)")
     parser.add_argument("--corpora", nargs=2, default=["pydoc:first", "python"], metavar="TEXT",
                         help="whose Fisher information is compared (%(default)s)")
@@ -89,28 +93,44 @@ def _stream(args) -> None:
 def _scores(args, model, settings, study: str) -> None:
     from lowrank_kv_jax.evals import streaming
 
-    runs = [(rank, streaming.quality_specs(rank)) for rank in settings.ranks]
-    tasks = streaming.TASKS
+    specs = args.methods or [spec for rank in settings.ranks for spec in streaming.quality_specs(rank)]
+    tasks = _tasks(args)
     if study == "ablation":
         settings, tasks = dataclasses.replace(settings, samples=0), ("code",)
-        runs = [(min(settings.ranks), streaming.ablation_specs(min(settings.ranks)))]
-    elif args.methods:
-        runs = [(None, args.methods)]
-    specs = ["full", *(spec for _, own in runs for spec in own)]
-    rows = streaming.scores(model, specs, settings, tasks, json=args.json, progress=sys.stderr.isatty())
+        specs = streaming.ablation_specs(min(settings.ranks))
+    rows = streaming.scores(model, ["full", *specs], settings, tasks, json=args.json, progress=sys.stderr.isatty())
+    if tasks:
+        _table(study, ("method", "x smaller", *tasks),
+               [(row.spec, f"{row.smaller:.2f}", *(f"{row.perplexity[task]:.3f}" for task in tasks))
+                for row in rows.values()])
+        _gains(args, settings, study, "nats a token", "+.4f", streaming.text_gains(rows))
+    if settings.samples:
+        lengths = rows["full"].needle_tokens
+        _table("needles found, %", ("method", "x smaller", *(f"{task} ({n:.0f} tokens)" for task, n in lengths.items())),
+               [(row.spec, f"{row.smaller:.2f}", *(f"{sum(own) / len(own):.0f}" for own in row.needles.values()))
+                for row in rows.values()])
+        _gains(args, settings, "needles", "points", "+.1f", streaming.needle_gains(rows))
 
-    def line(row):
-        return (row.spec, f"{row.smaller:.2f}", *(f"{row.perplexity[task]:.3f}" for task in tasks),
-                "" if row.needle is None else f"{row.needle:.0f}")
 
-    _table(study, ("method", "x smaller", *tasks, "needles, %"), [line(row) for row in rows.values()])
-    gains = []
-    for _, own in runs:
-        base = rows[own[0]]
-        gains += [streaming.gain(rows[spec], base) for spec in own[1:]]
-    _table("gain over the first of its rank, nats a token (Wilcoxon over windows of all tasks)",
-           ("method", "over", "gain", "windows won", "p"),
-           [(g.spec, g.over, f"{g.mean:+.4f}", f"{g.wins}/{g.windows}", "" if g.p is None else f"{g.p:.4f}")
+def _tasks(args) -> tuple[str, ...]:
+    from lowrank_kv_jax.evals.shifted_texts import SHIFTED, TASKS, text_of
+
+    if args.tasks is None:
+        return TASKS
+    named = [name for task in args.tasks for name in (SHIFTED if task == "shifted" else (task,))]
+    for task in named:
+        if task not in TASKS:
+            text_of(task)  # told before anything is measured
+    return tuple(dict.fromkeys(named))
+
+
+def _gains(args, settings, study: str, unit: str, form: str, gains) -> None:
+    def cells(won):
+        return f"{won.won}/{won.of}", "" if won.p is None else f"{won.p:.4f}"
+
+    _table(f"gain in {unit}, two-sided Wilcoxon over tasks and over the samples of all tasks",
+           ("method", "over", "at", "gain", "tasks won", "p", "least p", "samples won", "p"),
+           [(g.spec, g.over, g.why, f"{g.mean:{form}}", *cells(g.tasks), f"{g.tasks.least:.4f}", *cells(g.samples))
             for g in gains])
     _append(args, f"gain-{study}", settings.context, [(g.spec, dataclasses.asdict(g)) for g in gains])
 
@@ -119,6 +139,7 @@ def _reconstruction(args, model, settings) -> None:
     from lowrank_kv_jax.calibrate import fit_bases, moments_for
     from lowrank_kv_jax.corpus import load_corpus, token_windows
     from lowrank_kv_jax.evals.compare import parse_methods
+    from lowrank_kv_jax.evals.shifted_texts import CALIBRATE, CODE, PROSE
     from lowrank_kv_jax.evals.streaming import ENDS, ablation_specs
     from lowrank_kv_jax.evals.streaming_reconstruction import hidden_updates, means, reconstruction
 
@@ -127,9 +148,9 @@ def _reconstruction(args, model, settings) -> None:
 
     own = [spec for rank in settings.ranks for spec in (f"palu:rank={rank},{ENDS}", *ablation_specs(rank)[2:4])]
     methods = parse_methods(args.methods or own)
-    moments = moments_for(model, list(methods.values()), windows(settings.calibrate, 2048, 4))
+    moments = moments_for(model, list(methods.values()), windows(CALIBRATE, 2048, 4))
     bases = {spec: fit_bases(model, method, moments, "float32") for spec, method in methods.items()}
-    texts = {name: windows(source, 2048, 1) for name, source in (("prose", settings.prose), ("code", settings.code))}
+    texts = {name: windows(source, 2048, 1) for name, source in (("prose", PROSE), ("code", CODE))}
     rows = reconstruction(model, methods, bases, texts, progress=sys.stderr.isatty())
 
     def lines(found, first):
