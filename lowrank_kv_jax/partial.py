@@ -31,6 +31,18 @@ def empty_partial(batch: int, queries: int, q_heads: int, head_dim: int) -> Attn
     )
 
 
+def from_sums(top: jax.Array, total: jax.Array, out: jax.Array) -> AttnPartial:
+    """The partial of an online softmax.
+
+    Args:
+        top: largest logit `[B, T, N]`, anything where no token was seen.
+        total: `sum_i exp(s_i - top)`; 0 where no token was seen.
+        out: `sum_i exp(s_i - top) v_i`, `[B, T, N, D]`.
+    """
+    some = jnp.where(total == 0, 1.0, total)
+    return AttnPartial(out / some[..., None], jnp.where(total == 0, -jnp.inf, top + jnp.log(some)))
+
+
 def merge(parts: Sequence[AttnPartial]) -> AttnPartial:
     """Attention over the union of disjoint parts.
 

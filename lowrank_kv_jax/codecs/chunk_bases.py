@@ -30,6 +30,13 @@ class ChunkBases:
             return codes
         return codes * jax.vmap(lambda buffer, i: jnp.take(buffer, i, axis=0))(self.scales, index).astype(jnp.float32)
 
+    def part(self, begin: jax.Array | int, count: int, dtype) -> jax.Array:
+        """`count` bases from number `begin` on, `[B, count, J, W, R]`."""
+        codes = jax.lax.dynamic_slice_in_dim(self.codes, begin, count, axis=1).astype(dtype)
+        if self.scales is None:
+            return codes
+        return codes * jax.lax.dynamic_slice_in_dim(self.scales, begin, count, axis=1).astype(dtype)
+
     def put(self, index: jax.Array, basis: jax.Array, where: jax.Array) -> "ChunkBases":
         """Store `basis` `[B, J, W, R]` as number `index` `[B]` in the rows of `where` `[B]`, in place."""
         new = store_bases(basis[:, None], self.codes.dtype.name)

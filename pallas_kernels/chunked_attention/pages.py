@@ -1,0 +1,67 @@
+"""Blocks of pages of a buffer, as both XLA ways of attending chunks read them."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lowrank_kv_jax.pallas_kernels.blockwise import BLOCK
+
+
+class Pages(NamedTuple):
+    """A block of P pages of S tokens each.
+
+    Attributes:
+        keys, values: `[B, J, P, S, R]`.
+        owner: int `[B, P]`, the basis of each page.
+        visible: bool `[B, 1 or T, P, S]`.
+        positions: int `[B, P, S]`.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    owner: jax.Array
+    visible: jax.Array
+    positions: jax.Array
+
+
+def block_width(size: int, page: int) -> int:
+    """Tokens of a block: whole pages."""
+    return min(page * max(1, BLOCK // page), size)
+
+
+def read_pages(i: jax.Array | int, tokens: Any, owner: jax.Array, page: int, q: jax.Array, q_positions, window) -> Pages:
+    """Block `i`; the last one of a buffer may begin earlier and then hides what the block before has shown.
+
+    Args:
+        q: queries `[B, T, ...]`, whose dtype is that of keys and values.
+        tokens, owner, page, q_positions, window: as in `chunked_attention`.
+    """
+    batch, groups, size = tokens.keys.shape[:3]
+    width = block_width(size, page)
+    start = jnp.minimum(i * width, size - width)
+    slots = start + jnp.arange(width)
+    positions = tokens.positions.at(slots)
+    mask = ((slots >= i * width)[None] & (slots[None] < tokens.lengths[:, None]))[:, None]
+    if window is not None:
+        mask = mask & (positions[:, None] > q_positions[:, :, None] - window)
+    shape = (width // page, page)
+    keys, values = (
+        _read(x, start, width, q.dtype).reshape(batch, groups, *shape, -1) for x in (tokens.keys, tokens.values)
+    )
+    owners = jax.lax.dynamic_slice_in_dim(owner, start // page, shape[0], axis=1)
+    return Pages(keys, values, owners, mask.reshape(batch, -1, *shape), positions.reshape(-1, *shape))
+
+
+def over_blocks(size: int, page: int, lengths: jax.Array, step, carry):
+    """`step(i, carry)` over the blocks that hold a token of some row: O(length), one block without a loop."""
+    width = block_width(size, page)
+    if size == width:
+        return step(0, carry)
+    return jax.lax.fori_loop(0, (jnp.max(lengths) + width - 1) // width, step, carry)
+
+
+def _read(stored, start, width, dtype):
+    if hasattr(stored, "read_block"):
+        return stored.read_block(start, width).astype(dtype)
+    return jax.lax.dynamic_slice_in_dim(stored, start, width, axis=2).astype(dtype)
