@@ -5,13 +5,14 @@ import hashlib
 import os
 import re
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 DEFAULT_CORPUS = "pydoc"
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 TEXT_SUFFIXES = (".txt", ".md", ".raw", ".tokens", ".py")  # missing files, not datasets of the hub
 
 
@@ -56,11 +57,11 @@ def load_corpus(source: str | os.PathLike | Sequence[str | os.PathLike] | None =
             reference that comes with Python, technical prose, the default), "pydoc:first" and "pydoc:second"
             (its halves, to calibrate on one and test on the other) or "python" (source code of the standard
             library); a dataset of the Hugging Face hub as "organisation/name[:config[:split]]", by default
-            its train split.
+            its train split; a folder that `datasets` saved, or that holds its data files (.jsonl, .parquet, ...).
 
     Raises:
         FileNotFoundError: neither a file nor a built-in name nor a dataset that is cached or can be reached.
-        ValueError: a file that is not UTF-8 text, or nothing but white space.
+        ValueError: a file that is not UTF-8 text, a folder or dataset without text, or nothing but white space.
     """
     if source is None or isinstance(source, str | os.PathLike):
         name = os.fspath(source) if source is not None else DEFAULT_CORPUS
@@ -74,7 +75,7 @@ def _read(name: str) -> list[str]:
         return BUILT_IN[name]()
     path = Path(name).expanduser()
     if path.is_dir():
-        raise ValueError(f"corpus {name!r}: is a directory; name its text files")
+        return _read_folder(name, path)
     if path.exists():
         try:
             return [path.read_text(encoding="utf-8")]
@@ -92,9 +93,27 @@ def _read_dataset(name: str) -> list[str]:
     import datasets  # slow to import, and only needed here
 
     repository, config, split = (name.split(":") + ["", ""])[:3]
+    return _text_column(name, lambda: datasets.load_dataset(repository, config or None, split=split or "train"))
+
+
+def _read_folder(name: str, path: Path) -> list[str]:
+    """The train split of a dataset in a folder."""
+    import datasets
+
+    if (path / "dataset_dict.json").is_file():
+        return _text_column(name, lambda: datasets.load_from_disk(os.fspath(path))["train"])
+    if (path / "dataset_info.json").is_file():
+        return _text_column(name, lambda: datasets.load_from_disk(os.fspath(path)))
+    if any(file.suffix in DATA_SUFFIXES for file in path.rglob("*")):
+        return _text_column(name, lambda: datasets.load_dataset(os.fspath(path.resolve()), split="train"))
+    raise ValueError(f"corpus {name!r}: is a directory without a dataset ({', '.join(DATA_SUFFIXES)}, or what "
+                     "save_to_disk writes); name its text files")
+
+
+def _text_column(name: str, load: Callable[[], Any]) -> list[str]:
     try:
-        data = datasets.load_dataset(repository, config or None, split=split or "train")
-    except (OSError, ValueError, RuntimeError) as error:  # not reachable, no such config or split
+        data = load()
+    except (OSError, ValueError, RuntimeError, KeyError) as error:  # not reachable, no such config or split
         kind = FileNotFoundError if isinstance(error, OSError) else ValueError
         raise kind(f"corpus {name!r}: no such file, and as a dataset it cannot be loaded: {error}") from error
     column = "text" if "text" in data.column_names else _first_text_column(name, data)

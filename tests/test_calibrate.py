@@ -87,6 +87,36 @@ def test_datasets_are_read_by_their_text_column_and_unreachable_ones_named(monke
         load_corpus("some/gone")
 
 
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "saved", "saved splits"])
+def test_folders_of_datasets_are_read_by_the_library_itself(tmp_path, monkeypatch, form):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = datasets.Dataset.from_dict({"label": [0, 1], "text": ["One.", "Two."]})
+    folder = tmp_path / "data"
+    folder.mkdir()
+    if form == "jsonl":
+        rows.to_json(folder / "train.jsonl")
+    elif form == "parquet":
+        rows.to_parquet(folder / "train.parquet")
+    elif form == "saved":
+        rows.save_to_disk(folder)
+    else:
+        datasets.DatasetDict(train=rows, test=rows.select([0])).save_to_disk(folder)
+    assert load_corpus(folder).texts == ("One.", "Two.")
+
+
+def test_folders_of_datasets_without_text_or_a_train_split_are_named(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    numbers = datasets.Dataset.from_dict({"label": [0, 1]})
+    numbers.save_to_disk(tmp_path / "numbers")
+    with pytest.raises(ValueError, match="numbers.*no text column, only label"):
+        load_corpus(tmp_path / "numbers")
+    datasets.DatasetDict(test=numbers).save_to_disk(tmp_path / "test_only")
+    with pytest.raises(ValueError, match="test_only.*train"):
+        load_corpus(tmp_path / "test_only")
+
+
 def test_windows_are_disjoint_evenly_spaced_and_follow_the_seed():
     texts = ["".join(chr(i % 60) for i in range(500)), "".join(chr(i % 60) for i in range(500, 1000))]
     windows = token_windows(Characters(), texts, 64, 5)
