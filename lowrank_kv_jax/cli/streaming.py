@@ -106,7 +106,8 @@ def _scores(args, model, settings, study: str) -> None:
         _gains(args, settings, study, "nats a token", "+.4f", streaming.text_gains(rows))
     if settings.samples:
         lengths = rows["full"].needle_tokens
-        _table("needles found, %", ("method", "x smaller", *(f"{task} ({n:.0f} tokens)" for task, n in lengths.items())),
+        columns = [f"{task.removeprefix('niah_')}, {tokens:.0f} tokens" for task, tokens in lengths.items()]
+        _table("needles found, %", ("method", "x smaller", *columns),
                [(row.spec, f"{row.smaller:.2f}", *(f"{sum(own) / len(own):.0f}" for own in row.needles.values()))
                 for row in rows.values()])
         _gains(args, settings, "needles", "points", "+.1f", streaming.needle_gains(rows))
@@ -131,7 +132,7 @@ def _gains(args, settings, study: str, unit: str, form: str, gains) -> None:
     _table(f"gain in {unit}, two-sided Wilcoxon over tasks and over the samples of all tasks",
            ("method", "over", "at", "gain", "tasks won", "p", "least p", "samples won", "p"),
            [(g.spec, g.over, g.why, f"{g.mean:{form}}", *cells(g.tasks), f"{g.tasks.least:.4f}", *cells(g.samples))
-            for g in gains])
+            for g in gains], texts=3)
     _append(args, f"gain-{study}", settings.context, [(g.spec, dataclasses.asdict(g)) for g in gains])
 
 
@@ -220,7 +221,15 @@ def _append(args, task: str, length: int, rows) -> None:
             protocol="query-agnostic", **{k: v for k, v in values.items() if k != "spec"}))
 
 
-def _table(title: str, columns, lines) -> None:
-    from lowrank_kv_jax.cli.eviction import _table as table
+def _table(title: str, columns, lines, texts: int = 1) -> None:
+    """Print a table; specs and other texts, the first columns, give way to numbers."""
+    from rich.console import Console
+    from rich.table import Table
 
-    table(title, columns, lines)
+    table = Table(title=title)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < texts else "right", no_wrap=i >= texts, overflow="fold")
+    for line in lines:
+        table.add_row(*line)
+    console = Console()
+    (console if console.is_terminal and console.width >= 100 else Console(width=160)).print(table)
