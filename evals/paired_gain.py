@@ -38,8 +38,8 @@ class Gain:
     Attributes:
         why: what the two have in common.
         mean: over tasks, positive where `spec` is better; in the scores' unit.
-        tasks: the means of the tasks, paired.
-        samples: all samples of all tasks, paired. Those of a task are not independent of each other, so that a test
+        by_task: the means of the tasks, paired.
+        by_sample: all samples of all tasks, paired. Those of a task are not independent of each other, so that a test
             over them tells of these texts, and one over tasks of others like them.
     """
 
@@ -47,8 +47,8 @@ class Gain:
     over: str
     why: str
     mean: float
-    tasks: Won
-    samples: Won
+    by_task: Won
+    by_sample: Won
 
 
 def paired_gain(

@@ -368,8 +368,8 @@ def test_a_method_is_compared_with_palu_at_its_ranks_and_at_its_bytes():
         ("streamingkv:rank=0.5,rank_by=fisher", "palu:rank=0.5,rank_by=fisher"): ("the same ranks", 0.1),
     }
     found = {g.over: g for g in needle_gains(rows) if g.spec == "streamingkv:rank=0.5"}["palu:rank=0.5"]
-    assert found.mean == 25.0 and (found.tasks.won, found.tasks.of) == (1, 2)  # of tasks, not of needles
-    assert (found.samples.won, found.samples.lost, found.samples.of) == (2, 0, 6)
+    assert found.mean == 25.0 and (found.by_task.won, found.by_task.of) == (1, 2)  # of tasks, not of needles
+    assert (found.by_sample.won, found.by_sample.lost, found.by_sample.of) == (2, 0, 6)
 
 
 def test_gains_are_tested_over_tasks_as_well_as_over_windows():
@@ -378,10 +378,10 @@ def test_gains_are_tested_over_tasks_as_well_as_over_windows():
         others = {str(task): [1.0, 2.0, 3.0, 4.0] for task in range(tasks)}
         scores = {task: [a + d for a, d in zip(own, (0.2, 0.2, -0.1, 0.3), strict=True)] for task, own in others.items()}
         gain = paired_gain("a", "b", "", scores, others)
-        assert (gain.tasks.won, gain.tasks.lost, gain.samples.won) == (tasks, 0, 3 * tasks)
+        assert (gain.by_task.won, gain.by_task.lost, gain.by_sample.won) == (tasks, 0, 3 * tasks)
         assert gain.mean == pytest.approx(0.15)
-        assert gain.tasks.p == pytest.approx(2 / 2**tasks) == gain.tasks.least  # all signs alike: two of all draws
-        assert (gain.tasks.p < 0.05) == (tasks == 6)
+        assert gain.by_task.p == pytest.approx(2 / 2**tasks) == gain.by_task.least  # all signs alike: two of all draws
+        assert (gain.by_task.p < 0.05) == (tasks == 6)
     with pytest.raises(ValueError, match="a and b were not scored on the same samples"):
         paired_gain("a", "b", "", {"x": [1.0]}, {"y": [1.0]})
 

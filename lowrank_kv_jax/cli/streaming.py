@@ -131,7 +131,7 @@ def _gains(args, settings, study: str, unit: str, form: str, gains) -> None:
 
     _table(f"gain in {unit}, two-sided Wilcoxon over tasks and over the samples of all tasks",
            ("method", "over", "at", "gain", "tasks won", "p", "least p", "samples won", "p"),
-           [(g.spec, g.over, g.why, f"{g.mean:{form}}", *cells(g.tasks), f"{g.tasks.least:.4f}", *cells(g.samples))
+           [(g.spec, g.over, g.why, f"{g.mean:{form}}", *cells(g.by_task), f"{g.by_task.least:.4f}", *cells(g.by_sample))
             for g in gains], texts=3)
     _append(args, f"gain-{study}", settings.context, [(g.spec, dataclasses.asdict(g)) for g in gains])
 
