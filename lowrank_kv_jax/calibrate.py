@@ -130,7 +130,12 @@ def moments_for(
 
     Args:
         sums: of moments and of Fisher information, to go on from; see `collect_moments`.
+
+    Raises:
+        ValueError: a method that does not suit the model, before the model runs.
     """
+    for method in methods:
+        method.validate(model.config.attention)
     of_moments, of_fisher = sums or (None, None)
     moments = collect_moments(model, tokens, progress, sums=of_moments)
     if not any(method.reads_fisher for method in methods):

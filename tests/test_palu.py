@@ -430,3 +430,10 @@ def test_a_killed_calibration_goes_on_where_it_stopped(tmp_path, monkeypatch):
 def test_bad_input_is_told_with_what_is_allowed(spec, message):
     with pytest.raises(ValueError, match=message):
         parse_method(spec).validate(PLAIN.attention)
+
+
+def test_a_method_that_does_not_suit_the_model_is_refused_before_the_model_runs():
+    without_weights = types.SimpleNamespace(config=PLAIN)
+    methods = [parse_method("palu"), parse_method("palu:head_group=3")]
+    with pytest.raises(ValueError, match="head_group=3: must divide the model's 4 kv heads"):
+        moments_for(without_weights, methods, np.zeros((1, 8), np.int32))
