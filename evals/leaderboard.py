@@ -119,7 +119,9 @@ def leaderboard_table(json: str | os.PathLike) -> str:
 
 
 def _length(section: Section) -> str:
-    return f"{section.length} tokens"
+    """The nominal length, and the mean one: RULER fills essay tasks in steps of 500 words."""
+    contexts = [record["context_tokens"] for record in section.records if record.get("context_tokens")]
+    return f"{section.length} tokens" + (f" ({sum(contexts) / len(contexts):.0f} on average)" if contexts else "")
 
 
 def _cells(entry: Entry | None) -> tuple[str, str]:

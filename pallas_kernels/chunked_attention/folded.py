@@ -84,12 +84,14 @@ def _fold(q: jax.Array, bases: ChunkBases, used: jax.Array) -> jax.Array:
     """Queries `[B, J, H, M, D]` in each basis, `[B, C, J, H M, R]`; 0 beyond those in use."""
     batch, groups, inner, rows, dim = q.shape
 
-    def some(basis):
+    def step(basis, begin, fresh, folded):
         basis = basis.reshape(*basis.shape[:3], inner, dim, -1)
-        spread = jnp.broadcast_to(q[:, None], (batch, basis.shape[1], *q.shape[1:]))  # no copy of bases by head
-        return jnp.einsum("bcjhmd,bcjhdr->bcjhmr", spread, basis).reshape(*basis.shape[:3], inner * rows, -1)
+        spread = jnp.broadcast_to(q[:, None], (batch, basis.shape[1], *q.shape[1:]))  # else bases are laid out by head
+        some = jnp.einsum("bcjhmd,bcjhdr->bcjhmr", spread, basis).reshape(*basis.shape[:3], inner * rows, -1)
+        return jax.lax.dynamic_update_slice_in_dim(folded, some, begin, axis=1)
 
-    return _map_bases(some, bases, used, q.dtype)
+    shape = (batch, bases.capacity, groups, inner * rows, bases.codes.shape[-1])
+    return _over_bases(bases, used, q.dtype, step, jnp.zeros(shape, q.dtype))
 
 
 def _expand(x: jax.Array, bases: ChunkBases, used: jax.Array, width: tuple[int, int]) -> jax.Array:
@@ -97,45 +99,26 @@ def _expand(x: jax.Array, bases: ChunkBases, used: jax.Array, width: tuple[int, 
     inner, dim = width
     x = x.reshape(*x.shape[:3], inner, -1, x.shape[-1])
 
-    def some(basis, x):
+    def step(basis, begin, fresh, total):
         basis = basis.reshape(*basis.shape[:3], inner, dim, -1)
-        return jnp.einsum("bcjhmr,bcjhdr->bcjhmd", x, basis, preferred_element_type=jnp.float32)
+        some = jax.lax.dynamic_slice_in_dim(x, begin, basis.shape[1], axis=1)
+        some = jnp.where(fresh[:, None, None, None, None], some, 0)
+        return total + jnp.einsum("bcjhmr,bcjhdr->bcjhmd", some, basis, preferred_element_type=jnp.float32).sum(1)
 
-    return _sum_bases(some, bases, used, x)
-
-
-def _parts(bases: ChunkBases, used: jax.Array) -> tuple[int, jax.Array]:
-    """Bases in one product, and how many products hold those in use."""
-    count = -(-bases.capacity // TOGETHER)
-    together = -(-bases.capacity // count)
-    return together, (used + together - 1) // together
+    batch, _, groups, _, rows, _ = x.shape
+    return _over_bases(bases, used, x.dtype, step, jnp.zeros((batch, groups, inner, rows, dim), jnp.float32))
 
 
-def _map_bases(some, bases: ChunkBases, used: jax.Array, dtype) -> jax.Array:
-    if bases.capacity <= TOGETHER:
-        return some(bases.part(0, bases.capacity, dtype))
-    together, count = _parts(bases, used)
-    shape = jax.eval_shape(lambda: some(bases.part(0, together, dtype)))
-    whole = jnp.zeros((shape.shape[0], bases.capacity, *shape.shape[2:]), shape.dtype)
+def _over_bases(bases: ChunkBases, used: jax.Array, dtype, step, carry):
+    """`step(some bases, number of the first, which are fresh, carry)` until those in use have been seen.
 
-    def step(i, whole):
-        begin = jnp.minimum(i * together, bases.capacity - together)
-        return jax.lax.dynamic_update_slice_in_dim(whole, some(bases.part(begin, together, dtype)), begin, axis=1)
+    The last part begins earlier where parts do not fill the slots; what the part before has shown is not fresh.
+    """
+    parts = -(-bases.capacity // TOGETHER)
+    size = -(-bases.capacity // parts)
 
-    return jax.lax.fori_loop(0, count, step, whole)
+    def part(i, carry):
+        begin = jnp.minimum(i * size, bases.capacity - size)
+        return step(bases.part(begin, size, dtype), begin, begin + jnp.arange(size) >= i * size, carry)
 
-
-def _sum_bases(some, bases: ChunkBases, used: jax.Array, x: jax.Array) -> jax.Array:
-    if bases.capacity <= TOGETHER:
-        return some(bases.part(0, bases.capacity, x.dtype), x).sum(1)
-    together, count = _parts(bases, used)
-    shape = jax.eval_shape(lambda: some(bases.part(0, together, x.dtype), x[:, :together]).sum(1))
-
-    def step(i, total):
-        begin = jnp.minimum(i * together, bases.capacity - together)
-        fresh = begin + jnp.arange(together) >= i * together
-        part = jax.lax.dynamic_slice_in_dim(x, begin, together, axis=1)
-        part = jnp.where(fresh[:, None, None, None, None], part, 0)
-        return total + some(bases.part(begin, together, x.dtype), part).sum(1)
-
-    return jax.lax.fori_loop(0, count, step, jnp.zeros(shape.shape, shape.dtype))
+    return part(0, carry) if parts == 1 else jax.lax.fori_loop(0, (used + size - 1) // size, part, carry)
