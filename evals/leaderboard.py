@@ -44,8 +44,8 @@ def method_specs(spec: AttentionSpec, ratios: Sequence[int] = RATIOS) -> list[st
 def _at_ratio(name: str, ratio: int, spec: AttentionSpec) -> str | None:
     """The spec that brings a method to a nominal ratio, if there is one."""
     fields = {field.name for field in dataclasses.fields(REGISTRY[name])}
-    for field, value in (("smaller", f"{ratio}"), ("keep", f"{1 / ratio}"), ("rank", f"{1 / ratio}"),
-                         ("bits", f"{16 // ratio}")):
+    # not `smaller`, which counts all bytes and refuses the prompts of RULER that are too short for it
+    for field, value in (("keep", f"{1 / ratio}"), ("rank", f"{1 / ratio}"), ("bits", f"{16 // ratio}")):
         text = f"{name}:{field}={value}"
         if field in fields and (method := _valid(text, spec)) is not None and _reaches(method, ratio, spec):
             return text
