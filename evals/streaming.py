@@ -19,7 +19,7 @@ from lowrank_kv_jax.evals.shifted_texts import CALIBRATE, PROSE, TASKS, windows_
 from lowrank_kv_jax.evals.suite import Suite, evaluate
 from lowrank_kv_jax.forward import make_layout
 from lowrank_kv_jax.method import KVMethod
-from lowrank_kv_jax.methods.palu import GroupedProjections, Palu
+from lowrank_kv_jax.methods.palu import GroupedProjections
 from lowrank_kv_jax.saved_cache import abstract_cache
 
 COMMAND = "streaming"
@@ -184,7 +184,8 @@ def opponents(rows: Mapping[str, Score]) -> list[tuple[str, str, str]]:
     """What is compared with what, and why: a learning method with Palu at the same ranks and at the same bytes (to 1%),
     Palu's ranks by Fisher information with uniform ones."""
     methods = parse_methods(list(rows))
-    palus = {spec: method for spec, method in methods.items() if isinstance(method, Palu)}
+    palus = {spec: method for spec, method in methods.items()
+             if isinstance(method, GroupedProjections) and not method.adapts}
     out = []
     for spec, method in methods.items():
         for over, palu in palus.items():
@@ -194,11 +195,11 @@ def opponents(rows: Mapping[str, Score]) -> list[tuple[str, str, str]]:
     return out
 
 
-def _why(method: KVMethod, palu: Palu, bytes_ratio: float) -> str | None:
+def _why(method: KVMethod, palu: GroupedProjections, bytes_ratio: float) -> str | None:
     if not isinstance(method, GroupedProjections) or method.head_group != palu.head_group:
         return None
     sizes = [(m.rank, m.rank_k, m.rank_v, m.energy, m.bits) for m in (method, palu)]
-    if isinstance(method, Palu):
+    if not method.adapts:
         better = method.rank_by != "uniform" == palu.rank_by
         return "uniform ranks" if better and sizes[0] == sizes[1] else None
     if method.rank_by != palu.rank_by:
