@@ -1,6 +1,5 @@
 """Online-softmax attention over blocks of tokens in plain XLA: O(length) work over buffers of any capacity."""
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -14,9 +13,8 @@ BLOCK = 512
 MASKED = -1e30  # not -inf: a row that has seen nothing yet must not make exp(inf - inf)
 
 # (block index) -> keys [B, J, S, Dk], values [B, J, S, Dv], visible bool [B, 1 or T, S], or where heads or the query
-# heads of a head (G = N / J) see different tokens, anything that broadcasts to [B, J, T, G, S]. Keys may come as the
-# function of queries [B, J, M, Dk] that gives their float32 products [B, J, M, S], values as that of such weights.
-ReadBlock = Callable[[jax.Array | int], tuple[jax.Array | Callable, jax.Array | Callable, jax.Array]]
+# heads of a head (G = N / J) see different tokens, anything that broadcasts to [B, J, T, G, S]
+ReadBlock = Callable[[jax.Array | int], tuple[jax.Array, jax.Array, jax.Array]]
 
 
 def blockwise_attention(
@@ -46,9 +44,7 @@ def blockwise_attention(
     def step(i, carry):
         top, total, out = carry
         keys, values, visible = read_block(i)
-        if not callable(keys):
-            keys = functools.partial(_product, product, keys)
-        logits = keys(q) * scale
+        logits = jnp.einsum(product, q, keys.astype(q.dtype), preferred_element_type=jnp.float32) * scale
         visible = visible[:, None, :, None] if visible.ndim == 3 else visible
         mask = jnp.broadcast_to(visible, (batch, visible.shape[1], queries, per_head, visible.shape[-1]))
         mask = mask.reshape(batch, visible.shape[1], rows, -1)
@@ -57,9 +53,11 @@ def blockwise_attention(
         # a row that has seen nothing must not weigh what is masked: exp(MASKED) is 0, exp(MASKED - MASKED) is not
         weights = jnp.exp(logits - jnp.where(new_top == MASKED, 0.0, new_top)[..., None])
         shrink = jnp.exp(top - new_top)
-        if not callable(values):
-            values = functools.partial(attend_values, values=values)
-        added = values(weights.astype(q.dtype))
+        # values that all heads share make one product with all rows, and no copy for each head
+        shared = "bjms,bjsd->bjmd" if values.shape[1] == shared_heads else "bjms,bxsd->bjmd"
+        added = jnp.einsum(
+            shared, weights.astype(q.dtype), values.astype(q.dtype), preferred_element_type=jnp.float32
+        )
         return new_top, total * shrink + weights.sum(-1), out * shrink[..., None] + added
 
     carry = (
@@ -75,17 +73,6 @@ def blockwise_attention(
         return x.swapaxes(1, 2).reshape(batch, queries, heads, *x.shape[4:])
 
     return from_sums(heads_last(top), heads_last(total), heads_last(out))
-
-
-def attend_values(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """float32 `[B, J, M, Dv]` of weights `[B, J, M, S]` and values `[B, J or 1, S, Dv]`."""
-    # values that all heads share make one product with all rows, and no copy for each head
-    product = "bjms,bjsd->bjmd" if values.shape[1] == weights.shape[1] else "bjms,bxsd->bjmd"
-    return _product(product, values, weights)
-
-
-def _product(product: str, tokens: jax.Array, rows: jax.Array) -> jax.Array:
-    return jnp.einsum(product, rows, tokens.astype(rows.dtype), preferred_element_type=jnp.float32)
 
 
 def block_slots(
