@@ -4,11 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowrank_kv_jax.evals.prompts import Question
-from lowrank_kv_jax.evals.ruler.run import draw_samples
+from lowrank_kv_jax.evals.ruler.run import draw_samples, question_of
 from lowrank_kv_jax.evals.ruler.samples import RulerSample
-from lowrank_kv_jax.evals.ruler.scoring import score
 from lowrank_kv_jax.evals.ruler.sizing import count_tokens
-from lowrank_kv_jax.evals.ruler.tasks import find_task
 
 NEW_TOKENS = {"niah_single_1": 24, "niah_single_2": 24, "niah_multikey_1": 24, "niah_multivalue": 56}
 """Needle tasks of RULER, and tokens of an answer: a number of seven digits takes eight."""
@@ -44,7 +42,7 @@ def long_needles(
         if task not in NEW_TOKENS:
             raise ValueError(f"task={task!r}: allowed are {', '.join(NEW_TOKENS)}")
     return tuple(
-        _question(sample, length)
+        question_of(sample, length, NEW_TOKENS[task])
         for task in tasks for sample in _long(tokenizer, task, length, samples, seed, least * length, haystack)
     )
 
@@ -66,15 +64,3 @@ def found_by_task(records: Sequence[Mapping[str, Any]], method: str) -> dict[str
         if record["method"] == method:
             found.setdefault(record["task"], []).append(record["score"])
     return found
-
-
-def _question(sample: RulerSample, length: int) -> Question:
-    def right(answer: str) -> float:
-        return score(sample.task, answer, sample.outputs)
-
-    prefix, new_tokens = sample.answer_prefix, NEW_TOKENS[sample.task]
-    assert new_tokens <= find_task(sample.task).new_tokens
-    return Question(
-        sample.task, length, sample.index, sample.context, sample.question.removesuffix(prefix), prefix, new_tokens,
-        right, lambda answer: right(answer) == 1, {"outputs": list(sample.outputs), "new_tokens": new_tokens},
-    )

@@ -22,9 +22,12 @@ def products(module: Linear, x: jax.Array, precision: str) -> int:
     (2048, "highest", PARTS), (2048, "default", 1), (64, "highest", 1), (2047, "highest", 1),
 ])
 def test_only_long_sums_at_highest_precision_are_made_in_parts(inner, precision, expected):
-    if jax.device_count() > 1:
-        pytest.skip("weights may lie on a mesh")
     assert products(layer(inner), jnp.ones((1, inner)), precision) == expected
+
+
+def test_weights_that_may_lie_on_several_devices_are_not_cut(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    assert products(layer(2048), jnp.ones((1, 2048)), "highest") == 1
 
 
 def test_half_precision_weights_are_summed_in_one_product():

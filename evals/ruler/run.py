@@ -81,7 +81,7 @@ def make_suite(
     else:
         drawn, source = draw_samples(model.tokenizer, names, lengths or (1024,), samples, seed, haystack,
                                      questions)
-    asked = tuple(_question(sample, length) for length, sample in drawn)
+    asked = tuple(question_of(sample, length) for length, sample in drawn)
     return Suite(COMMAND, asked, protocol, style, seed, rows, dtype, source)
 
 
@@ -147,8 +147,15 @@ def read_samples(
     return drawn
 
 
-def _question(sample: RulerSample, length: int) -> Question:
+def question_of(sample: RulerSample, length: int, new_tokens: int | None = None) -> Question:
+    """What is asked of a cache.
+
+    Args:
+        length: the one that was asked for.
+        new_tokens: of the answer, at most those that the task allows, which are the default.
+    """
     task = find_task(sample.task)
+    new_tokens = task.new_tokens if new_tokens is None else min(new_tokens, task.new_tokens)
 
     def right(answer: str) -> float:
         return score(sample.task, answer, sample.outputs)
@@ -156,8 +163,9 @@ def _question(sample: RulerSample, length: int) -> Question:
     prefix = sample.answer_prefix
     asked = sample.question.removesuffix(prefix) if prefix else sample.question
     return Question(
-        sample.task, length, sample.index, sample.context, asked, prefix, task.new_tokens, right,
-        lambda answer: right(answer) == 1, {"outputs": list(sample.outputs), "sample_length": sample.length},
+        sample.task, length, sample.index, sample.context, asked, prefix, new_tokens, right,
+        lambda answer: right(answer) == 1,
+        {"outputs": list(sample.outputs), "sample_length": sample.length, "new_tokens": new_tokens},
     )
 
 

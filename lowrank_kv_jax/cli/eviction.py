@@ -3,6 +3,8 @@
 import argparse
 import sys
 
+from lowrank_kv_jax.cli.tables import print_table
+
 HELP = "what eviction costs and saves, and what the moments of the evicted recover"
 STUDIES = ("error", "ablation", "bytes", "ojakv", "speed")
 THOUSANDTHS = "{:.3f}".format
@@ -81,11 +83,11 @@ def _errors(args, model, settings) -> None:
     def lines(found, first):
         return [(*first(row), *(THOUSANDTHS(value(row)) for value in columns.values())) for row in found]
 
-    _table("eviction error, means over layers", ("method", *columns),
-           lines(eviction.means(rows).values(), lambda row: (row.spec,)))
+    print_table("eviction error, means over layers", ("method", *columns),
+                lines(eviction.means(rows).values(), lambda row: (row.spec,)))
     least = eviction.error_specs([min(settings.budgets)])
-    _table(f"eviction error by layer, budget {min(settings.budgets)}", ("method", "layer", *columns),
-           lines([row for row in rows if row.spec in least], lambda row: (row.spec, str(row.layer))))
+    print_table(f"eviction error by layer, budget {min(settings.budgets)}", ("method", "layer", *columns),
+                lines([row for row in rows if row.spec in least], lambda row: (row.spec, str(row.layer))))
     _append(args, "eviction-error", settings.length, settings.windows,
             ((row.spec, {k: v for k, v in dataclasses.asdict(row).items() if k != "spec"}) for row in rows))
 
@@ -99,7 +101,7 @@ def _print_scores(study: str, rows) -> None:
         lines.append((row.spec, "" if nominal is None else f"{100 * nominal:.0f}",
                       f"{100 * row.cache_bytes / row.full_bytes:.1f}", f"{row.perplexity:.3f}",
                       "" if row.needle is None else f"{row.needle:.0f}"))
-    _table(study, ("method", "nominal bytes, %", "bytes of full, %", "perplexity", "needles, %"), lines)
+    print_table(study, ("method", "nominal bytes, %", "bytes of full, %", "perplexity", "needles, %"), lines)
 
 
 def _speed(args, model) -> None:
@@ -113,9 +115,9 @@ def _speed(args, model) -> None:
     lines = [(row.spec, f"{row.step_ms:.2f}", f"{full.step_ms / row.step_ms:.2f}", f"{row.step_ms / snapkv.step_ms:.3f}",
               f"{row.attention_ms:.3f}", f"{full.attention_ms / row.attention_ms:.1f}", str(row.cache_bytes),
               str(row.predicted_bytes)) for row in rows]
-    _table(f"decoding in a context of {args.timed_length} tokens, float32 caches",
-           ("method", "ms a step", "x full's speed", "of SnapKV's time", "attention alone, ms", "x full's speed",
-            "bytes", "predicted"), lines)
+    print_table(f"decoding in a context of {args.timed_length} tokens, float32 caches",
+                ("method", "ms a step", "x full's speed", "of SnapKV's time", "attention alone, ms", "x full's speed",
+                 "bytes", "predicted"), lines)
     _append(args, "eviction-speed", args.timed_length, args.rounds,
             ((row.spec, {"step_ms": row.step_ms, "attention_ms": row.attention_ms, "cache_bytes": row.cache_bytes,
                          "predicted_bytes": row.predicted_bytes, "decode_tokens_per_s": 1e3 / row.step_ms})
@@ -131,18 +133,3 @@ def _append(args, task: str, length: int, samples: int, rows) -> None:
         append_record(args.json, make_record(
             "eviction", model=args.model, method=spec, task=task, length=length, samples=samples, seed=args.seed,
             protocol="query-agnostic", **values))
-
-
-def _table(title: str, columns, lines) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", no_wrap=not i)
-    for line in lines:
-        table.add_row(*line)
-    console = Console()
-    if not console.is_terminal or console.width < 100:
-        console = Console(width=160)
-    console.print(table)

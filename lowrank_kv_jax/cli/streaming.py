@@ -4,6 +4,8 @@ import argparse
 import dataclasses
 import sys
 
+from lowrank_kv_jax.cli.tables import print_table
+
 HELP = "StreamingKV beside Palu: quality after a shift, ablations, reconstruction, Fisher overlap, speed"
 STUDIES = ("stream", "quality", "ablation", "reconstruction", "fisher", "speed")
 
@@ -84,9 +86,9 @@ def _stream(args) -> None:
 
     errors = follow_stream(piecewise_stream(segments=4, steps=60, seed=args.seed))
     per_segment = {name: getattr(errors, name).reshape(4, -1).mean(1) for name in Followed._fields}
-    _table("normalised reconstruction error on the stream of A.6, by segment",
-           ("basis", "1", "2", "3", "4", "mean"),
-           [(name, *(f"{x:.4f}" for x in found), f"{found.mean():.4f}") for name, found in per_segment.items()])
+    print_table("normalised reconstruction error on the stream of A.6, by segment",
+                ("basis", "1", "2", "3", "4", "mean"),
+                [(name, *(f"{x:.4f}" for x in found), f"{found.mean():.4f}") for name, found in per_segment.items()])
     _append(args, "stream", 0, [(name, {"errors": found.tolist()}) for name, found in per_segment.items()])
 
 
@@ -100,16 +102,16 @@ def _scores(args, model, settings, study: str) -> None:
         specs = streaming.ablation_specs(min(settings.ranks))
     rows = streaming.scores(model, ["full", *specs], settings, tasks, json=args.json, progress=sys.stderr.isatty())
     if tasks:
-        _table(study, ("method", "x smaller", *tasks),
-               [(row.spec, f"{row.smaller:.2f}", *(f"{row.perplexity[task]:.3f}" for task in tasks))
-                for row in rows.values()])
+        print_table(study, ("method", "x smaller", *tasks),
+                    [(row.spec, f"{row.smaller:.2f}", *(f"{row.perplexity[task]:.3f}" for task in tasks))
+                     for row in rows.values()])
         _gains(args, settings, study, "nats a token", "+.4f", streaming.text_gains(rows))
     if settings.samples:
         lengths = rows["full"].needle_tokens
         columns = [f"{task.removeprefix('niah_')}, {tokens:.0f} tokens" for task, tokens in lengths.items()]
-        _table("needles found, %", ("method", "x smaller", *columns),
-               [(row.spec, f"{row.smaller:.2f}", *(f"{sum(own) / len(own):.0f}" for own in row.needles.values()))
-                for row in rows.values()])
+        print_table("needles found, %", ("method", "x smaller", *columns),
+                    [(row.spec, f"{row.smaller:.2f}", *(f"{sum(own) / len(own):.0f}" for own in row.needles.values()))
+                     for row in rows.values()])
         _gains(args, settings, "needles", "points", "+.1f", streaming.needle_gains(rows))
 
 
@@ -129,10 +131,10 @@ def _gains(args, settings, study: str, unit: str, form: str, gains) -> None:
     def cells(won):
         return f"{won.won}/{won.of}", "" if won.p is None else f"{won.p:.4f}"
 
-    _table(f"gain in {unit}, two-sided Wilcoxon over tasks and over the samples of all tasks",
-           ("method", "over", "at", "gain", "tasks won", "p", "least p", "samples won", "p"),
-           [(g.spec, g.over, g.why, f"{g.mean:{form}}", *cells(g.by_task), f"{g.by_task.least:.4f}", *cells(g.by_sample))
-            for g in gains], texts=3)
+    print_table(f"gain in {unit}, two-sided Wilcoxon over tasks and over the samples of all tasks",
+                ("method", "over", "at", "gain", "tasks won", "p", "least p", "samples won", "p"),
+                [(g.spec, g.over, g.why, f"{g.mean:{form}}", *cells(g.by_task), f"{g.by_task.least:.4f}",
+                  *cells(g.by_sample)) for g in gains], texts=3)
     _append(args, f"gain-{study}", settings.context, [(g.spec, dataclasses.asdict(g)) for g in gains])
 
 
@@ -159,14 +161,16 @@ def _reconstruction(args, model, settings) -> None:
                  *(f"{value:.4f}" for value in (row.cosine, row.explained, row.lost))) for row in found]
 
     names = ("cosine", "explained variance", "lost energy")
-    _table("reconstruction, means over layers", ("method", "text", "side", *names), lines(means(rows), lambda row: ()))
+    print_table("reconstruction, means over layers", ("method", "text", "side", *names),
+                lines(means(rows), lambda row: ()))
     worst = f"rank={min(settings.ranks)}"
     shown = [row for row in rows if worst in row.spec and row.text == "code" and row.side == "v" and row.layer % 3 == 0]
-    _table("values of code by layer", ("method", "text", "side", "layer", *names),
-           lines(shown, lambda row: (str(row.layer),)))
+    print_table("values of code by layer", ("method", "text", "side", "layer", *names),
+                lines(shown, lambda row: (str(row.layer),)))
     hidden = hidden_updates(model, moments, texts["code"][0], min(settings.ranks))
-    _table("equation 15 on hidden states, the encoder alone moved: lost energy of code", ("side", "scale", "eta", "lost"),
-           [(h.side, h.scale, f"{h.eta:g}", "diverged" if h.lost is None else f"{h.lost:.4f}") for h in hidden])
+    print_table("equation 15 on hidden states, the encoder alone moved: lost energy of code",
+                ("side", "scale", "eta", "lost"),
+                [(h.side, h.scale, f"{h.eta:g}", "diverged" if h.lost is None else f"{h.lost:.4f}") for h in hidden])
     _append(args, "reconstruction", 2048, [(row.spec, dataclasses.asdict(row)) for row in rows])
     _append(args, "hidden", 2048, [("streamingkv", dataclasses.asdict(row)) for row in hidden])
 
@@ -181,13 +185,13 @@ def _fisher(args, model) -> None:
         tokens = token_windows(model.tokenizer, load_corpus(name).texts, LENGTH, 4 * args.windows, args.seed)
         pair.append(collect_fisher(model, tokens, progress=sys.stderr.isatty()))
     overlap = fisher_overlap(model, pair[0], pair[1], args.bands)
-    _table(f"Fisher overlap of {args.corpora[0]} and {args.corpora[1]}, means over layers",
-           ("projection", *(f"band {i + 1}" for i in range(args.bands))),
-           [(f"W_{side}", *(f"{x:.3f}" for x in rows.mean(0))) for side, rows in overlap.items()])
+    print_table(f"Fisher overlap of {args.corpora[0]} and {args.corpora[1]}, means over layers",
+                ("projection", *(f"band {i + 1}" for i in range(args.bands))),
+                [(f"W_{side}", *(f"{x:.3f}" for x in rows.mean(0))) for side, rows in overlap.items()])
     information = pair[0].information
     share = information / information.sum()
-    _table("share of the Fisher information, % of the whole", ("layers", "W_k", "W_v"),
-           [(f"{i}-{i + 4}", *(f"{100 * x:.1f}" for x in share[i : i + 5].sum(0))) for i in range(0, len(share), 5)])
+    print_table("share of the Fisher information, % of the whole", ("layers", "W_k", "W_v"),
+                [(f"{i}-{i + 4}", *(f"{100 * x:.1f}" for x in share[i : i + 5].sum(0))) for i in range(0, len(share), 5)])
     if args.plot:
         plot_overlap(args.plot, overlap, f"{model.name}: {args.corpora[0]} and {args.corpora[1]}")
         print(f"drew {args.plot}")
@@ -202,11 +206,12 @@ def _speed(args, model) -> None:
     specs = ("full", f"palu:rank={rank}", f"streamingkv:rank={rank}")
     rows = streaming_speed(model, specs, args.timed_length, rank, rounds=args.rounds)
     full, palu, _ = rows
-    _table(f"decoding after {args.timed_length} tokens, float32 caches",
-           ("method", "ms a step", "floor, ms", "x floor", "of Palu's throughput", "of the full cache's", "MiB"),
-           [(r.spec, f"{1e3 * r.step:.2f}",
-             *(("", "") if r is full else (f"{1e3 * r.floor:.2f}", f"{r.step / r.floor:.2f}")),
-             f"{palu.step / r.step:.3f}", f"{full.step / r.step:.3f}", f"{r.cache_bytes / 2**20:.1f}") for r in rows])
+    print_table(f"decoding after {args.timed_length} tokens, float32 caches",
+                ("method", "ms a step", "floor, ms", "x floor", "of Palu's throughput", "of the full cache's", "MiB"),
+                [(r.spec, f"{1e3 * r.step:.2f}",
+                  *(("", "") if r is full else (f"{1e3 * r.floor:.2f}", f"{r.step / r.floor:.2f}")),
+                  f"{palu.step / r.step:.3f}", f"{full.step / r.step:.3f}", f"{r.cache_bytes / 2**20:.1f}")
+                 for r in rows])
     _append(args, "streaming-speed", args.timed_length, [(r.spec, dataclasses.asdict(r)) for r in rows])
 
 
@@ -219,17 +224,3 @@ def _append(args, task: str, length: int, rows) -> None:
         append_record(args.json, make_record(
             "streaming", model=args.model, method=spec, task=task, length=length, seed=args.seed,
             protocol="query-agnostic", **{k: v for k, v in values.items() if k != "spec"}))
-
-
-def _table(title: str, columns, lines, texts: int = 1) -> None:
-    """Print a table; specs and other texts, the first columns, give way to numbers."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < texts else "right", no_wrap=i >= texts, overflow="fold")
-    for line in lines:
-        table.add_row(*line)
-    console = Console()
-    (console if console.is_terminal and console.width >= 100 else Console(width=160)).print(table)
