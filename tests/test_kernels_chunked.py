@@ -10,7 +10,7 @@ from helpers import softmax_attention
 from kernel_cases import check, lanes
 
 from lowrank_kv_jax.codecs.chunk_bases import store_bases
-from lowrank_kv_jax.pallas_kernels.chunked_attention import chunked_attention
+from lowrank_kv_jax.pallas_kernels.chunked_attention import chunked_attention, pages
 from lowrank_kv_jax.pallas_kernels.chunked_attention.by_kernel import chunk_slots
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
 from lowrank_kv_jax.positions import Runs
@@ -48,8 +48,10 @@ def test_chunks_lie_where_their_pages_are():
     np.testing.assert_array_equal(after, [[150, 600, 600, 700], [300, 350, 350, 350]])
 
 
-@pytest.mark.parametrize("backend", ["xla", "triton", "tpu"])
-def test_chunks(backend):
+@pytest.mark.parametrize("backend, block", [("xla", 2048), ("xla", 300), ("xla", 20), ("triton", None), ("tpu", None)])
+def test_chunks(backend, block, monkeypatch):
+    """Whatever the pages that are read at a time: all, six (the last of three blocks begins earlier), one."""
+    monkeypatch.setattr(pages, "BLOCK", block)
     q, tokens, owner, bases, oracle = inputs()
     if backend == "xla":  # which multiplies what it masks by zero
         tokens = tokens._replace(keys=jnp.nan_to_num(tokens.keys), values=jnp.nan_to_num(tokens.values))

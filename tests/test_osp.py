@@ -16,7 +16,7 @@ from lowrank_kv_jax.method import Place
 from lowrank_kv_jax.methods import OnlineSubspaceProjection, StaticSubspace
 from lowrank_kv_jax.methods.osp import quarter_turn
 from lowrank_kv_jax.methods.subspace import least_squares_gamma
-from lowrank_kv_jax.pallas_kernels.chunked_attention import chunked_attention, folded
+from lowrank_kv_jax.pallas_kernels.chunked_attention import chunked_attention, folded, pages
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
 from lowrank_kv_jax.parse import parse_method
 from lowrank_kv_jax.positions import Runs
@@ -103,6 +103,7 @@ def test_nothing_truncated_is_exact_attention_for_any_chunking(chunk, page):
 def test_truncated_chunks_equal_softmax_over_what_was_rebuilt(monkeypatch, groups, rope, window, bits, dtype):
     """Section 6: the exact softmax over the approximated logits, applied to the approximated values; several blocks."""
     monkeypatch.setattr(folded, "TOGETHER", 4)  # two parts, of which the last begins earlier
+    monkeypatch.setattr(pages, "BLOCK", 512)
     rng, page, size, rank, chunks = np.random.default_rng(0), 64, 1280, 5, 7
     width = KV // groups * DIM
     sides = []

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.pallas_kernels.blockwise import BLOCK
+BLOCK = 2048  # tokens, at least a page; measured fastest on XLA's CPU backend, where every block costs some time
 
 
 class Pages(NamedTuple):
