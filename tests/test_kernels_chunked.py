@@ -38,7 +38,7 @@ def inputs():
     k, v = (jnp.asarray(np.where(stale, np.nan, x), jnp.float32) for x in (k, v))
     q, *bases = (jnp.asarray(x, jnp.float32) for x in (q, k_bases, v_bases))
     tokens = CachedTokens(k, v, jnp.asarray(lengths), runs)
-    return q, tokens, jnp.asarray(owner), [store_bases(u, "float32") for u in bases], oracle
+    return q, tokens, jnp.asarray(owner), [store_bases(u, "float32", by_rows) for u, by_rows in zip(bases, (False, True), strict=True)], oracle
 
 
 def test_chunks_lie_where_their_pages_are():

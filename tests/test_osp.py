@@ -109,7 +109,8 @@ def test_truncated_chunks_equal_softmax_over_what_was_rebuilt(monkeypatch, group
     sides = []
     for _ in range(2):
         u = np.linalg.qr(rng.normal(size=(2, chunks, groups, width, rank)))[0]
-        sides.append((store_bases(jnp.asarray(u, jnp.float32), dtype), jnp.asarray(rng.normal(size=(2, groups, size, rank)), jnp.float32)))
+        bases = store_bases(jnp.asarray(u, jnp.float32), dtype, by_rows=bool(sides))  # as the method: those of values
+        sides.append((bases, jnp.asarray(rng.normal(size=(2, groups, size, rank)), jnp.float32)))
     owner = jnp.asarray(rng.integers(0, chunks, (2, size // page)), jnp.int32)
     lengths = jnp.array([1250, 700])
     runs = Runs(jnp.array([[0, 640]] * 2), jnp.array([[4, 9]] * 2))
@@ -195,7 +196,7 @@ def test_chunks_equal_a_float64_oracle(fields):
         np.testing.assert_array_equal(state.chunks.owner[row, : len(owners)], owners)
         assert int(state.chunks.used[row]) == len(found) > 1
         for side, (room, stored) in enumerate(((state.chunks.k_bases, state.coded.k), (state.chunks.v_bases, state.coded.v))):
-            ours = np.asarray(room.codes, np.float64)[row]
+            ours = np.asarray(room.take(jnp.arange(room.capacity)[None].repeat(len(lengths), 0)), np.float64)[row]
             for number, pair in enumerate(found):
                 ours_p, theirs = (u @ np.swapaxes(u, -1, -2) for u in (ours[number], pair[side]))
                 np.testing.assert_allclose(ours_p, theirs, atol=2e-3)

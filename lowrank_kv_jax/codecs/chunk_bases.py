@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.codecs.quantised import _LARGEST, quantise
-from lowrank_kv_jax.state import leaf, state
+from lowrank_kv_jax.state import leaf, state, static
 
 
 @state
@@ -13,11 +13,14 @@ class ChunkBases:
 
     Attributes:
         codes: `[B, C, J, W, R]`, a float dtype, or int8 or float8 with `scales`.
-        scales: bfloat16 `[B, C, J, 1, R]`, one for each column; None for plain floats.
+        scales: bfloat16 `[B, C, J, 1, R]`, one for each direction; None for plain floats.
+        by_rows: both are stored with their last two axes swapped, a direction in a row. What products sum over lies
+            behind then: XLA's CPU backend sums over rows 4 times as fast as over columns.
     """
 
     codes: jax.Array = leaf("batch", "chunks", "kv_heads", "width", "rank", kind="bases")
     scales: jax.Array | None = leaf("batch", "chunks", "kv_heads", None, "rank", kind="scales")
+    by_rows: bool = static(default=False)
 
     @property
     def capacity(self) -> int:
@@ -25,13 +28,14 @@ class ChunkBases:
 
     def take(self, index: jax.Array) -> jax.Array:
         """Bases float32 `[B, P, J, W, R]` of numbers `[B, P]`."""
-        codes = jax.vmap(lambda buffer, i: jnp.take(buffer, i, axis=0))(self.codes, index).astype(jnp.float32)
-        if self.scales is None:
-            return codes
-        return codes * jax.vmap(lambda buffer, i: jnp.take(buffer, i, axis=0))(self.scales, index).astype(jnp.float32)
+        take = jax.vmap(lambda buffer, i: jnp.take(buffer, i, axis=0))
+        bases = take(self.codes, index).astype(jnp.float32)
+        if self.scales is not None:
+            bases = bases * take(self.scales, index).astype(jnp.float32)
+        return bases.swapaxes(-1, -2) if self.by_rows else bases
 
     def part(self, begin: jax.Array | int, count: int, dtype) -> jax.Array:
-        """`count` bases from number `begin` on, `[B, count, J, W, R]`."""
+        """`count` bases from number `begin` on as they are stored, `[B, count, J, W, R]` or by rows `[.., R, W]`."""
         codes = jax.lax.dynamic_slice_in_dim(self.codes, begin, count, axis=1).astype(dtype)
         if self.scales is None:
             return codes
@@ -39,18 +43,19 @@ class ChunkBases:
 
     def put(self, index: jax.Array, basis: jax.Array, where: jax.Array) -> "ChunkBases":
         """Store `basis` `[B, J, W, R]` as number `index` `[B]` in the rows of `where` `[B]`, in place."""
-        new = store_bases(basis[:, None], self.codes.dtype.name)
+        new = store_bases(basis[:, None], self.codes.dtype.name, self.by_rows)
 
         def row(buffer, fresh, i, wanted):
             old = jax.lax.dynamic_slice_in_dim(buffer, i, 1, axis=0)
             return jax.lax.dynamic_update_slice_in_dim(buffer, jnp.where(wanted, fresh, old), i, axis=0)
 
         scales = None if self.scales is None else jax.vmap(row)(self.scales, new.scales, index, where)
-        return ChunkBases(jax.vmap(row)(self.codes, new.codes, index, where), scales)
+        return ChunkBases(jax.vmap(row)(self.codes, new.codes, index, where), scales, self.by_rows)
 
 
-def store_bases(bases: jax.Array, dtype: str) -> ChunkBases:
+def store_bases(bases: jax.Array, dtype: str, by_rows: bool = False) -> ChunkBases:
     """Keep bases `[B, C, J, W, R]` as one of `quantised.BASIS_STORAGE`."""
+    bases = bases.swapaxes(-1, -2) if by_rows else bases
     if dtype in _LARGEST:
-        return ChunkBases(*quantise(bases, axis=-2, dtype=dtype))
-    return ChunkBases(bases.astype(dtype), None)
+        return ChunkBases(*quantise(bases, axis=-1 if by_rows else -2, dtype=dtype), by_rows)
+    return ChunkBases(bases.astype(dtype), None, by_rows)

@@ -30,7 +30,7 @@ class Chunks:
     """Which basis each coded token is read in, and what decides about the next one.
 
     Attributes:
-        k_bases, v_bases: `[B, C, J, W, R]`.
+        k_bases, v_bases: `[B, C, J, W, R]`; those of values by rows, which are summed over when they are expanded.
         owner: int32 `[B, S / page]`, the basis of each page.
         used: int32 `[B]`, bases stored so far.
         begun: int32 `[B]`, the slot where the open chunk began.
@@ -195,10 +195,10 @@ class OnlineSubspaceProjection(Subspace):
             self.bits,
         )
         room, learned = [], []
-        for u in (bases.k, bases.v):
+        for u, by_rows in ((bases.k, False), (bases.v, True)):
             u = jnp.broadcast_to(u.astype(jnp.float32), (layout.batch, *u.shape))
             empty = jnp.zeros((layout.batch, self.most_chunks(layout), *u.shape[1:]), jnp.float32)
-            room.append(store_bases(empty.at[:, 0].set(u), self.basis_dtype or layout.dtype))
+            room.append(store_bases(empty.at[:, 0].set(u), self.basis_dtype or layout.dtype, by_rows))
             learned.append(self.learner(u.shape[-1]).init(u.shape[:2], u.shape[2], u))
         none = jnp.zeros((layout.batch,), jnp.int32)
         return SubspaceState(exact, coded, Chunks(

@@ -45,5 +45,5 @@ def chunk_slots(owner: jax.Array, lengths: jax.Array, page: int, chunks: int) ->
 
 def _widened(bases, dtype) -> jax.Array:
     """All bases `[B, C, J, W, R]`."""
-    codes = bases.codes.astype(dtype)
-    return codes if bases.scales is None else codes * bases.scales.astype(dtype)
+    wide = bases.part(0, bases.capacity, dtype)
+    return wide.swapaxes(-1, -2) if bases.by_rows else wide

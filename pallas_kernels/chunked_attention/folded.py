@@ -85,6 +85,7 @@ def _fold(q: jax.Array, bases: ChunkBases, used: jax.Array) -> jax.Array:
     batch, groups, inner, rows, dim = q.shape
 
     def step(basis, begin, fresh, folded):
+        basis = basis.swapaxes(-1, -2) if bases.by_rows else basis
         basis = basis.reshape(*basis.shape[:3], inner, dim, -1)
         spread = jnp.broadcast_to(q[:, None], (batch, basis.shape[1], *q.shape[1:]))  # else bases are laid out by head
         some = jnp.einsum("bcjhmd,bcjhdr->bcjhmr", spread, basis).reshape(*basis.shape[:3], inner * rows, -1)
@@ -100,10 +101,11 @@ def _expand(x: jax.Array, bases: ChunkBases, used: jax.Array, width: tuple[int, 
     x = x.reshape(*x.shape[:3], inner, -1, x.shape[-1])
 
     def step(basis, begin, fresh, total):
-        basis = basis.reshape(*basis.shape[:3], inner, dim, -1)
+        basis = basis if bases.by_rows else basis.swapaxes(-1, -2)
+        basis = basis.reshape(*basis.shape[:4], inner, dim)
         some = jax.lax.dynamic_slice_in_dim(x, begin, basis.shape[1], axis=1)
         some = jnp.where(fresh[:, None, None, None, None], some, 0)
-        return total + jnp.einsum("bcjhmr,bcjhdr->bcjhmd", some, basis, preferred_element_type=jnp.float32).sum(1)
+        return total + jnp.einsum("bcjhmr,bcjrhd->bcjhmd", some, basis, preferred_element_type=jnp.float32).sum(1)
 
     batch, _, groups, _, rows, _ = x.shape
     return _over_bases(bases, used, x.dtype, step, jnp.zeros((batch, groups, inner, rows, dim), jnp.float32))
