@@ -23,12 +23,13 @@ def folded_chunks(q, tokens, owner, k_bases, v_bases, *, page, kv_heads, scale, 
     rows = (batch, groups, inner, queries * per_head)  # b j h m
     q = q.reshape(batch, queries, groups, inner, per_head, dim)
     used = _used(owner, tokens.lengths, page)
-    folded = _fold(q.transpose(0, 2, 3, 1, 4, 5).reshape(*rows, dim), k_bases, used)  # b c j (h m) r
+    folded = _fold(q.transpose(0, 2, 3, 1, 4, 5).reshape(*rows, dim), k_bases, used)
+    folded = folded.swapaxes(1, 2)  # b j c (h m) r: here and not once a block
 
     def step(i, carry):
         top, total, out = carry
         block = read_pages(i, tokens, owner, page, q, q_positions, window)
-        query = jax.vmap(lambda x, i: jnp.take(x, i, axis=0))(folded, block.owner).swapaxes(1, 2)
+        query = jax.vmap(lambda x, i: jnp.take(x, i, axis=1))(folded, block.owner)
         logits = jnp.einsum("bjpmr,bjpsr->bjpms", query, block.keys, preferred_element_type=jnp.float32)
         visible = _of_rows(block.visible, rows, queries)
         logits = jnp.where(visible, logits * scale, MASKED)
@@ -39,15 +40,15 @@ def folded_chunks(q, tokens, owner, k_bases, v_bases, *, page, kv_heads, scale, 
             "bjpms,bjpsr->bjpmr", weights.astype(q.dtype), block.values, preferred_element_type=jnp.float32
         )
         added = _by_basis(added, block.owner, k_bases.capacity)
-        return new_top, total * shrink + weights.sum((2, 4)), out * shrink[:, None, ..., None] + added
+        return new_top, total * shrink + weights.sum((2, 4)), out * shrink[:, :, None, :, None] + added
 
     flat = (batch, groups, inner * rows[-1])
     carry = (
         jnp.full(flat, MASKED, jnp.float32), jnp.zeros(flat, jnp.float32),
-        jnp.zeros((batch, v_bases.capacity, *flat[1:], tokens.values.shape[-1]), jnp.float32),
+        jnp.zeros((batch, groups, v_bases.capacity, flat[-1], tokens.values.shape[-1]), jnp.float32),
     )
     top, total, out = over_blocks(size, page, tokens.lengths, step, carry)
-    out = _expand(out.astype(q.dtype), v_bases, used, (inner, dim))
+    out = _expand(out.swapaxes(1, 2).astype(q.dtype), v_bases, used, (inner, dim))
 
     def heads(x):
         x = x.reshape(batch, groups, inner, queries, per_head, -1)
@@ -72,12 +73,12 @@ def _of_rows(visible: jax.Array, rows, queries: int) -> jax.Array:
 
 
 def _by_basis(x: jax.Array, owner: jax.Array, count: int) -> jax.Array:
-    """Sums of `[B, J, P, M, R]` over the pages of each basis, `[B, C, J, M, R]`."""
+    """Sums of `[B, J, P, M, R]` over the pages of each basis, `[B, J, C, M, R]`."""
     if count == 1:
-        return x.sum(2)[:, None]
+        return x.sum(2, keepdims=True)
     hot = (owner[:, None] == jnp.arange(count)[:, None]).astype(x.dtype)
     flat = jnp.einsum("bcp,bjpx->bjcx", hot, x.reshape(*x.shape[:3], -1))
-    return flat.reshape(*flat.shape[:3], *x.shape[3:]).swapaxes(1, 2)
+    return flat.reshape(*flat.shape[:3], *x.shape[3:])
 
 
 def _fold(q: jax.Array, bases: ChunkBases, used: jax.Array) -> jax.Array:
