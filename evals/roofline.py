@@ -8,6 +8,7 @@ bases included (Online Subspace Projection, section 9).
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,6 @@ from lowrank_kv_jax.method import KVMethod
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import init_params
 from lowrank_kv_jax.moments import Fisher, Moments
-from lowrank_kv_jax.pallas_kernels.blockwise import BLOCK
 from lowrank_kv_jax.saved_cache import abstract_cache
 from lowrank_kv_jax.spec import AttentionSpec
 
@@ -171,6 +171,21 @@ def _flops(eqn: Any) -> float:
 
 
 def _blocks(eqn: Any) -> int:
-    """Blocks of the longest token buffer `[B, J, S, R]` that a loop goes over."""
-    sizes = [v.aval.shape[2] for v in eqn.invars if len(getattr(v.aval, "shape", ())) == 4]
-    return max(1, -(-max(sizes, default=1) // BLOCK))
+    """Blocks that a loop goes over: how many times the largest slice of its body fits into what it is a slice of."""
+    slices = [
+        (math.prod(each.invars[0].aval.shape), math.prod(each.outvars[0].aval.shape))
+        for each in _equations(eqn.params["body_jaxpr"].jaxpr)
+        if each.primitive.name == "dynamic_slice"
+    ]
+    whole, part = max(slices, default=(1, 1))
+    return max(1, -(-whole // part))
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """Those of a program and of the programs that it calls."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _equations(inner)

@@ -339,7 +339,7 @@ def test_one_program_decodes_in_place(name):
         programs.append(program)
     # attention reads, and rebuilds, blocks of up to 2048 of the 16384 tokens; a copied leaf would be a quarter
     more = temporary[0] - temporary[1]
-    assert more <= 0.16 * (held[0] - held[1]), f"{more} bytes of {held[0] - held[1]}"
+    assert more <= 0.17 * (held[0] - held[1]), f"{more} bytes of {held[0] - held[1]}"
 
     tokens, start, shapes = [progress.token[:, None]], cache, jax.tree.map(lambda x: (x.shape, x.dtype), cache)
     for _ in range(7):

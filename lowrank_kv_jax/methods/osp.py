@@ -312,8 +312,8 @@ class OnlineSubspaceProjection(Subspace):
                 for u, learned, side in zip(last, (chunks.k_learned, chunks.v_learned), sides, strict=True)
             )
 
-        found = jax.lax.cond(jnp.any(wanted), find, lambda: last)
         take = wanted & (chunks.used < chunks.k_bases.capacity)
+        found = jax.lax.cond(jnp.any(take), find, lambda: last)
         if self.reuse is not None:
             overlap = jnp.stack([_overlap(u, new) for u, new in zip(last, found, strict=True)])
             take = take & ((length == 0) | jnp.any(overlap < self.reuse, axis=(0, 2)))

@@ -25,10 +25,10 @@ def chunked_attention(
         return x.reshape(batch * chunks, *x.shape[2:])
 
     queries = rows(jnp.broadcast_to(q[:, None], (batch, chunks, *q.shape[1:])))
-    folded = fold_query(rows(_widened(k_bases, q.dtype)), queries, kv_heads)
+    folded = fold_query(rows(k_bases.part(0, chunks, q.dtype)), queries, kv_heads)
     size = tokens.keys.shape[2]  # a chunk may be as long as all of them: a basis can be reused
     out, lse = kernel.attend_slots(folded, tokens, rows(begin), rows(end), scale=scale, size=size, interpret=interpret)
-    out = expand_values(rows(_widened(v_bases, out.dtype)), out, kv_heads)
+    out = expand_values(rows(v_bases.part(0, chunks, out.dtype)), out, kv_heads)
     out, lse = (x.reshape(batch, chunks, *x.shape[1:]) for x in (out, lse))
     return merge([AttnPartial(out[:, i], lse[:, i]) for i in range(chunks)])
 
@@ -41,9 +41,3 @@ def chunk_slots(owner: jax.Array, lengths: jax.Array, page: int, chunks: int) ->
         page * jnp.sum(held & (owner[:, None] < last), axis=2, dtype=jnp.int32) for last in (number, number + 1)
     )
     return first, after
-
-
-def _widened(bases, dtype) -> jax.Array:
-    """All bases `[B, C, J, W, R]`."""
-    wide = bases.part(0, bases.capacity, dtype)
-    return wide.swapaxes(-1, -2) if bases.by_rows else wide

@@ -86,14 +86,13 @@ def _fold(q: jax.Array, bases: ChunkBases, used: jax.Array) -> jax.Array:
     batch, groups, inner, rows, dim = q.shape
 
     def step(basis, begin, fresh, folded):
-        basis = basis.swapaxes(-1, -2) if bases.by_rows else basis
         basis = basis.reshape(*basis.shape[:3], inner, dim, -1)
         spread = jnp.broadcast_to(q[:, None], (batch, basis.shape[1], *q.shape[1:]))  # else bases are laid out by head
         some = jnp.einsum("bcjhmd,bcjhdr->bcjhmr", spread, basis).reshape(*basis.shape[:3], inner * rows, -1)
         return jax.lax.dynamic_update_slice_in_dim(folded, some, begin, axis=1)
 
     shape = (batch, bases.capacity, groups, inner * rows, bases.codes.shape[-1])
-    return _over_bases(bases, used, q.dtype, step, jnp.zeros(shape, q.dtype))
+    return _over_bases(bases, used, q.dtype, False, step, jnp.zeros(shape, q.dtype))
 
 
 def _expand(x: jax.Array, bases: ChunkBases, used: jax.Array, width: tuple[int, int]) -> jax.Array:
@@ -102,18 +101,17 @@ def _expand(x: jax.Array, bases: ChunkBases, used: jax.Array, width: tuple[int, 
     x = x.reshape(*x.shape[:3], inner, -1, x.shape[-1])
 
     def step(basis, begin, fresh, total):
-        basis = basis if bases.by_rows else basis.swapaxes(-1, -2)
         basis = basis.reshape(*basis.shape[:4], inner, dim)
         some = jax.lax.dynamic_slice_in_dim(x, begin, basis.shape[1], axis=1)
         some = jnp.where(fresh[:, None, None, None, None], some, 0)
         return total + jnp.einsum("bcjhmr,bcjrhd->bcjhmd", some, basis, preferred_element_type=jnp.float32).sum(1)
 
     batch, _, groups, _, rows, _ = x.shape
-    return _over_bases(bases, used, x.dtype, step, jnp.zeros((batch, groups, inner, rows, dim), jnp.float32))
+    return _over_bases(bases, used, x.dtype, True, step, jnp.zeros((batch, groups, inner, rows, dim), jnp.float32))
 
 
-def _over_bases(bases: ChunkBases, used: jax.Array, dtype, step, carry):
-    """`step(some bases, number of the first, which are fresh, carry)` until those in use have been seen.
+def _over_bases(bases: ChunkBases, used: jax.Array, dtype, by_rows: bool, step, carry):
+    """`step(some bases, columns or rows, number of the first, which are fresh, carry)` until those in use have been seen.
 
     The last part begins earlier where parts do not fill the slots; what the part before has shown is not fresh.
     """
@@ -122,6 +120,6 @@ def _over_bases(bases: ChunkBases, used: jax.Array, dtype, step, carry):
 
     def part(i, carry):
         begin = jnp.minimum(i * size, bases.capacity - size)
-        return step(bases.part(begin, size, dtype), begin, begin + jnp.arange(size) >= i * size, carry)
+        return step(bases.part(begin, size, dtype, by_rows), begin, begin + jnp.arange(size) >= i * size, carry)
 
     return part(0, carry) if parts == 1 else jax.lax.fori_loop(0, (used + size - 1) // size, part, carry)
