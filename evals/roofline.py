@@ -160,9 +160,7 @@ def _flops(eqn: Any) -> float:
         return params["length"] * count_flops(params["jaxpr"].jaxpr)
     if name == "cond":
         return max(count_flops(branch.jaxpr) for branch in params["branches"])
-    inner = [getattr(value, "jaxpr", value) for value in params.values()]
-    inner = [part for part in inner if hasattr(part, "eqns")]
-    if inner:
+    if inner := _called(eqn):
         return sum(count_flops(part) for part in inner)
     if name in _FREE or name.startswith("random_"):
         return 0.0
@@ -185,7 +183,11 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
     """Those of a program and of the programs that it calls."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for value in eqn.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from _equations(inner)
+        for part in _called(eqn):
+            yield from _equations(part)
+
+
+def _called(eqn: Any) -> list[Any]:
+    """Programs that an equation calls."""
+    inner = (getattr(value, "jaxpr", value) for value in eqn.params.values())
+    return [part for part in inner if hasattr(part, "eqns")]
