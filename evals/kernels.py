@@ -22,7 +22,7 @@ from lowrank_kv_jax.token_layout import TokensOnLanes
 LAST_LEVEL_CACHE = {"cpu": 32 << 20, "gpu": 60 << 20, "tpu": 128 << 20}
 """Bytes; buffers together are four times as large, so that none is found in it."""
 
-KERNELS = {"cpu": (), "gpu": ("triton",), "tpu": ("tpu",)}
+KERNELS = {"cpu": (), "gpu": ("triton", "mosaic_gpu"), "tpu": ("tpu",)}
 MOST_CALLS = 32
 
 
@@ -82,18 +82,32 @@ class Speed:
 
 def contenders(shape: Shape, ranks: Sequence[int], ops: Sequence[str], platform: str) -> list[Contender]:
     """Full rank on every backend that the platform has, and every rank and op on it."""
-    kernels = KERNELS[platform]
-    found = [Contender(f"full rank, {b}", "coefficients", shape.head_dim, b) for b in ("xla", "dot_product", *kernels)]
+
+    def backends(op: str, rank: int) -> tuple[str, ...]:
+        return tuple(b for b in KERNELS[platform] if _covers(b, op, rank, shape.dtype))
+
+    def plain(rank: int, name: str) -> list[Contender]:
+        found = ("xla", "dot_product", *backends("coefficients", rank))
+        return [Contender(f"{name}, {b}", "coefficients", rank, b) for b in found]
+
+    found = plain(shape.head_dim, "full rank")
     for rank in ranks:
         if "coefficients" in ops:
-            backends = ("xla", "dot_product", *kernels)
-            found += [Contender(f"rank {rank}, {b}", "coefficients", rank, b) for b in backends]
+            found += plain(rank, f"rank {rank}")
         if "int8" in ops:
-            backends = ("xla", *(b for b in kernels if b != "tpu"))
-            found += [Contender(f"rank {rank} int8, {b}", "coefficients", rank, b, 8) for b in backends]
+            found += [Contender(f"rank {rank} int8, {b}", "coefficients", rank, b, 8)
+                      for b in ("xla", *backends("int8", rank))]
         if "rotary" in ops:
-            found += [Contender(f"rank {rank} pre-RoPE, {b}", "rotary", rank, b) for b in ("xla", *kernels)]
+            found += [Contender(f"rank {rank} pre-RoPE, {b}", "rotary", rank, b)
+                      for b in ("xla", *backends("rotary", rank))]
     return found
+
+
+def _covers(backend: str, op: str, rank: int, dtype: str) -> bool:
+    """Whether a kernel runs it, and does not leave it to XLA."""
+    if backend == "mosaic_gpu":
+        return op == "coefficients" and dtype != "float32" and rank % 16 == 0 and jax.version.__version_info__ >= (0, 11)
+    return backend != "tpu" or op != "int8"
 
 
 def bench(

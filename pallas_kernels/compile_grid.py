@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.codecs.quantised import store_tokens
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
-from lowrank_kv_jax.pallas_kernels.compile_only import NoCompiler, compile_for, device, gpu_facts
+from lowrank_kv_jax.pallas_kernels.compile_only import NoCompiler, compile_for, device, gpu_facts, mosaic_facts
 from lowrank_kv_jax.positions import Runs
 from lowrank_kv_jax.rope import RopeSpec
 from lowrank_kv_jax.token_layout import TokensOnLanes
@@ -31,10 +31,11 @@ class Program:
     dtype: str = "bfloat16"
     joint: bool = False
     queries: int = 1
+    mosaic: bool = False  # on a GPU the kernel in the Mosaic dialect instead of Triton's
 
     def __str__(self) -> str:
         op = {"coefficient_attention": "coefficients", "rotary_coefficient_attention": "pre-RoPE"}[self.op]
-        heads = ", joint" if self.joint else ""
+        op, heads = ("Mosaic " if self.mosaic else "") + op, ", joint" if self.joint else ""
         return (f"{op} {self.rank_k}/{self.rank_v}{heads}, D={self.head_dim}, {self.dtype}, B={self.batch}, "
                 f"S={self.size}, T={self.queries}")
 
@@ -49,6 +50,8 @@ PROGRAMS = (
     *(Program(ROTARY, r, r) for r in (16, 32, 64, 96, 128)),
     Program(ROTARY, 48, 32, head_dim=64), Program(ROTARY, 48, 96, head_dim=96), Program(ROTARY, 64, 64, head_dim=256),
     Program(ROTARY, 64, 64, dtype="int8"), Program(ROTARY, 512, 512, joint=True), Program(ROTARY, 256, 384, joint=True),
+    *(Program(PLAIN, r, r, mosaic=True) for r in (16, 32, 48, 64, 96, 128)), Program(PLAIN, 64, 96, mosaic=True),
+    Program(PLAIN, 256, 192, head_dim=256, mosaic=True), Program(PLAIN, 64, 64, dtype="float16", size=1000, mosaic=True),
 )
 
 
@@ -79,8 +82,10 @@ class Result:
 
 
 def supported(program: Program, target: str) -> bool:
-    """Whether the target's kernels claim the case: no 8-bit storage on a TPU yet."""
-    return target == "sm_90" or program.dtype != "int8"
+    """Whether the target's kernels claim the case: no 8-bit storage on a TPU yet, Mosaic GPU only from jax 0.11 on."""
+    if target == "sm_90":
+        return not program.mosaic or jax.version.__version_info__ >= (0, 11)
+    return program.dtype != "int8" and not program.mosaic
 
 
 def compile_all(targets: Sequence[str], programs: Sequence[Program] = PROGRAMS) -> tuple[list[Result], dict[str, str]]:
@@ -102,7 +107,8 @@ def _compile(program: Program, target: str) -> Result:
     f, args = arguments(program, target)
     try:
         if target == "sm_90":
-            return Result(str(program), target, gpu_facts(program.op, f, *args)._asdict())
+            facts = mosaic_facts if program.mosaic else gpu_facts
+            return Result(str(program), target, facts(program.op, f, *args)._asdict())
         memory = compile_for(target, f, *args).memory_analysis()
         return Result(str(program), target, {"temporaries": memory.temp_size_in_bytes})
     except NoCompiler:
@@ -115,11 +121,10 @@ def arguments(program: Program, target: str) -> tuple[Callable[..., Any], tuple[
     """The op's kernel for a target, and the shapes it is compiled for."""
     import importlib
 
-    module = importlib.import_module(
-        f"lowrank_kv_jax.pallas_kernels.{program.op}.{'gpu_triton' if target == 'sm_90' else 'tpu'}"
-    )
+    gpu = "gpu_mosaic" if program.mosaic else "gpu_triton"
+    module = importlib.import_module(f"lowrank_kv_jax.pallas_kernels.{program.op}.{gpu if target == 'sm_90' else 'tpu'}")
     shape = jax.ShapeDtypeStruct
-    compute = jnp.float32 if program.dtype == "float32" else jnp.bfloat16
+    compute = jnp.bfloat16 if program.dtype == "int8" else jnp.dtype(program.dtype)
     stored, heads = 1 if program.joint else KV_HEADS, KV_HEADS
 
     def side(rank):

@@ -4,6 +4,7 @@ Needs the optional extra `kernel-compilers`, and a process of its own: libtpu an
 catches shapes that do not lower, memory that does not fit and spilled registers. It shows neither speed nor races.
 """
 
+import contextlib
 import functools
 import os
 import re
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ EXTRA = "pip install 'lowrank-kv-jax[kernel-compilers]'"
 
 # what libtpu would ask a metadata server for
 _NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
+# LLVM would name the functions of stack traces that nobody reads, for half a minute a kernel
+_NO_TRACES = {"LLVM_DISABLE_SYMBOLIZATION": "1"}
 
 
 class NoCompiler(Exception):
@@ -33,7 +36,7 @@ class NoCompiler(Exception):
 
 
 class KernelFacts(NamedTuple):
-    """What ptxas and XLA say of one GPU kernel.
+    """What ptxas, XLA and Mosaic GPU say of one GPU kernel.
 
     Attributes:
         registers: of a thread.
@@ -61,13 +64,13 @@ def device(target: str) -> Any:
     """
     if target not in TARGETS:
         raise ValueError(f"target={target!r}: allowed are {', '.join(TARGETS)}")
+    for name, value in (_NO_TRACES if target == "sm_90" else _NO_TPU).items():
+        os.environ.setdefault(name, value)
     try:
         if target == "sm_90":
             config = (Path(__file__).parent / "targets" / "h200.txtpb").read_text()
             topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=config)
         else:
-            for name, value in _NO_TPU.items():
-                os.environ.setdefault(name, value)
             topology = topologies.get_topology_desc(f"{target}:2x2", platform="tpu")
     except Exception as error:  # plugins raise what they like
         raise NoCompiler(f"no compiler for {target}: {_first_line(error)}. {EXTRA}") from error
@@ -115,10 +118,52 @@ def gpu_facts(kernel: str, f: Callable[..., Any], *args: Any) -> KernelFacts:
         (thunks,) = (x.read_text() for x in files if x.name.endswith("thunk_sequence.txt"))
         launch = re.search(rf"{kernel} grid: (\[.*?\]) threads: \[(\d+), .*?shared_memory: (\d+) bytes", thunks)
         assert launch is not None
-        spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))
-        (registers,) = re.findall(r"Used (\d+) registers", said)
-        kinds = _instructions(ptx.read_text())
-    return KernelFacts(int(registers), spills, int(launch[3]), launch[1], int(launch[2]), kinds)
+        return KernelFacts(*_registers(said), int(launch[3]), launch[1], int(launch[2]), _instructions(ptx.read_text()))
+
+
+def mosaic_facts(kernel: str, f: Callable[..., Any], *args: Any) -> KernelFacts:
+    """The same of a Mosaic GPU kernel, which XLA does not compile but has compiled, with dumps of their own.
+
+    Raises:
+        NoCompiler: as `device`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with _mosaic_dumps(folder):
+            compile_for("sm_90", f, *args)
+        (stem,) = (path.with_suffix("") for path in Path(folder).glob(f"{kernel}_*.ptx"))
+        ptx, said, module = (stem.with_suffix(x).read_text() for x in (".ptx", ".ptxas", ".before_layout_inference.txt"))
+    sizes = r"\S+ = %c(\d+)\w*, \S+ = %c(\d+)\w*, \S+ = %c(\d+)\w*"
+    launch = re.search(
+        rf"gpu.launch .* in \({sizes}\) threads.* in \({sizes}\) dynamic_shared_memory_size %c(\d+)", module
+    )
+    assert launch is not None
+    *grid, x, y, z, shared = (int(n) for n in launch.groups())
+    return KernelFacts(*_registers(said), shared, str(grid), x * y * z, _instructions(ptx))
+
+
+@contextlib.contextmanager
+def _mosaic_dumps(folder: str) -> Iterator[None]:
+    """Have Mosaic GPU write what it makes into a folder, without its complaint that there is no disassembler."""
+    said = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_CUDA_ROOT": str(Path(_ptxas()).parent.parent)}
+    before, stderr = {name: os.environ.get(name) for name in said}, os.dup(2)
+    os.environ.update(said)
+    try:
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), 2)
+            yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _registers(said: str) -> tuple[int, int]:
+    """Registers of a thread, and bytes of them that ptxas spilled."""
+    (registers,) = re.findall(r"Used (\d+) registers", said)
+    return int(registers), sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", said))
 
 
 def _assemble(ptx: Path) -> str:
@@ -140,8 +185,9 @@ def _ptxas() -> str:
 
 
 _KINDS = {
-    "wgmma": r"\bwgmma\.mma_async", "mma": r"\bmma\.sync", "cp.async": r"\bcp\.async\.c[ag]", "tma": r"\bcp\.async\.bulk",
-    "ldmatrix": r"\bldmatrix", "ex2": r"\bex2\.", "bar": r"\bbar\.sync", "ld.local": r"\bld\.local",
+    "wgmma": r"\bwgmma\.mma_async", "mma": r"\bmma\.sync", "cp.async": r"\bcp\.async\.c[ag]",
+    "tma": r"\bcp\.async\.bulk\.tensor", "ldmatrix": r"\bldmatrix",
+    "ex2": r"\bex2\.", "bar": r"\bbar\.sync", "ld.local": r"\bld\.local",
 }
 
 

@@ -70,7 +70,7 @@ def make(case: Case, seed: int = 0) -> Inputs:
     exact = [np.asarray(x.read_block(0, S) if case.bits else x, np.float64) for x in (keys, values)]
     if case.bits is None and case.poison:
         keys, values = (jnp.where(stale, jnp.nan, x) for x in (keys, values))
-    elif case.bits:  # tiles beyond the length: their scales, the bits of bfloat16 numbers, are NaN
+    elif case.poison:  # tiles beyond the length: their scales, the bits of bfloat16 numbers, are NaN
         tiles = (np.arange(keys.scales.shape[2]) * 128 >= lengths[:, None])[:, None, :, None]
         keys, values = (
             dataclasses.replace(x, scales=jnp.where(tiles, jnp.uint16(0x7FC0), x.scales)) for x in (keys, values)

@@ -10,7 +10,7 @@ from lowrank_kv_jax.pallas_kernels import dispatch
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import reference
 from lowrank_kv_jax.partial import AttnPartial
 
-KERNELS = {"triton": "gpu_triton", "tpu": "tpu"}
+KERNELS = {"triton": "gpu_triton", "mosaic_gpu": "gpu_mosaic", "tpu": "tpu"}
 """Modules of this folder that hold the op, by backend."""
 
 
