@@ -3,16 +3,15 @@
 import collections
 import dataclasses
 import functools
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.accounting import full_cache_bytes
 from lowrank_kv_jax.cache import bases_of_group
+from lowrank_kv_jax.evals.machine_rates import rate_contenders, rates
 from lowrank_kv_jax.evals.timing import CacheContender, alternate
 from lowrank_kv_jax.forward import DEFAULT_BLOCK
 from lowrank_kv_jax.method import KVMethod, Layout
@@ -64,7 +63,7 @@ class Cost:
         layers: of a token through a cache of a few tokens: the layers without attention.
         flops: of the attention, rebuilding keys included, of one token through all layers.
         bytes: of the cache.
-        matmul_rate, copy_rate: measured on this machine, FLOP/s and bytes/s.
+        matmul_rate, copy_rate: of this machine, measured in the same rounds, FLOP/s and bytes/s.
     """
 
     ttft: float
@@ -130,8 +129,7 @@ def measure_costs(
     }
     layers = parse_method("sliding-window:budget=1,keep=none")
     contenders[LAYERS] = CacheContender(model, layers, None, tokens[:, :32], steps, dtype=dtype)
-    times = alternate(contenders, steps, rounds)
-    rates = matmul_rate(), copy_rate()
+    times = alternate(contenders | rate_contenders(), steps, rounds)
     return {
         name: Cost(
             times[name].ttft_s, times[FULL].ttft_s,
@@ -140,37 +138,7 @@ def measure_costs(
                 config.attention, tokens_attended(method, length),
                 *mean_ranks(method, config.attention, length, dtype),
             ),
-            bytes_at(method, config.attention, length, dtype), *rates,
+            bytes_at(method, config.attention, length, dtype), *rates(times),
         )
         for name, method in methods.items()
     }
-
-
-def matmul_rate(size: int = 1536) -> float:
-    """FLOP/s of a large float32 product, the best of a few."""
-    f, x = jax.jit(lambda x: x @ x), jnp.ones((size, size), jnp.float32) / size
-    return 2.0 * size**3 / _best(lambda: jax.block_until_ready(f(x)))
-
-
-def copy_rate(size: int = 1 << 26) -> float:
-    """Bytes/s, read and written, of a pass over a large array in place, the best of a few.
-
-    In place: fresh memory costs its first touch beside the copy, on a CPU several times as much.
-    """
-    f, held = jax.jit(lambda x: x + 1, donate_argnums=0), [jnp.ones((size,), jnp.float32)]
-
-    def step():
-        held[0] = jax.block_until_ready(f(held[0]))
-
-    return 8.0 * size / _best(step)
-
-
-def _best(run: Callable[[], Any], tries: int = 12) -> float:
-    """Seconds of the fastest of a few runs, the first one not counted."""
-    run()
-    seconds = []
-    for _ in range(tries):
-        begin = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - begin)
-    return min(seconds)

@@ -10,7 +10,8 @@ import numpy as np
 
 from lowrank_kv_jax.accounting import cache_bytes
 from lowrank_kv_jax.cache import Cache, fork
-from lowrank_kv_jax.evals.cross_layer_cost import attention_flops, copy_rate, matmul_rate
+from lowrank_kv_jax.evals.cross_layer_cost import attention_flops
+from lowrank_kv_jax.evals.machine_rates import rate_contenders, rates
 from lowrank_kv_jax.evals.roofline import white_bases
 from lowrank_kv_jax.evals.timing import alternate
 from lowrank_kv_jax.forward import DEFAULT_BLOCK, prefill
@@ -59,12 +60,12 @@ def streaming_speed(
                                 dtype=dtype)
         sizes[spec] = cache_bytes(cache, bases).total
         contenders[spec] = _Contender(model, cache, logits, bases, steps)
-    times = alternate(contenders, steps, rounds)
+    times = alternate(contenders | rate_contenders(), steps, rounds)
     layers = 1 / times[LAYERS].decode_tokens_per_s
     width = rank * config.kv_heads * config.head_dim
-    flops, rates = attention_flops(config.attention, length, width, width), (matmul_rate(), copy_rate())
+    flops, (products, copies) = attention_flops(config.attention, length, width, width), rates(times)
     return [
-        Speed(spec, 1 / times[spec].decode_tokens_per_s, max(flops / rates[0], sizes[spec] / rates[1]) + layers,
+        Speed(spec, 1 / times[spec].decode_tokens_per_s, max(flops / products, sizes[spec] / copies) + layers,
               sizes[spec])
         for spec in specs
     ]

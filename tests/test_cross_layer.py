@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from helpers import PLAIN, model, prompts
 
+from lowrank_kv_jax.evals import machine_rates
 from lowrank_kv_jax.evals.cross_layer import analyse, cka_matrix, cosine_matrix, group_ranks
 from lowrank_kv_jax.evals.cross_layer_cost import Cost, attention_flops, break_even, measure_costs, smaller_at
 from lowrank_kv_jax.evals.cross_layer_plot import plot_analysis
 from lowrank_kv_jax.evals.cross_layer_quality import Settings, equal_bytes_specs, one_sided_specs
+from lowrank_kv_jax.evals.timing import Timing
 from lowrank_kv_jax.parse import parse_method
 
 
@@ -89,6 +91,25 @@ def test_attention_flops():
 def test_the_floor_is_the_slower_of_compute_and_traffic_and_the_layers():
     cost = Cost(1.1, 1.0, 0.5, 0.4, 0.1, flops=3e9, bytes=10**9, matmul_rate=1e10, copy_rate=1e10)
     assert cost.overhead == pytest.approx(0.1) and cost.floor == pytest.approx(0.4)
+
+
+def test_rates_are_medians_of_the_rounds_that_contenders_took():
+    def rounds(*seconds):
+        return Timing((0.0,) * len(seconds), seconds, steps=8)
+
+    times = {machine_rates.PRODUCT: rounds(1.0, 2.0, 9.0), machine_rates.COPY: rounds(4.0)}
+    products, copies = machine_rates.rates(times)
+    assert products == pytest.approx(2 * machine_rates.SIDE**3 * machine_rates.TIMES / 2.0)
+    assert copies == pytest.approx(8 * machine_rates.NUMBERS * machine_rates.TIMES / 4.0)
+
+
+def test_rate_contenders_do_the_work_that_is_counted(monkeypatch):
+    monkeypatch.setattr(machine_rates, "SIDE", 32)
+    monkeypatch.setattr(machine_rates, "NUMBERS", 1000)
+    for contender in machine_rates.rate_contenders().values():
+        assert contender.round()[1] > 0
+        held = np.asarray(contender._held)
+    assert held.shape == (1000,) and held[0] == 1 + machine_rates.TIMES
 
 
 @pytest.mark.slow
