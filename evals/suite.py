@@ -191,7 +191,7 @@ class _Runner:
         clock = _Clock([None if entry is None else entry[0] for entry in entries])
         texts = answer(
             method, self.model, cache, ids, max(e[0].new_tokens for e in entries if e is not None),
-            bases=self.bases.get(spec), enough=clock.enough,
+            bases=self.bases.get(spec), enough=clock.enough, on_fewer_rows=clock.stop,
         )
         size = self.sizes[spec, batch.width, batch.capacity]
         times = clock.times(prefill_s)
@@ -224,6 +224,7 @@ class _Clock:
     def __init__(self, questions: Sequence[Question | None]):
         self.questions, self.tokens = questions, [0] * len(questions)
         self.begin, self.first, self.last, self.drawn = time.perf_counter(), None, None, 0
+        self.stopped = False
 
     def enough(self, row: int, text: str) -> bool:
         """Whether a row's answer ends here: it is as long as it may be, or its score cannot change any
@@ -231,14 +232,20 @@ class _Clock:
         question, now = self.questions[row], time.perf_counter()
         if question is None:
             return True
-        self.first = now if self.first is None else self.first
-        self.last = now
-        self.drawn += 1
         self.tokens[row] += 1
+        if not self.stopped:
+            self.first = now if self.first is None else self.first
+            self.last = now
+            self.drawn += 1
         return self.tokens[row] >= question.new_tokens or question.complete(text)
 
+    def stop(self) -> None:
+        """Take no more times: what follows is a smaller batch, whose programs may have to be compiled first."""
+        self.stopped = True
+
     def times(self, prefill_s: float | None) -> dict[str, float | None]:
-        """Of the whole batch; None where programs were compiled meanwhile or no token was drawn.
+        """Of the whole batch while most of it is at work; None where programs were compiled meanwhile or no token was
+        drawn.
 
         The time to the first token includes the prefill with the compressions of all methods that share it.
         """

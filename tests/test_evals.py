@@ -25,7 +25,7 @@ from lowrank_kv_jax.evals.sizes import nominal_smaller, size_of
 from lowrank_kv_jax.evals.timing import alternate
 from lowrank_kv_jax.forward import embed_tokens, layer_prefill, logits_of, prefill
 from lowrank_kv_jax.generate import generate
-from lowrank_kv_jax.methods import Full
+from lowrank_kv_jax.methods import Full, SingleSVD
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import init_params
 from lowrank_kv_jax.rope import RopeSpec
@@ -172,6 +172,26 @@ def test_an_answer_ends_when_it_is_enough(model):
     cache, _ = prefill(Full(), model.config, model.params, tokens, lengths, capacity=128)
     (text,) = answer(Full(), model, cache, [[50, 51]], 30, enough=lambda row, text: len(text) >= 3)
     assert len(text) == 3
+
+
+@pytest.mark.parametrize("method", [Full(), SingleSVD(rank=8)])
+def test_rows_that_are_done_leave_the_batch(model, method):
+    """The others answer as if alone; the batch is halved as often as they fit."""
+    rng = np.random.default_rng(0)
+    contexts, questions = ([list(rng.integers(32, 127, n)) for n in sizes] for sizes in ((70, 64, 50, 66), (5, 9, 3, 7)))
+    most, sizes = [20, 1, 3, 12], []
+
+    def ask(batch, seen):
+        tokens, lengths = pad_rows([contexts[row] for row in batch], 80)
+        cache, _ = prefill(
+            method, model.config, model.params, tokens, lengths, capacity=160, block=16, dtype=jnp.float32
+        )
+        return answer(method, model, cache, [questions[row] for row in batch], 24,
+                      enough=lambda row, text: len(text) >= most[batch[row]], on_fewer_rows=lambda: seen.append(1))
+
+    together = ask([0, 1, 2, 3], sizes)
+    assert len(sizes) == 2  # 4 -> 2 -> 1
+    assert together == [text for row in range(4) for text in ask([row], [])]
 
 
 # ---- perplexity ----------------------------------------------------------------------------------
