@@ -9,8 +9,10 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from lowrank_kv_jax.cache import Cache
+from lowrank_kv_jax.codecs.quantised import COEFFICIENTS, QuantisedTokens, widen_scales
 from lowrank_kv_jax.state import leaf, state, write_tokens
 
 TOKEN_LAYOUTS = ("rows", "lanes")
@@ -45,11 +47,40 @@ class TokensOnLanes:
         return TokensOnLanes(write_tokens(self.on_lanes, new.swapaxes(2, 3), start, counts, token_axis=3))
 
 
+@state
+class QuantisedOnLanes:
+    """8-bit coefficients of tokens with a scale for each component of 128 tokens, the codes transposed.
+
+    Attributes:
+        on_lanes: int8 codes `[B, J, R, S]`.
+        scales: as in `QuantisedTokens`, `[B, J, tiles, R]`.
+    """
+
+    on_lanes: jax.Array = leaf("batch", "kv_heads", "rank", "tokens", kind="coefficients")
+    scales: jax.Array = leaf("batch", "kv_heads", "tokens", None, kind="scales")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array that it stands for."""
+        batch, heads, rank, size = self.on_lanes.shape
+        return batch, heads, size, rank
+
+    def in_rows(self) -> QuantisedTokens:
+        return QuantisedTokens(self.on_lanes.swapaxes(2, 3), self.scales, None, 8, COEFFICIENTS, self.shape[3])
+
+    def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
+        """Tokens `start` to `start + size`, float32 `[B, J, size, R]`."""
+        codes = jax.lax.dynamic_slice_in_dim(self.on_lanes, start, size, axis=3).swapaxes(2, 3)
+        tiles = (start + jnp.arange(size)) // COEFFICIENTS.tokens
+        return codes.astype(jnp.float32) * widen_scales(jnp.take(self.scales, tiles, axis=2))
+
+
 def with_token_layout(cache: Cache, layout: str) -> Cache:
     """The cache with its coefficients laid out as `layout`; its static `layout.tokens` says which.
 
-    Storage in fewer bits than a float stays as it is. What does not change is shared with the given cache, which a
-    donating step may then not be given too.
+    Of storage in fewer bits than a float, 8 bits with a scale for each component of 128 tokens are laid out too; the
+    rest stays as it is. What does not change is shared with the given cache, which a donating step may then not be
+    given too.
 
     Args:
         layout: "rows", which every backend reads, or "lanes", which the TPU kernels need and XLA reads too.
@@ -65,19 +96,32 @@ def with_token_layout(cache: Cache, layout: str) -> Cache:
     return dataclasses.replace(cache, groups=groups, layout=dataclasses.replace(cache.layout, tokens=layout))
 
 
+def tokens_on_lanes(stored: jax.Array | QuantisedTokens) -> TokensOnLanes | QuantisedOnLanes | QuantisedTokens:
+    """Coefficients `[B, J, S, R]` transposed; quantised other than in 8 bits with a scale for 128 tokens, as they are."""
+    if not isinstance(stored, QuantisedTokens):
+        return TokensOnLanes(stored.swapaxes(2, 3))
+    able = stored.bits == 8 and stored.tile == COEFFICIENTS
+    return QuantisedOnLanes(stored.codes.swapaxes(2, 3), stored.scales) if able else stored
+
+
 def lay_out(tree: Any, layout: str) -> Any:
     """A tree of states with every array of coefficients, token axis before rank axis, laid out as `layout`."""
     if isinstance(tree, tuple | list):
         return type(tree)(lay_out(x, layout) for x in tree)
     if not dataclasses.is_dataclass(tree):
         return tree
+    if layout == "lanes" and isinstance(tree, QuantisedTokens):
+        return tokens_on_lanes(tree)
+    if layout == "rows" and isinstance(tree, QuantisedOnLanes):
+        return tree.in_rows()
     changes = {}
     for field in dataclasses.fields(tree):
         value, info = getattr(tree, field.name), field.metadata.get("leaf")
-        if info is None or info.kind != "coefficients" or info.axes[-2:] != ("tokens", "rank"):
-            changes[field.name] = lay_out(value, layout)
-        elif layout == "lanes":
-            changes[field.name] = value if dataclasses.is_dataclass(value) else TokensOnLanes(value.swapaxes(2, 3))
+        coefficients = info is not None and info.kind == "coefficients" and info.axes[-2:] == ("tokens", "rank")
+        if isinstance(value, TokensOnLanes) and layout == "rows":
+            changes[field.name] = value.on_lanes.swapaxes(2, 3)
+        elif coefficients and layout == "lanes" and not dataclasses.is_dataclass(value):
+            changes[field.name] = tokens_on_lanes(value)
         else:
-            changes[field.name] = value.on_lanes.swapaxes(2, 3) if isinstance(value, TokensOnLanes) else value
+            changes[field.name] = lay_out(value, layout)
     return dataclasses.replace(tree, **changes)

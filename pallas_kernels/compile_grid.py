@@ -13,7 +13,7 @@ from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
 from lowrank_kv_jax.pallas_kernels.compile_only import NoCompiler, compile_for, device, gpu_facts, mosaic_facts
 from lowrank_kv_jax.positions import Runs
 from lowrank_kv_jax.rope import RopeSpec
-from lowrank_kv_jax.token_layout import TokensOnLanes
+from lowrank_kv_jax.token_layout import tokens_on_lanes
 
 HEADS, KV_HEADS = 32, 8
 
@@ -46,6 +46,7 @@ PROGRAMS = (
     Program(PLAIN, 64, 96), Program(PLAIN, 32, 32, batch=1), Program(PLAIN, 128, 128, size=131072),
     Program(PLAIN, 256, 256, head_dim=256), Program(PLAIN, 64, 64, dtype="float32", size=1000),
     Program(PLAIN, 64, 64, queries=4), Program(PLAIN, 32, 32, dtype="int8"), Program(PLAIN, 64, 64, dtype="int8"),
+    Program(PLAIN, 128, 96, dtype="int8", size=1000),
     Program(PLAIN, 512, 512, joint=True),
     *(Program(ROTARY, r, r) for r in (16, 32, 64, 96, 128)),
     Program(ROTARY, 48, 32, head_dim=64), Program(ROTARY, 48, 96, head_dim=96), Program(ROTARY, 64, 64, head_dim=256),
@@ -82,10 +83,10 @@ class Result:
 
 
 def supported(program: Program, target: str) -> bool:
-    """Whether the target's kernels claim the case: no 8-bit storage on a TPU yet, Mosaic GPU only from jax 0.11 on."""
+    """Whether the target's kernels claim the case: Mosaic GPU only on GPUs, from jax 0.11 on."""
     if target == "sm_90":
         return not program.mosaic or jax.version.__version_info__ >= (0, 11)
-    return program.dtype != "int8" and not program.mosaic
+    return not program.mosaic
 
 
 def compile_all(targets: Sequence[str], programs: Sequence[Program] = PROGRAMS) -> tuple[list[Result], dict[str, str]]:
@@ -129,11 +130,10 @@ def arguments(program: Program, target: str) -> tuple[Callable[..., Any], tuple[
 
     def side(rank):
         full = (program.batch, stored, program.size, rank)
+        held = shape(full, jnp.dtype(program.dtype))
         if program.dtype == "int8":
-            return jax.eval_shape(lambda x: store_tokens(x, 8, compute), shape(full, jnp.float32))
-        if target == "sm_90":
-            return shape(full, jnp.dtype(program.dtype))
-        return TokensOnLanes(shape((*full[:2], rank, program.size), jnp.dtype(program.dtype)))
+            held = jax.eval_shape(lambda x: store_tokens(x, 8, compute), shape(full, jnp.float32))
+        return held if target == "sm_90" else jax.eval_shape(tokens_on_lanes, held)
 
     gaps = shape((program.batch, 2), jnp.int32)
     rows = shape((program.batch,), jnp.int32)

@@ -1,13 +1,18 @@
 """Online softmax on a TPU over tokens that lie on the lanes, `[R, tokens]`: scratch in VMEM, one tile a grid step."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.packing import EMPTY, Packed, power_of_two
 
-LANES = 128
+LANES = 128  # and the tokens that share a scale in 8 bits
+TILE_BYTES = 1 << 20  # of keys and values that a grid step reads: far more than the step's own cost
+LEAST_SCALED = 16 * LANES  # tokens of a tile in 8 bits: a register holds 16 rows of bfloat16 scales
 TILES_IN_ORDER = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"))
 """For a grid of rows, heads and tiles: the tiles of a head share its scratch."""
 
@@ -17,20 +22,102 @@ def interpreter(interpret: bool):
     return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan") if interpret else False
 
 
-def tokens_on_lanes(tokens, name: str) -> jax.Array:
-    """The buffer `[B, J, R, S]` behind keys or values.
+class LaneTokens(NamedTuple):
+    """Tokens as arrays that a kernel reads: `[B, J, R, S]` and, of 8-bit codes, bfloat16 scales `[B, J, tiles, R]`."""
+
+    data: jax.Array
+    scales: jax.Array | None
+
+
+def tokens_on_lanes(tokens, name: str) -> LaneTokens:
+    """The buffers behind keys or values.
 
     Raises:
-        Unsupported: they lie in rows `[S, R]`, which XLA would copy whole into this layout at every call.
+        Unsupported: they lie in rows `[S, R]`, which XLA would copy whole into this layout at every call, or in a
+            dtype or rank that the kernels do not read.
     """
     data = getattr(tokens, "on_lanes", None)
     if data is None:
-        raise Unsupported(f"{name} lie as [tokens, rank]: convert the cache by with_token_layout(cache, 'lanes')")
-    if data.dtype.name not in ("float32", "bfloat16"):
+        raise Unsupported(f"{name} lie as [tokens, rank]: convert the cache by with_token_layout(cache, 'lanes'), which "
+                          "takes floats, and 8 bits with a scale for each component of 128 tokens")
+    scales = getattr(tokens, "scales", None)
+    if data.dtype.name not in ("float32", "bfloat16") and scales is None:
         raise Unsupported(f"{name} of dtype {data.dtype.name}, allowed are float32, bfloat16")
     if data.dtype == jnp.bfloat16 and data.shape[2] < 8:
         raise Unsupported(f"{name} of rank {data.shape[2]}: in bfloat16 at least 8")
-    return data
+    return LaneTokens(data, None if scales is None else jax.lax.bitcast_convert_type(scales, jnp.bfloat16))
+
+
+def tile_of(size: int, *stored: LaneTokens) -> int:
+    """Tokens of a grid step over buffers of `size` slots."""
+    token = sum(x.data.shape[2] * x.data.dtype.itemsize for x in stored)
+    tile = LANES if all(x.scales is None for x in stored) else LEAST_SCALED
+    while 2 * tile * token <= TILE_BYTES and tile < size:
+        tile *= 2
+    return tile
+
+
+def stored_specs(stored: LaneTokens, batch: int, heads: int, tile: int, at) -> list[pl.BlockSpec]:
+    """Of the arrays of `given`: the tile `at(i, b, table)` that serves row b and head h at step i."""
+    share, shared = batch // stored.data.shape[0], heads // stored.data.shape[1]
+    rank = stored.data.shape[2]
+
+    def data(b, h, i, table):
+        return b // share, h // shared, 0, at(i, b, table)
+
+    def scales(b, h, i, table):
+        return b // share, h // shared, at(i, b, table), 0
+
+    specs = [pl.BlockSpec((None, None, rank, tile), data)]
+    return specs if stored.scales is None else [*specs, pl.BlockSpec((None, None, tile // LANES, rank), scales)]
+
+
+def given(stored: LaneTokens) -> list[jax.Array]:
+    """The arrays that there are."""
+    return [stored.data] if stored.scales is None else [stored.data, stored.scales]
+
+
+class Tile(NamedTuple):
+    """References to a tile's tokens `[R, tokens]` and their scales `[tokens / LANES, R]`, or None."""
+
+    data: Any
+    scales: Any
+
+    def of_tokens(self, factor: jax.Array, inside: jax.Array) -> jax.Array:
+        """`[M, tokens]`: `factor` `[M, R]` times each token; anything at tokens that are not `inside` `[1, tokens]`."""
+        if self.scales is None:
+            data = self.data[...].astype(factor.dtype)
+            return dot(factor, jnp.where(inside, data, jnp.zeros_like(data)), (1, 0))
+        wide, dtype = factor.astype(jnp.float32), factor.dtype
+        parts = [dot((wide * scale).astype(dtype), codes.astype(dtype), (1, 0)) for _, codes, scale in self._parts()]
+        return jnp.concatenate(parts, axis=1)
+
+    def weighted(self, weights: jax.Array, inside: jax.Array) -> jax.Array:
+        """`[M, R]`: the tokens' sum by `weights` `[M, tokens]`, which are 0 where not `inside`."""
+        if self.scales is None:
+            data = self.data[...].astype(weights.dtype)
+            return dot(weights, jnp.where(inside, data, jnp.zeros_like(data)), (1, 1))
+        total = jnp.zeros((weights.shape[0], self.data.shape[0]), jnp.float32)
+        for part, codes, scale in self._parts():
+            # the scale of a part without tokens may be anything
+            filled = jnp.max(inside[:, part].astype(jnp.float32), axis=1, keepdims=True) > 0
+            total += dot(weights[:, part], codes.astype(weights.dtype), (1, 1)) * jnp.where(filled, scale, 0.0)
+        return total
+
+    def _parts(self):
+        """Lanes, codes `[R, LANES]` and scales float32 `[1, R]` of every so many tokens as share scales."""
+        scales = self.scales[...].astype(jnp.float32)
+        for i in range(self.scales.shape[0]):
+            part = slice(i * LANES, (i + 1) * LANES)
+            yield part, self.data[:, part], scales[i : i + 1]
+
+
+def split_refs(refs, *stored: LaneTokens) -> tuple[list[Tile], list[Any]]:
+    """A kernel's references to what `given` named, as tiles, and those behind them."""
+    refs, tiles = list(refs), []
+    for x in stored:
+        tiles.append(Tile(refs.pop(0), None if x.scales is None else refs.pop(0)))
+    return tiles, refs
 
 
 def padded(packed: Packed) -> Packed:
@@ -66,8 +153,8 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     )
 
 
-def add_tile(logits, visible, values, inside, top_ref, total_ref, acc_ref) -> None:
-    """One tile: logits and visible `[M, tokens]`, values `[R, tokens]` of which `inside` `[1, tokens]` are valid."""
+def add_tile(logits, visible, values: Tile, inside, dtype, top_ref, total_ref, acc_ref) -> None:
+    """One tile: logits and visible `[M, tokens]`, and values of which `inside` `[1, tokens]` are valid; by `dtype`."""
     logits = jnp.where(visible, logits, EMPTY)
     old = top_ref[:, :1]
     top = jnp.maximum(old, jnp.max(logits, axis=1, keepdims=True))
@@ -75,8 +162,7 @@ def add_tile(logits, visible, values, inside, top_ref, total_ref, acc_ref) -> No
     shrink = jnp.exp(old - top)
     top_ref[...] = jnp.broadcast_to(top, top_ref.shape)
     total_ref[...] = total_ref[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
-    values = jnp.where(inside, values, jnp.zeros_like(values))
-    acc_ref[...] = acc_ref[...] * shrink + dot(weights.astype(values.dtype), values, (1, 1))
+    acc_ref[...] = acc_ref[...] * shrink + values.weighted(weights.astype(dtype), inside)
 
 
 def finish(out_ref, lse_ref, top_ref, total_ref, acc_ref) -> None:

@@ -11,7 +11,7 @@ from lowrank_kv_jax.codecs.quantised import store_tokens
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
 from lowrank_kv_jax.positions import Runs
 from lowrank_kv_jax.rope import RopeSpec
-from lowrank_kv_jax.token_layout import TokensOnLanes
+from lowrank_kv_jax.token_layout import tokens_on_lanes
 
 SCALE = 0.3
 
@@ -90,7 +90,7 @@ def make(case: Case, seed: int = 0) -> Inputs:
 
 def lanes(tokens: CachedTokens) -> CachedTokens:
     """The same tokens, transposed as the TPU kernels read them."""
-    return tokens._replace(**{x: TokensOnLanes(getattr(tokens, x).swapaxes(2, 3)) for x in ("keys", "values")})
+    return tokens._replace(keys=tokens_on_lanes(tokens.keys), values=tokens_on_lanes(tokens.values))
 
 
 def _queries(case, rng, exact, positions, mask, dtype, tokens, options):

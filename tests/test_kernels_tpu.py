@@ -30,6 +30,8 @@ def run(op, *args, **options):
         slow(Case(rank_k=32, rank_v=48)),
         slow(Case(rank_k=96, rank_v=16, dtype="bfloat16", J=1, lengths=(300, 2, 0))),
         Case(T=3, causal=True, window=70, lengths=(0, 1, 101, 300), rank_k=16, rank_v=128),
+        Case(bits=8, rank_k=32, rank_v=64, lengths=(0, 1, 127, 129, 300)),
+        slow(Case(bits=8, rank_k=64, rank_v=96, J=1, dtype="bfloat16", S=4200, lengths=(4200, 2049), window=2100, T=2)),
         Case(S=2500, lengths=(2500, 1, 1025), rank_k=128, rank_v=128, N=2),  # three tiles, the last one beyond the buffer
     ],
     ids=str,
@@ -44,6 +46,7 @@ def test_coefficients(case):
     [
         Case(rope=ROPE, S=1100, lengths=(1, 511, 513, 1100), gaps=(0, 600), jumps=(100000, 9)),
         slow(Case(rope=RopeSpec(500000.0, 48), J=1, Jv=1, rank_k=96, per_row=True, N=8, K=4, gaps=(64, 70), lengths=(0, 300))),
+        Case(rope=ROPE, bits=8, lengths=(1, 300), gaps=(0, 130), jumps=(100000, 9)),
         slow(Case(rope=None, per_row=True, rank_k=16, dtype="bfloat16", lengths=(300, 5))),
     ],
     ids=str,

@@ -9,12 +9,14 @@ from helpers import BLOCK, CAPACITY, PLAIN, bases_for, model, prompts
 
 from lowrank_kv_jax.accounting import cache_bytes
 from lowrank_kv_jax.cache import fork
+from lowrank_kv_jax.codecs.quantised import QuantisedTokens
 from lowrank_kv_jax.forward import extend, prefill, refresh
 from lowrank_kv_jax.models.decoder import init_params
+from lowrank_kv_jax.pallas_kernels.blockwise import slice_block
 from lowrank_kv_jax.parse import parse_method
 from lowrank_kv_jax.saved_cache import abstract_cache
 from lowrank_kv_jax.state import walk
-from lowrank_kv_jax.token_layout import TokensOnLanes, with_token_layout
+from lowrank_kv_jax.token_layout import QuantisedOnLanes, TokensOnLanes, with_token_layout
 
 METHOD = parse_method("ojakv:rank=0.5,sinks=4,recent=8")
 SHORT = dataclasses.replace(PLAIN, num_layers=1, windows=(None,))
@@ -60,14 +62,29 @@ def test_there_and_back_is_the_same_cache_and_lanes_are_what_they_say():
     assert jax.tree.map(lambda x: (x.shape, x.dtype), lanes) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
 
 
-def test_a_cache_on_lanes_decodes_and_refreshes_as_one_in_rows():
-    cache, bases, params = prefilled()
+@pytest.mark.parametrize(
+    "spec, stored",
+    [
+        ("ojakv:rank=0.5,sinks=4,recent=8", TokensOnLanes),
+        ("ojakv:rank=0.5,sinks=4,recent=8,bits=8", QuantisedOnLanes),
+        ("osp:rank=0.5,bits=8,chunks=1", QuantisedOnLanes),
+        ("ojakv:rank=0.5,sinks=4,recent=8,bits=4", QuantisedTokens),
+    ],
+)
+def test_a_cache_on_lanes_decodes_and_refreshes_as_one_in_rows(spec, stored):
+    method = parse_method(spec)
+    cache, bases, params = prefilled(method=method)
     lanes = with_token_layout(fork(cache), "lanes")
-    rows, expected = decode(cache, bases, params, SHORT, METHOD, BLOCK + 2)
-    lanes, found = decode(lanes, bases, params, SHORT, METHOD, BLOCK + 2)
+    rows, expected = decode(cache, bases, params, SHORT, method, BLOCK + 2)
+    lanes, found = decode(lanes, bases, params, SHORT, method, BLOCK + 2)
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert isinstance(lanes.groups[0].coded.k, TokensOnLanes)
-    np.testing.assert_allclose(lanes.groups[0].coded.k.read_block(0, 32), rows.groups[0].coded.k[:, :, :32], atol=1e-5)
+    assert isinstance(lanes.groups[0].coded.k, stored)
+    assert cache_bytes(lanes, bases).total == cache_bytes(rows, bases).total
+    np.testing.assert_allclose(
+        slice_block(lanes.groups[0].coded.k, 0, 32), slice_block(rows.groups[0].coded.k, 0, 32), atol=1e-5
+    )
+    back = with_token_layout(lanes, "rows")
+    assert jax.tree.structure(back) == jax.tree.structure(rows)
 
 
 def test_an_unknown_layout_is_refused():

@@ -121,7 +121,7 @@ class QuantisedTokens:
 
     def _by_channel(self, of_tiles: jax.Array) -> jax.Array:
         each = self.tile.channels
-        of_tiles = _widen(of_tiles)
+        of_tiles = widen_scales(of_tiles)
         if each == 1 or each is None:  # broadcasts
             return of_tiles
         return jnp.repeat(of_tiles, each, axis=-1)[..., : self.channels]
@@ -236,7 +236,8 @@ def _encode(x: jax.Array, bits: int, tile: Tile, valid: jax.Array) -> QuantisedT
     return QuantisedTokens(_pack(codes, bits), scale, low, bits, tile, channels)
 
 
-def _widen(bits_of_bfloat16: jax.Array) -> jax.Array:
+def widen_scales(bits_of_bfloat16: jax.Array) -> jax.Array:
+    """float32 of stored scales."""
     return jax.lax.bitcast_convert_type(bits_of_bfloat16, jnp.bfloat16).astype(jnp.float32)
 
 

@@ -14,10 +14,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from lowrank_kv_jax.codecs.basis import expand_values
 from lowrank_kv_jax.pallas_kernels import tpu_softmax
-from lowrank_kv_jax.pallas_kernels.coefficient_attention.tpu import tile_of
 from lowrank_kv_jax.pallas_kernels.packing import unpack
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import channel_pairs, position_angle, turn
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary, prepare, read_run, visits
+from lowrank_kv_jax.pallas_kernels.tpu_softmax import LaneTokens
 from lowrank_kv_jax.partial import AttnPartial
 
 MOST_TOKENS = 512  # of a tile: rebuilt keys and their angles are float32, head_dim numbers a token
@@ -33,7 +33,8 @@ def rotary_coefficient_attention(
     )
     rows = rotary.packed.q.shape[2]
     rotary = rotary._replace(packed=tpu_softmax.padded(rotary.packed))
-    tile = min(MOST_TOKENS, tile_of(keys.shape[3], keys, values))
+    tile = tpu_softmax.tile_of(keys.data.shape[3], keys, values)
+    tile = min(tile, MOST_TOKENS if keys.scales is None and values.scales is None else tpu_softmax.LEAST_SCALED)
     angles = _tile_angles(rope, q.shape[-1], tile) if rope is not None else None
     out, lse = attend_packed(rotary, keys, values, angles, tile=tile, scale=scale, interpret=interpret)
     part = unpack(AttnPartial(out[:, :, :rows], lse[:, :, :rows]), q.shape[1])
@@ -49,21 +50,17 @@ def _tile_angles(rope, head_dim: int, tile: int) -> tuple[jax.Array, jax.Array]:
 
 
 def attend_packed(
-    rotary: Rotary, keys: jax.Array, values: jax.Array, angles, *, tile: int, scale: float, interpret: bool
+    rotary: Rotary, keys: LaneTokens, values: LaneTokens, angles, *, tile: int, scale: float, interpret: bool
 ) -> AttnPartial:
-    """Partial `[B, K, M, Rv]`, lse `EMPTY` where a row sees nothing; `rotary` padded, keys and values `[B, J, R, S]`."""
+    """Partial `[B, K, M, Rv]`, lse `EMPTY` where a row sees nothing; `rotary` padded."""
     packed, runs = rotary.packed, rotary.first.shape[1]
-    (batch, heads, rows, _), size, width = packed.q.shape, keys.shape[3], values.shape[2]
+    (batch, heads, rows, _), size, width = packed.q.shape, keys.data.shape[3], values.data.shape[2]
     steps = pl.cdiv(size, tile) + runs - 1
     most = pl.cdiv(size, tile) - 1
 
     def near(i, b, table):  # a step beyond the last visit repeats its tile, which is not read again
         visit = jnp.minimum(i, jnp.maximum(table[b, 5 * runs] - 1, 0))
         return jnp.minimum(read_run(lambda at: table[b, at], runs, visit).tile, most)
-
-    def stored(x):
-        shared = heads // x.shape[1]
-        return pl.BlockSpec((None, None, x.shape[2], tile), lambda b, h, i, table: (b, h // shared, 0, near(i, b, table)))
 
     def whole(x):
         return pl.BlockSpec(x.shape, lambda b, h, i, table: (0,) * x.ndim)
@@ -77,14 +74,16 @@ def attend_packed(
         (None, None, *rotary.basis.shape[2:]), lambda b, h, i, table: (0 if shared_basis else b, h, 0, 0)
     )
     tables = () if angles is None else (*angles, rotary.cos, rotary.sin)
+    specs = [spec for x in (keys, values) for spec in tpu_softmax.stored_specs(x, batch, heads, tile, near)]
     out, lse = pl.pallas_call(
-        functools.partial(_kernel, tile=tile, runs=runs, scale=scale, rotate=angles is not None),
+        functools.partial(
+            _kernel, stored=(keys, values), tile=tile, runs=runs, scale=scale, rotate=angles is not None
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, heads, steps),
             in_specs=[
-                per_row, per_row, per_head(packed.q.shape[3]), basis, stored(keys), stored(values),
-                *(whole(x) for x in tables),
+                per_row, per_row, per_head(packed.q.shape[3]), basis, *specs, *(whole(x) for x in tables),
             ],
             out_specs=[per_head(width), per_head(1)],
             scratch_shapes=tpu_softmax.scratch(rows, width),
@@ -93,14 +92,17 @@ def attend_packed(
         compiler_params=tpu_softmax.TILES_IN_ORDER,
         interpret=tpu_softmax.interpreter(interpret),
         name="rotary_coefficient_attention",
-    )(visits(rotary, tile), packed.begin, packed.end, packed.q, rotary.basis, keys, values, *tables)
+    )(
+        visits(rotary, tile), packed.begin, packed.end, packed.q, rotary.basis, *tpu_softmax.given(keys),
+        *tpu_softmax.given(values), *tables,
+    )
     return AttnPartial(out, lse[..., 0])
 
 
 def _kernel(
-    table_ref, begin_ref, end_ref, q_ref, basis_ref, k_ref, v_ref, *refs, tile: int, runs: int, scale: float,
-    rotate: bool,
+    table_ref, begin_ref, end_ref, q_ref, basis_ref, *refs, stored, tile: int, runs: int, scale: float, rotate: bool,
 ):
+    (stored_keys, values), refs = tpu_softmax.split_refs(refs, *stored)
     *tables, out_ref, lse_ref, top_ref, total_ref, acc_ref = refs
     state, dtype, half = (top_ref, total_ref, acc_ref), q_ref.dtype, basis_ref.shape[0] // 2
     row, i = pl.program_id(0), pl.program_id(2)
@@ -111,10 +113,8 @@ def _kernel(
         run = read_run(lambda at: table_ref[row, at], runs, i)
         slots = tpu_softmax.slots_of(run.tile, tile)
         mine = (slots >= run.low) & (slots < run.high)
-        stored = k_ref[...].astype(dtype)
-        stored = jnp.where(mine, stored, jnp.zeros_like(stored))
         sides = [slice(side * half, (side + 1) * half) for side in range(2)]
-        keys = tuple(tpu_softmax.dot(basis_ref[side], stored, (1, 0)) for side in sides)
+        keys = tuple(stored_keys.of_tokens(basis_ref[side], mine) for side in sides)
         query = tuple(q_ref[:, side].astype(jnp.float32) for side in sides)
         if rotate:
             place_cos, place_sin, cos_ref, sin_ref = tables
@@ -122,6 +122,6 @@ def _kernel(
             keys, query = turn(*keys, place_cos[...], place_sin[...]), turn(*query, cos, -sin)
         logits = sum(tpu_softmax.dot(x.astype(dtype), k.astype(dtype), (1, 0)) for x, k in zip(query, keys, strict=True))
         visible = mine & (slots >= begin_ref[...]) & (slots < end_ref[...])
-        tpu_softmax.add_tile(logits * scale, visible, v_ref[...].astype(dtype), mine, *state)
+        tpu_softmax.add_tile(logits * scale, visible, values, mine, dtype, *state)
 
     pl.when(i == pl.num_programs(2) - 1)(lambda: tpu_softmax.finish(out_ref, lse_ref, *state))
