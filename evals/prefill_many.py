@@ -11,10 +11,10 @@ from lowrank_kv_jax.cache import Cache, bases_of_group
 from lowrank_kv_jax.forward import (
     DEFAULT_BLOCK,
     compress_group,
-    embed_tokens,
     last_logits,
-    layer_prefill,
     make_layout,
+    read_layer,
+    start_reading,
 )
 from lowrank_kv_jax.method import KVMethod, Layout
 from lowrank_kv_jax.models.config import ModelConfig
@@ -44,16 +44,16 @@ def prefill_many(
     lengths = jnp.full((tokens.shape[0],), tokens.shape[1], jnp.int32) if lengths is None else lengths
     tokens, lengths = shard_rows(layout.mesh, tokens, lengths)
     compressors = {name: _Compressor(m, layout, bases.get(name), lengths) for name, m in methods.items()}
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    x = embed_tokens(config, params, jnp.asarray(tokens, jnp.int32))
-    for layer, weights in enumerate(params["layers"]):
-        x, taps = layer_prefill(config, config.windows[layer], weights, x, positions)
+    twice = any(method.rereads for method in methods.values())
+    reading = start_reading(config, params, jnp.asarray(tokens, jnp.int32), lengths, twice=twice)
+    for layer in range(len(params["layers"])):
+        reading, taps = read_layer(config, params, layer, reading)
         for compressor in compressors.values():
             compressor.take(layer, taps)
         # Dispatch is asynchronous: without waiting, the taps of many layers would be alive at once.
         jax.block_until_ready([c.states[-1:] for c in compressors.values()])
     caches = {name: compressor.cache() for name, compressor in compressors.items()}
-    return caches, last_logits(config, params, x, lengths)
+    return caches, last_logits(config, params, reading.x[:, : tokens.shape[1]], lengths)
 
 
 class _Compressor:

@@ -7,7 +7,7 @@ decoding) the whole model is one program.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from lowrank_kv_jax.method import KVMethod, Layout, Place
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import block_output, block_prefill, block_taps, embed, unembed
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import causal_attention
+from lowrank_kv_jax.selection.reread import CHUNK, reread_attention, reread_positions
 from lowrank_kv_jax.sharding import check_mesh, constrain, replicate, shard_rows
 from lowrank_kv_jax.spec import Taps
 from lowrank_kv_jax.token_layout import lay_out
@@ -34,6 +35,24 @@ def layer_prefill(config: ModelConfig, window: int | None, layer: Any, x: jax.Ar
     """Exact causal attention within the prompt: the residual stream after the layer and its taps."""
     attend = functools.partial(causal_attention, scale=config.attention.scale, window=window)
     return block_prefill(config, layer, x, positions, attend)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "window"))
+def layer_prefill_twice(
+    config: ModelConfig, window: int | None, layer: Any, x: jax.Array, positions: jax.Array, lengths: jax.Array
+):
+    """The same for a prompt `[B, S, H]` with a copy behind it, `[B, 2 S, H]`; taps of the prompt, with `reread`."""
+    size, votes = x.shape[1] // 2, []
+
+    def attend(q, k, v):
+        first = causal_attention(*(y[:, :size] for y in (q, k, v)), scale=config.attention.scale, window=window)
+        second, found = reread_attention(q[:, size:], k, v, lengths, scale=config.attention.scale, window=window)
+        votes.append(found)
+        return jnp.concatenate([first, second], axis=1)
+
+    x, taps = block_prefill(config, layer, x, positions, attend)
+    q, k, k_pre, v, normed, _ = (y if y is None else y[:, :size] for y in taps)
+    return x, Taps(q, k, k_pre, v, normed, votes[0])
 
 
 @functools.partial(jax.jit, static_argnames=("method", "layout"))
@@ -132,22 +151,62 @@ def prefill(
     method.validate(config.attention)
     bases = bases_of_group(method, config.attention, replicate(layout.mesh, bases))
     tokens, lengths = shard_rows(layout.mesh, tokens, lengths)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    x = embed_tokens(config, params, tokens)
+    reading = start_reading(config, params, tokens, lengths, twice=method.rereads)
     states = []
     for group, group_bases in zip(method.layer_groups(config.attention), bases, strict=True):
         taps = []
         for layer in group:
-            x, tap = layer_prefill(config, config.windows[layer], params["layers"][layer], x, positions)
+            reading, tap = read_layer(config, params, layer, reading)
             taps.append(tap)
         state = compress_group(method, layout, group_bases, tuple(taps), lengths)
         # Without the barrier a compiler may compress all groups at the end and keep every exact K/V until then.
-        x, state = _together(x, state)
+        x, state = _together(reading.x, state)
+        reading = reading._replace(x=x)
         states.append(state)
     cache = Cache(  # its own copy of the lengths: the cache is donated, the caller's array is not
         tuple(states), jnp.copy(lengths), lengths + (layout.capacity - layout.prompt), jnp.int32(0), method, layout
     )
-    return cache, last_logits(config, params, x, lengths)
+    return cache, last_logits(config, params, reading.x[:, :width], lengths)
+
+
+class Reading(NamedTuple):
+    """A prompt on its way through the layers: the residual stream `[B, T, H]` and positions `[B, T]` of its tokens.
+
+    Where it is read twice, T is twice its width, the second half being a copy; `lengths` `[B]` is None otherwise.
+    """
+
+    x: jax.Array
+    positions: jax.Array
+    lengths: jax.Array | None
+
+
+def start_reading(config: ModelConfig, params: Any, tokens: jax.Array, lengths: jax.Array, *, twice: bool) -> Reading:
+    """A prompt `[B, S]` before the first layer.
+
+    Raises:
+        ValueError: to be read twice, it outgrows the model's context.
+    """
+    width = tokens.shape[1]
+    positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), tokens.shape)
+    if not twice:
+        return Reading(embed_tokens(config, params, tokens), positions, None)
+    needed = width + min(width, CHUNK)
+    if needed > config.context:
+        raise ValueError(f"a prompt of {width} tokens, read twice, needs {needed} positions; the model's context has "
+                         f"{config.context}")
+    positions = jnp.concatenate([positions, reread_positions(lengths, width)], axis=1)
+    tokens = jnp.concatenate([tokens, tokens], axis=1)
+    return Reading(embed_tokens(config, params, tokens, positions), positions, lengths)
+
+
+def read_layer(config: ModelConfig, params: Any, layer: int, reading: Reading) -> tuple[Reading, Taps]:
+    """A layer over a prompt, exactly: what goes on to the next one, and the prompt's taps."""
+    window, weights, (x, positions, lengths) = config.windows[layer], params["layers"][layer], reading
+    if lengths is None:
+        x, taps = layer_prefill(config, window, weights, x, positions)
+    else:
+        x, taps = layer_prefill_twice(config, window, weights, x, positions, lengths)
+    return reading._replace(x=x), taps
 
 
 def extend(

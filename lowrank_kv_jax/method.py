@@ -64,6 +64,9 @@ class KVMethod(abc.ABC):
     latents: ClassVar[bool] = False
     """Whether it can hold the cache of latent attention (MLA), whose keys are their own values."""
 
+    rereads: ClassVar[bool] = False
+    """Whether prefill reads the prompt a second time, for `Taps.reread`: about three times the work."""
+
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named settings, say of a paper: field values that `name:preset` stands for."""
 

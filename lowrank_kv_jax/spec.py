@@ -86,6 +86,8 @@ class Taps(NamedTuple):
         k_pre: what enters RoPE (after Qwen3's k-norm), `[B, T, K, D]`.
         v: values, `[B, T, K, D]`.
         x: the normalised hidden state that the projections read, `[B, T, H]`.
+        reread: of a prompt that a method has read twice (`KVMethod.rereads`), how much the second reading attends to
+            each token, float32 `[B, K, T]` in 0..1; else None.
     """
 
     q: jax.Array
@@ -93,3 +95,4 @@ class Taps(NamedTuple):
     k_pre: jax.Array
     v: jax.Array
     x: jax.Array
+    reread: jax.Array | None = None

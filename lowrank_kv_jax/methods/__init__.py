@@ -7,6 +7,7 @@ from lowrank_kv_jax.methods.composed import compose
 from lowrank_kv_jax.methods.full import Full
 from lowrank_kv_jax.methods.h2o import H2O
 from lowrank_kv_jax.methods.kivi import KIVI
+from lowrank_kv_jax.methods.kvzip import KVzip
 from lowrank_kv_jax.methods.minicache import MiniCache
 from lowrank_kv_jax.methods.momentkv import MomentKV
 from lowrank_kv_jax.methods.ojakv import OjaKV
@@ -23,7 +24,7 @@ from lowrank_kv_jax.methods.windowed import SlidingWindow, StreamingLLM
 from lowrank_kv_jax.methods.xkv import XKV
 
 __all__ = [
-    "REGISTRY", "AdaKV", "EigenAttention", "EigenN", "Full", "H2O", "KIVI", "MiniCache", "MomentKV", "OjaKV",
+    "REGISTRY", "AdaKV", "EigenAttention", "EigenN", "Full", "H2O", "KIVI", "KVzip", "MiniCache", "MomentKV", "OjaKV",
     "OnlineSubspaceProjection", "Palu", "PyramidKV", "Scissorhands", "SingleSVD", "SlidingWindow", "SnapKV", "StaticPCA",
     "StaticPCAH", "StaticSubspace", "StreamingKV", "StreamingLLM", "XKV", "compose",
 ]

@@ -1,7 +1,6 @@
 """Ada-KV: SnapKV with budgets of heads that follow the attention."""
 
 import dataclasses
-from typing import ClassVar
 
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.methods.snapkv import Windowing
@@ -20,14 +19,16 @@ class Adaptive(Windowing):
     allocation: str = "official"
     alpha: float = 0.2
 
-    adaptive: ClassVar[bool] = True
-
     def __post_init__(self):
         super().__post_init__()
         if self.allocation not in ALLOCATIONS:
             raise ValueError(f"allocation={self.allocation!r}: allowed are {', '.join(ALLOCATIONS)}")
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha={self.alpha!r}: must lie in [0, 1]")
+
+    @property
+    def adaptive(self):
+        return True
 
     def allocation_of(self, tokens, sinks, recent):
         if self.allocation == "kvpress":  # the window counts among the sure ones there

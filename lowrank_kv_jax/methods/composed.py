@@ -40,6 +40,10 @@ class Composed(Staged):
         return self.codec is not None and self.codec.calibrated
 
     @property
+    def rereads(self) -> bool:
+        return self.selection is not None and self.selection.rereads
+
+    @property
     def reads_fisher(self):
         return self.codec is not None and self.codec.reads_fisher
 

@@ -38,8 +38,6 @@ class Selecting(Staged):
     positions: str = "original"
 
     stage: ClassVar[str | None] = "selection"
-    adaptive: ClassVar[bool] = False
-    """Whether heads have budgets of their own."""
     keeps_none: ClassVar[bool] = False
     decay: ClassVar[float] = 1.0
     """Share of the votes that survives a refresh."""
@@ -62,6 +60,11 @@ class Selecting(Staged):
             raise ValueError(f"budget={self.budget!r}: must exceed sinks + recent = {self.sinks} + {self.recent or 0}")
 
     # ---- budgets ------------------------------------------------------------------------------------------------
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether heads have budgets of their own."""
+        return False
 
     def tokens(self, layout: Layout) -> int:
         """Tokens that a kv head keeps; not asked where bytes decide."""

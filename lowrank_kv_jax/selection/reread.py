@@ -1,0 +1,80 @@
+"""A second reading of the prompt: what reconstructing it attends to (Kim et al., 2025, "KVzip").
+
+A model that is to repeat its context looks at what it needs of it for any question. The prompt is fed once more behind
+itself, as if the model repeated it; how much attention a token gets from the copies is its score. A copy sees all of the
+prompt and the copies before it in its chunk, whose positions begin behind the prompt: reading costs as many chunks of the
+same place as the prompt has, and a long prompt does not outgrow the model's context by more than a chunk.
+"""
+
+import jax
+import jax.numpy as jnp
+
+CHUNK = 2048  # tokens that are repeated in one go, as in the paper (section 3.3)
+SINKS = 4  # first tokens that stand for the rest of the prompt where a chunk's attention is normalised
+QUERIES = 64  # of a block: the probabilities of one block are all that lives at a time
+
+
+def reread_positions(lengths: jax.Array, size: int) -> jax.Array:
+    """Positions int32 `[B, S]` of the copies of a prompt's S tokens."""
+    return lengths[:, None] + jnp.arange(size, dtype=jnp.int32) % CHUNK
+
+
+def reread_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, *, scale: float, window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of the copies, and what they attend to.
+
+    Args:
+        q: `[B, S, N, D]` of the copies, after RoPE at `reread_positions`.
+        k, v: `[B, 2 S, K, D]` of the prompt and, behind it, of the copies.
+        lengths: int32 `[B]`, tokens of the prompt; the others are padding, in the copies too.
+        scale: on the logits.
+        window: sliding window in tokens, or None.
+
+    Returns:
+        `[B, S, N, D]` in the dtype of `q`, and float32 votes `[B, K, S]`: the largest share of attention that a copy in
+        the token's chunk gives it, over the copies and the query heads of a kv head, where sinks, chunk and copies share
+        the attention (algorithm 1); 0 for padding.
+    """
+    batch, size, heads, dim = q.shape
+    kv_heads, chunk = k.shape[2], min(CHUNK, size)
+    blocks = -(-size // QUERIES)
+    q = jnp.pad(q, ((0, 0), (0, blocks * QUERIES - size), (0, 0), (0, 0)))
+    q = q.reshape(batch, blocks, QUERIES, kv_heads, heads // kv_heads, dim)
+    prompt, position = jnp.arange(size), reread_positions(lengths, blocks * QUERIES)
+
+    def block(i, votes):
+        index = i * QUERIES + jnp.arange(QUERIES)
+        of_chunk = index // CHUNK
+        # copies of one chunk: a block has one, CHUNK being a multiple of QUERIES
+        begin = jnp.minimum(of_chunk[0] * CHUNK, size - chunk)
+        copies = begin + jnp.arange(chunk)
+        keys, values = (
+            jnp.concatenate([x[:, :size], jax.lax.dynamic_slice_in_dim(x, size + begin, chunk, axis=1)], axis=1)
+            for x in (k, v)
+        )
+        seen_prompt = jnp.broadcast_to((prompt < lengths[:, None])[:, None], (batch, QUERIES, size))
+        seen_copies = (copies <= index[:, None]) & (copies // CHUNK == of_chunk[:, None])
+        seen_copies = jnp.broadcast_to(seen_copies, (batch, QUERIES, chunk))
+        at = jax.lax.dynamic_slice_in_dim(position, i * QUERIES, QUERIES, axis=1)
+        if window is not None:
+            seen_prompt &= prompt > at[:, :, None] - window
+            seen_copies &= (lengths[:, None] + copies % CHUNK)[:, None] > at[:, :, None] - window
+        logits = jnp.einsum("btkgd,bskd->bktgs", q[:, i], keys, preferred_element_type=jnp.float32) * scale
+        seen = jnp.concatenate([seen_prompt, seen_copies], axis=2)[:, None, :, None]
+        logits = jnp.where(seen, logits, -jnp.inf)
+        weights = jax.nn.softmax(logits, axis=-1)
+        out = jnp.einsum("bktgs,bskd->btkgd", weights.astype(q.dtype), values, preferred_element_type=jnp.float32)
+        near = (prompt < SINKS) | (prompt // CHUNK == of_chunk[0])
+        shared = jax.nn.softmax(jnp.where(jnp.append(near, jnp.ones(chunk, bool)), logits, -jnp.inf), axis=-1)
+        voter = (index < lengths[:, None])[:, None, :, None, None]
+        counted = voter & (prompt // CHUNK == of_chunk[0])
+        fresh = jnp.max(jnp.where(counted, shared[..., :size], 0.0), axis=(2, 3))
+        return jnp.maximum(votes, fresh), out.astype(q.dtype)
+
+    def step(votes, i):
+        return block(i, votes)
+
+    votes, out = jax.lax.scan(step, jnp.zeros((batch, kv_heads, size), jnp.float32), jnp.arange(blocks))
+    out = jnp.moveaxis(out, 0, 1).reshape(batch, blocks * QUERIES, heads, dim)[:, :size]
+    return out, jnp.where((prompt < lengths[:, None])[:, None], votes, 0.0)
