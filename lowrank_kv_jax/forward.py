@@ -115,7 +115,7 @@ def make_layout(
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"cache dtype {dtype.name}: must be a floating dtype")
     mesh = None if mesh is None else check_mesh(mesh, config.attention, batch)
-    return Layout(config.attention, batch, prompt, capacity, block, dtype.name, mesh)
+    return Layout(config.attention, batch, prompt, capacity, min(block, capacity), dtype.name, mesh)
 
 
 def prefill(
@@ -145,7 +145,7 @@ def prefill(
     Raises:
         ValueError: shapes, lengths, capacity, method or bases do not fit; see `make_layout`.
     """
-    tokens, lengths = _checked_tokens(tokens, lengths)
+    tokens, lengths = _checked_tokens(tokens, lengths, config.vocab_size)
     batch, width = tokens.shape
     layout = make_layout(config, batch, width, capacity, block, dtype, mesh)
     method.validate(config.attention)
@@ -216,7 +216,8 @@ def extend(
     """Append a block of T <= `block` tokens (a question, a turn, a text to score) and attend through the cache.
 
     Call `refresh` when `block` slots are used up. Going beyond them or beyond the capacity makes the logits NaN: inside
-    of jit nothing louder is possible, and wrong numbers must not pass for right ones.
+    of jit nothing louder is possible, and wrong numbers must not pass for right ones. So do ids outside of the vocabulary
+    and counts beyond T.
 
     Args:
         cache: donated where the call is compiled; `fork` it first to keep it.
@@ -228,6 +229,8 @@ def extend(
         The cache and float32 logits.
     """
     check_method(cache, method)
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens: expected integers [rows, tokens], got shape {tokens.shape}")
     layout, (batch, width) = cache.layout, tokens.shape
     if batch != layout.batch or width > layout.block:
         raise ValueError(f"tokens {tokens.shape}: the cache takes {layout.batch} rows of at most {layout.block} tokens "
@@ -235,8 +238,9 @@ def extend(
     if config.attention != layout.spec:
         raise ValueError("this cache was made for another model: its attention differs")
     bases = bases_of_group(method, config.attention, replicate(layout.mesh, bases))
-    counts = jnp.full((batch,), width, jnp.int32) if counts is None else counts
-    tokens, counts = shard_rows(layout.mesh, tokens, counts)
+    given = jnp.full((batch,), width, jnp.int32) if counts is None else _checked_counts(counts, batch, width)
+    tokens, given = shard_rows(layout.mesh, tokens, given)
+    counts = jnp.clip(given, 0, width)
     positions = cache.length[:, None] + jnp.arange(width, dtype=jnp.int32)
     x = embed_tokens(config, params, tokens, positions)
     states = []
@@ -248,7 +252,7 @@ def extend(
             )
         states.append(state)
     logits = logits_of(config, params, x) if all_logits else last_logits(config, params, x, counts)
-    fits = (cache.length + counts <= cache.limit) & (cache.pending + width <= layout.block)
+    fits = (cache.length + counts <= cache.limit) & (cache.pending + width <= layout.block) & (counts == given)
     logits = jnp.where(fits.reshape(-1, *(1,) * (logits.ndim - 1)), logits, jnp.nan)
     cache = dataclasses.replace(
         cache, groups=tuple(states), length=cache.length + counts, pending=cache.pending + width
@@ -265,6 +269,8 @@ def decode_step(
     Args:
         active: bool `[B]`; rows that are not active keep their cache as it is.
     """
+    if token.ndim != 1:
+        raise ValueError(f"token: expected one for each row, [rows], got shape {token.shape}")
     counts = None if active is None else active.astype(jnp.int32)
     return extend(method, config, params, cache, token[:, None], counts, bases=bases)
 
@@ -286,13 +292,30 @@ def _together(*trees):
     return treedef.unflatten(jax.lax.optimization_barrier(leaves))
 
 
-def _checked_tokens(tokens, lengths):
+def _checked_counts(counts, batch: int, width: int) -> jax.Array:
+    """int32 `[B]`; that they lie in 0..width is only checked of NumPy arrays: reading others would stop dispatch."""
+    if counts.shape != (batch,) or not jnp.issubdtype(counts.dtype, jnp.integer):
+        raise ValueError(f"counts: expected integers, one for each of the {batch} rows, got {counts.dtype}{counts.shape}")
+    if isinstance(counts, np.ndarray) and ((counts < 0) | (counts > width)).any():
+        row = int(np.argmax((counts < 0) | (counts > width)))
+        raise ValueError(f"counts[{row}]={int(counts[row])}: {width} tokens were given, so it must lie in 0..{width}")
+    return jnp.asarray(counts, jnp.int32)
+
+
+def _checked_tokens(tokens, lengths, vocab_size: int):
     if tokens.ndim != 2 or tokens.shape[1] == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens: expected non-empty integers [batch, length], got {tokens.dtype}{tokens.shape}")
+    if not isinstance(tokens, Tracer) and getattr(tokens, "is_fully_addressable", True):
+        host = np.asarray(tokens)
+        wrong = (host < 0) | (host >= vocab_size)
+        if wrong.any():
+            raise ValueError(f"tokens hold id {int(host[wrong][0])}: ids lie in 0..{vocab_size - 1}")
     if lengths is None:
         return jnp.asarray(tokens, jnp.int32), jnp.full((tokens.shape[0],), tokens.shape[1], jnp.int32)
-    if lengths.shape != tokens.shape[:1]:
-        raise ValueError(f"lengths: expected one for each of the {tokens.shape[0]} rows, got shape {lengths.shape}")
+    lengths = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
+    if lengths.shape != tokens.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(f"lengths: expected integers, one for each of the {tokens.shape[0]} rows, got "
+                         f"{lengths.dtype}{lengths.shape}")
     if not isinstance(lengths, Tracer):
         host = np.asarray(lengths)
         if (host < 1).any() or (host > tokens.shape[1]).any():

@@ -38,11 +38,11 @@ class Generation:
 
 
 class Progress(NamedTuple):
-    """Carried by the decode loop: the last token `[B]`, whether a row has ended `[B]`, tokens drawn so far `[B]`."""
+    """Carried by the decode loop, `[B]` each: the last token, whether a row has ended, and whether by logits of NaN."""
 
     token: jax.Array
     done: jax.Array
-    drawn: jax.Array
+    broken: jax.Array
 
 
 @functools.partial(
@@ -57,11 +57,12 @@ def decode_block(
     Args:
         cache: donated; refreshed.
         progress: donated.
-        keys: PRNG keys `[B]`.
+        keys: PRNG keys `[B]`; a draw depends on its row's key and its position in the text.
         steps: int32 scalar in 1..block, traced.
 
     Returns:
-        Cache, progress, and the tokens drawn, int32 `[B, block]`, -1 where none was.
+        Cache, progress, and the tokens drawn, int32 `[B, block]`, -1 where none was: behind the end of a row, and where
+        its logits were NaN.
     """
     block = cache.layout.block
     ends = jnp.asarray(eos, jnp.int32)
@@ -73,11 +74,12 @@ def decode_block(
     def step(carry):
         cache, progress, out, i = carry
         cache, logits = decode_step(method, config, params, cache, progress.token, bases=bases, active=~progress.done)
-        drawn = sample(sampler, logits, keys, progress.drawn)
-        token = jnp.where(progress.done, progress.token, drawn)
-        out = out.at[:, i].set(jnp.where(progress.done, -1, token))
-        done = progress.done | jnp.any(token[:, None] == ends[None], axis=1)
-        return cache, Progress(token, done, progress.drawn + ~progress.done), out, i + 1
+        broken = progress.broken | (~progress.done & jnp.any(jnp.isnan(logits), axis=-1))
+        over = progress.done | broken
+        token = jnp.where(over, progress.token, sample(sampler, logits, keys, cache.length))
+        out = out.at[:, i].set(jnp.where(over, -1, token))
+        done = over | jnp.any(token[:, None] == ends[None], axis=1)
+        return cache, Progress(token, done, broken), out, i + 1
 
     out = jnp.full((cache.layout.batch, block), -1, jnp.int32)
     cache, progress, out, _ = jax.lax.while_loop(go_on, step, (cache, progress, out, jnp.int32(0)))
@@ -107,7 +109,7 @@ def ingest(
     over = to_host(cache.length) + counts - to_host(cache.limit)
     if (over > 0).any():
         row = int(np.argmax(over))
-        raise ValueError(f"row {row} would outgrow the cache by {int(over[row])} tokens: give a larger capacity")
+        raise ValueError(f"row {row} would outgrow the cache by {int(over[row])} tokens: prefill with a larger capacity")
     cache = refresh(method, cache, bases=bases)
     last = None
     for begin in range(0, int(counts.max()), layout.block):
@@ -134,17 +136,19 @@ def decode(
         logits: `[B, V]` of the last token.
 
     Raises:
-        Fault: the method reports that its state broke; blocks yielded before are good.
+        ValueError: seeds that are not one for all rows or one a row.
+        Fault: logits are NaN (a cache that was fed beyond its block or capacity, broken weights), or the method reports
+            that its state broke; blocks yielded before are good.
     """
-    batch = cache.layout.batch
-    row_seeds = np.broadcast_to(np.asarray(seeds, np.uint32), (batch,))
-    keys = jax.vmap(jax.random.key)(jnp.asarray(row_seeds))
+    keys = jax.vmap(jax.random.key)(jnp.asarray(row_seeds(seeds, cache.layout.batch)))
     eos = tuple(eos)
-    token = sample(sampler, logits, keys, jnp.zeros((batch,), jnp.int32))
+    token = sample(sampler, logits, keys, cache.length)
     done = jnp.any(token[:, None] == jnp.asarray(eos, jnp.int32)[None], axis=1)
-    progress = Progress(token, done, jnp.ones((batch,), jnp.int32))
-    stop_on_fault(cache, 0)
-    yield np.asarray(token)[:, None], cache, progress
+    progress = Progress(token, done, jnp.any(jnp.isnan(logits), axis=-1))
+    stop_on_fault(cache, progress, 0)
+    if int(to_host(cache.pending)):  # tokens were appended since the last refresh: a whole block may not fit any more
+        cache = refresh(method, cache, bases=bases)
+    yield to_host(token)[:, None], cache, progress
     left = max_new_tokens - 1
     while left > 0 and not bool(progress.done.all()):
         steps = min(left, cache.layout.block)
@@ -152,22 +156,39 @@ def decode(
             method, config, params, cache, progress, keys, jnp.int32(steps), bases=bases, sampler=sampler, eos=eos
         )
         left -= steps
-        stop_on_fault(cache, max_new_tokens - 1 - left)
-        yield np.asarray(out)[:, :steps], cache, progress
+        stop_on_fault(cache, progress, max_new_tokens - 1 - left)
+        yield to_host(out)[:, :steps], cache, progress
 
 
-def stop_on_fault(cache: Cache, step: int) -> None:
-    """Raise `Fault` where the method of a cache found that its state broke, `step` decode steps after the prompt."""
+def stop_on_fault(cache: Cache, progress: Progress, step: int) -> None:
+    """Raise `Fault` where logits were NaN or the method found that its state broke, `step` steps after the prompt."""
     found = cache.method.fault(cache.groups)
+    broken = to_host(progress.broken)
+    if found is None and broken.any():
+        found = f"the logits of row {int(np.argmax(broken))} are NaN"
     if found is not None:
         raise Fault(f"{cache.method.name}: {found}, {'at prefill' if step == 0 else f'by decode step {step}'}")
+
+
+def row_seeds(seeds: Sequence[int] | int, rows: int) -> np.ndarray:
+    """A seed for each row, uint32 `[rows]`.
+
+    Raises:
+        ValueError: neither one seed nor one a row, or seeds outside of 0..2**32 - 1.
+    """
+    found = np.asarray(seeds)
+    if found.shape not in ((), (rows,)) or not np.issubdtype(found.dtype, np.integer):
+        raise ValueError(f"seeds={seeds!r}: give one integer, or one for each of the {rows} rows")
+    if (found < 0).any() or (found >= 2**32).any():
+        raise ValueError(f"seeds={seeds!r}: must lie in 0..2**32 - 1")
+    return np.broadcast_to(found.astype(np.uint32), (rows,))
 
 
 def generate(
     model: Any, method: KVMethod, prompts: str | Sequence[str] | Sequence[Sequence[int]], *, bases: Any = None,
     max_new_tokens: int = 64, temperature: float = 0.0, top_k: int | None = None, top_p: float = 1.0,
     seeds: Sequence[int] | int = 0, stop_at_eos: bool = True, cache: Cache | Generation | None = None,
-    block: int = DEFAULT_BLOCK, capacity: int | None = None, dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
+    block: int | None = None, capacity: int | None = None, dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
     on_tokens: Callable[[np.ndarray], None] | None = None,
 ) -> Generation:
     """Generate from a compressed cache.
@@ -179,12 +200,13 @@ def generate(
         bases: from `calibrate`, where the method needs them.
         max_new_tokens: at most so many a row.
         temperature, top_k, top_p: see `Sampler`; the default is greedy.
-        seeds: one for all rows or one a row; a row's text depends on its own seed only.
+        seeds: one for all rows or one a row; a row's text depends on its own seed only, so that equal prompts need
+            different ones (`seeds=range(n)`) to be continued differently.
         stop_at_eos: end a row at the model's end-of-sequence tokens.
         cache: continue a conversation: `prompts` is the next turn. With the `Generation` of the turn before, its last
             token, which no cache holds yet, is put in front; with a bare cache, `prompts` must hold all that is new.
-            The cache is kept, not consumed.
-        block: decode steps between two refreshes.
+            The cache is kept, not consumed; block, capacity, dtype and mesh are its own.
+        block: decode steps between two refreshes, `DEFAULT_BLOCK` by default.
         capacity: longest sequence; the padded prompts and `max_new_tokens` by default.
         dtype: of the cache, bfloat16 by default.
         mesh: lay the cache out over these devices, see `prefill`; the model must lie on the same mesh.
@@ -197,26 +219,40 @@ def generate(
         raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
     rows = encode_prompts(model, prompts)
     config, params = model.config, model.params
+    sampler, eos = Sampler(temperature, top_k, top_p), config.eos_ids if stop_at_eos else ()
+    row_seeds(seeds, len(rows))
     if cache is not None:
-        held = (cache.cache if isinstance(cache, Generation) else cache).layout.batch
-        if len(rows) != held:
-            raise ValueError(f"prompts has {len(rows)} rows: the conversation that they continue has {held}")
+        held = (cache.cache if isinstance(cache, Generation) else cache).layout
+        if len(rows) != held.batch:
+            raise ValueError(f"prompts has {len(rows)} rows: the conversation that they continue has {held.batch}")
+        wanted = {"block": block, "capacity": capacity, "dtype": dtype and jnp.dtype(dtype).name, "mesh": mesh}
+        for name, value in wanted.items():
+            if value is not None and value != getattr(held, name):
+                raise ValueError(f"{name}={value!r}: the conversation goes on in its cache, which was made with "
+                                 f"{getattr(held, name)!r}")
     if isinstance(cache, Generation):
         rows = [[int(token), *row] for token, row in zip(cache.last, rows, strict=True)]
         cache = cache.cache
     if cache is not None:
         state, logits = ingest(method, config, params, fork(cache), rows, bases=bases)
     else:
-        tokens, lengths = pad_prompts(rows, config.context - max_new_tokens)
+        longest = config.context - max_new_tokens
+        if capacity is not None:
+            needed = max(map(len, rows)) + max_new_tokens - 1  # the last token drawn is not cached
+            if needed > capacity:
+                raise ValueError(f"capacity={capacity}: the longest prompt and max_new_tokens={max_new_tokens} need "
+                                 f"{needed}")
+            longest = min(longest, capacity - max_new_tokens + 1)
+        tokens, lengths = pad_prompts(rows, longest)
         capacity = min(tokens.shape[1] + max_new_tokens, config.context) if capacity is None else capacity
         state, logits = prefill(
-            method, config, params, tokens, lengths, bases=bases, capacity=capacity, block=block, dtype=dtype,
-            mesh=mesh,
+            method, config, params, tokens, lengths, bases=bases, capacity=capacity,
+            block=DEFAULT_BLOCK if block is None else block, dtype=dtype, mesh=mesh,
         )
-    sampler, eos = Sampler(temperature, top_k, top_p), config.eos_ids if stop_at_eos else ()
-    room = int((np.asarray(state.limit) - np.asarray(state.length)).min()) + 1
+    room = int((to_host(state.limit) - to_host(state.length)).min()) + 1
     if max_new_tokens > room:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: the cache has room for {room}; give a larger capacity")
+        raise ValueError(f"max_new_tokens={max_new_tokens}: the cache has room for {room}; give the first turn a larger "
+                         "capacity")
     blocks, progress = [], None
     for new, state, progress in decode(  # noqa: B007, B020
         method, config, params, state, logits, max_new_tokens, bases=bases, sampler=sampler, seeds=seeds, eos=eos

@@ -23,8 +23,8 @@ class Sampler:
     def __post_init__(self):
         if not self.temperature >= 0:
             raise ValueError(f"temperature={self.temperature!r}: must be at least 0")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k!r}: must be at least 1, or None")
+        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
+            raise ValueError(f"top_k={self.top_k!r}: must be an int of at least 1, or None")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p!r}: must lie in (0, 1]")
 
@@ -34,7 +34,7 @@ def sample(sampler: Sampler, logits: jax.Array, keys: jax.Array, step: jax.Array
 
     Args:
         keys: one PRNG key a row `[B]`: what a row draws depends on its own key and `step` only, not on the batch.
-        step: int32 `[B]` or scalar, number of tokens that the row has drawn.
+        step: int32 `[B]` or scalar, what tells a row's draws apart: the position of the token that is drawn.
     """
     if sampler.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)

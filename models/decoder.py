@@ -104,7 +104,9 @@ class Decoder(nnx.Module):
 
     def hidden(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
         # not `self.embed(tokens)`: nnx.Embed casts to the dtype it was made with; bound weights may be bf16
-        x = jnp.take(self.embed.embedding[...], tokens, axis=0)
+        table = self.embed.embedding[...]
+        # an id outside of the vocabulary becomes NaN, one below 0 too, which would count from the end
+        x = jnp.take(table, jnp.where(tokens < 0, table.shape[0], tokens), axis=0, mode="fill")
         return x + jnp.take(self.positions.embedding[...], positions, axis=0) if self.learned else x
 
     def logits(self, x: jax.Array) -> jax.Array:

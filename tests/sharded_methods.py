@@ -45,7 +45,7 @@ def decode(method, params, mesh, lengths):
         dtype=jnp.float32, mesh=mesh,
     )
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    progress = Progress(token, jnp.zeros((4,), bool), jnp.ones((4,), jnp.int32))
+    progress = Progress(token, jnp.zeros((4,), bool), jnp.zeros((4,), bool))
     keys = jax.vmap(jax.random.key)(jnp.zeros((4,), jnp.uint32))
     args = (method, CONFIG, params, cache, progress, keys, jnp.int32(BLOCK))
     compiled = decode_block.lower(*args, bases=bases).compile()

@@ -318,7 +318,7 @@ def start_of_decode(method, capacity):
     cache, logits = prefill(
         method, LONG, params, tokens, bases=bases, capacity=capacity, block=BLOCK, dtype=jnp.float32
     )
-    progress = Progress(logits.argmax(-1).astype(jnp.int32), jnp.zeros((2,), bool), jnp.ones((2,), jnp.int32))
+    progress = Progress(logits.argmax(-1).astype(jnp.int32), jnp.zeros((2,), bool), jnp.zeros((2,), bool))
     return params, cache, progress, jax.vmap(jax.random.key)(jnp.arange(2))
 
 

@@ -162,7 +162,7 @@ def decode_many(config, method, steps, block=64, prompt=48):
         method, config, model(config).params, prompts(rows=1, length=prompt), capacity=prompt + steps + block,
         block=block, dtype=jnp.float32,
     )
-    progress = Progress(logits.argmax(-1).astype(jnp.int32), jnp.zeros((1,), bool), jnp.ones((1,), jnp.int32))
+    progress = Progress(logits.argmax(-1).astype(jnp.int32), jnp.zeros((1,), bool), jnp.zeros((1,), bool))
     keys = jax.vmap(jax.random.key)(jnp.arange(1))
     first = jax.tree.map(lambda x: (x.shape, x.dtype), cache)
     for _ in range(steps // block):

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from helpers import PLAIN, Model, bases_for, model, prompts, small_configuration
 
-from lowrank_kv_jax.forward import DEFAULT_BLOCK, prefill
+from lowrank_kv_jax.cache import fork
+from lowrank_kv_jax.forward import DEFAULT_BLOCK, decode_step, extend, prefill, refresh
 from lowrank_kv_jax.generate import decode, decode_block, generate
+from lowrank_kv_jax.method import Fault
 from lowrank_kv_jax.methods import REGISTRY
 
 FULL = REGISTRY["full"]()
@@ -107,6 +109,70 @@ def test_seeds_belong_to_rows_not_to_the_batch():
     assert together != greedy()
 
 
+def test_every_turn_draws_anew():
+    chat = functools.partial(gen, model(), FULL, max_new_tokens=8, temperature=1e6, capacity=128)
+    first = chat([[1, 2, 3]])
+    second = chat([[4, 5]], cache=first)
+    assert first.tokens != second.tokens  # noise is all there is at this temperature
+    assert chat([[1, 2, 3]]).tokens == first.tokens
+
+
+def test_a_capacity_is_that_of_the_tokens_not_of_their_padding():
+    out = gen(model(), FULL, [list(range(1, 31))], max_new_tokens=11, capacity=40)
+    assert len(out.tokens[0]) == 11 and out.cache.layout.capacity == 40
+
+
+def test_a_turn_in_a_cache_smaller_than_a_block():
+    cache, _ = prefill(FULL, PLAIN, model().params, np.array([[1, 2]]), capacity=12, dtype=jnp.float32)
+    assert cache.layout.block == 12
+    assert len(generate(model(), FULL, [[3]], max_new_tokens=9, cache=cache).tokens[0]) == 9
+
+
+def test_decoding_begins_with_a_refresh_where_a_block_would_not_fit():
+    params, tokens = model().params, prompts()
+    cache, _ = prefill(FULL, PLAIN, params, tokens, capacity=160, block=8, dtype=jnp.float32)
+    cache, logits = extend(FULL, PLAIN, params, cache, tokens[:, :5])
+    refreshed = refresh(FULL, fork(cache))
+    found, expected = (
+        np.concatenate([new for new, *_ in decode(FULL, PLAIN, params, x, logits, 20)], axis=1) for x in (cache, refreshed)
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_nan_is_no_token():
+    broken = jax.tree.map(jnp.copy, model().params)
+    broken["norm"] = jax.tree.map(lambda x: x * jnp.nan, broken["norm"])
+    with pytest.raises(Fault, match="full: the logits of row 0 are NaN, at prefill"):
+        generate(Model(PLAIN, broken), FULL, ROWS, max_new_tokens=4)
+    cache, logits = prefill(FULL, PLAIN, model().params, prompts(), capacity=104, block=8, dtype=jnp.float32)
+    with pytest.raises(Fault, match="the logits of row 0 are NaN, by decode step 16"):  # the capacity ends after 8
+        list(decode(FULL, PLAIN, model().params, cache, logits, 20))
+
+
+def test_ids_outside_of_the_vocabulary_are_nan_or_refused():
+    params = model().params
+    for wrong in (-1, 64):
+        with pytest.raises(ValueError, match=f"tokens hold id {wrong}: ids lie in 0..63"):
+            prefill(FULL, PLAIN, params, np.array([[1, wrong]]))
+        cache, _ = prefill(FULL, PLAIN, params, np.array([[1, 2]]))
+        _, logits = decode_step(FULL, PLAIN, params, cache, jnp.array([wrong]))
+        assert jnp.isnan(logits).all()
+
+
+def test_counts_that_are_not_there():
+    params = model().params
+    cache, _ = prefill(FULL, PLAIN, params, prompts(), dtype=jnp.float32)
+    for wrong in (-1, 3):
+        with pytest.raises(ValueError, match=rf"counts\[1\]={wrong}: 2 tokens were given"):
+            extend(FULL, PLAIN, params, cache, jnp.ones((2, 2), jnp.int32), np.array([1, wrong]))
+        after, logits = extend(FULL, PLAIN, params, fork(cache), jnp.ones((2, 2), jnp.int32), jnp.array([1, wrong]))
+        assert jnp.isnan(logits[1]).all() and jnp.isfinite(logits[0]).all() and 96 <= int(after.length[1]) <= 98
+    with pytest.raises(ValueError, match="counts: expected integers, one for each of the 2 rows"):
+        extend(FULL, PLAIN, params, cache, jnp.ones((2, 2), jnp.int32), jnp.array([1.0, 2.0]))
+    with pytest.raises(ValueError, match=r"token: expected one for each row"):
+        decode_step(FULL, PLAIN, params, cache, jnp.ones((2, 1), jnp.int32))
+
+
 @pytest.mark.parametrize("name", ["full", "streamingllm", "ojakv"])
 def test_a_thousand_tokens_compile_once(name):
     config = dataclasses.replace(PLAIN, num_layers=2, windows=(None, None), context=2048)
@@ -143,9 +209,13 @@ def test_default_capacity_holds_prompt_and_new_tokens():
         ([[1] * 600], {}, r"prompts\[0\] has 600 tokens"),
         ([[1], [1] * 500], {"max_new_tokens": 20}, r"prompts\[1\] has 500 tokens: .* leaves 492"),
         ([[1]], {"max_new_tokens": 600}, "tokens"),
-        ([[1]], {"capacity": 40}, "capacity=40"),
+        ([[1]], {"capacity": 3}, "capacity=3: the longest prompt and max_new_tokens=4 need 4"),
         ([[1]], {"capacity": 600}, "the model's context is 512"),
-        ([[1]], {"max_new_tokens": 30, "capacity": 80}, "max_new_tokens=30: the cache has room for 17"),
+        ([[1] * 20], {"max_new_tokens": 30, "capacity": 40}, "capacity=40: the longest prompt and max_new_tokens=30 need 49"),
+        ([[1], [2]], {"seeds": [1, 2, 3]}, "seeds=.1, 2, 3.: give one integer, or one for each of the 2 rows"),
+        ([[1]], {"seeds": -1}, r"seeds=-1: must lie in 0\.\."),
+        ([[1]], {"seeds": 0.5}, "seeds=0.5: give one integer"),
+        ([[1]], {"temperature": 1.0, "top_k": 2.5}, "top_k=2.5: must be an int"),
         ([[1]], {"temperature": -1.0}, "temperature=-1.0"),
         ([[1]], {"block": 0}, "block=0"),
     ],
@@ -178,3 +248,5 @@ def test_a_turn_that_does_not_fit_is_refused():
         gen(model(), FULL, [[1], [1] * 15], cache=cache, max_new_tokens=1)
     with pytest.raises(ValueError, match="prompts has 1 rows"):
         gen(model(), FULL, [[1]], cache=cache, max_new_tokens=1)
+    with pytest.raises(ValueError, match="capacity=400: the conversation goes on in its cache, .* with 80"):
+        gen(model(), FULL, [[1], [2]], cache=cache, max_new_tokens=1, capacity=400)

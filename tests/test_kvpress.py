@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from eviction_oracle import kept_positions
 
+from lowrank_kv_jax.forward import prefill
 from lowrank_kv_jax.method import Layout
+from lowrank_kv_jax.models.load import load_model
 from lowrank_kv_jax.parse import parse_method
 from lowrank_kv_jax.spec import AttentionSpec, Taps
 
@@ -111,6 +113,36 @@ def test_adakv(layers, kept, alpha):
         theirs = [[p for p in range(LENGTH) if p not in gone[h]] for h in range(4)]
         spec = f"adakv:kvpress,budget={kept},recent={WINDOW},allocation=kvpress,alpha={alpha}"
         assert ours(spec, layer, state) == theirs
+    assert len({len(x) for x in theirs}) > 1
+
+
+class Silent:
+    """A tokenizer of nothing: KVzip without the words that ask for a repetition, as ours reads."""
+
+    def encode(self, text, **options):
+        return torch.zeros((1, 0), dtype=torch.long)
+
+
+@pytest.mark.parametrize("kept", [50, 120])
+def test_kvzip(model, tmp_path, kept):
+    from transformers import DynamicCache
+
+    tokens, cache, press = torch.randint(64, (1, LENGTH)), DynamicCache(), kvpress.KVzipPress(1 - kept / LENGTH, layerwise=True)
+    with torch.no_grad():
+        model.model(input_ids=tokens, past_key_values=cache)
+        for layer in model.model.layers:
+            layer.self_attn.rotary_emb = model.model.rotary_emb
+        press._context_ids, press._cache, press._suffix_ids = tokens, cache, Silent().encode("")
+        press._perform_kvzip_compression(model, Silent())
+    model.save_pretrained(tmp_path)
+    mine = load_model(tmp_path, dtype="float32")
+    held, _ = prefill(parse_method(f"kvzip:budget={kept}"), mine.config, mine.params, tokens.numpy(), dtype="float32")
+    for layer, state in zip(model.model.layers, held.groups, strict=True):
+        _, heads, slots = layer.self_attn.masked_key_indices
+        layer.self_attn.masked_key_indices = None
+        gone = [set(slots[heads == h].tolist()) for h in range(4)]
+        theirs = [[p for p in range(4, LENGTH) if p not in gone[h]] for h in range(4)]
+        assert [sorted(found) for found in kept_positions(state, 4)] == theirs
     assert len({len(x) for x in theirs}) > 1
 
 

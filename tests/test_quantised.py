@@ -114,7 +114,7 @@ def test_moved_coefficients_are_quantised_anew():
     for row, n in enumerate((128, 50)):
         assert np.abs(read_tokens(moved)[row, :, :n] - plain[row, :, :n]).max() < 0.02 * np.abs(plain).max()
     with pytest.raises(ValueError, match="60 slots: storage that changes"):
-        map_tokens(store_tokens(jnp.zeros((1, 1, 60, 2)), 8, None, Tile(16, 1)), lengths[:1], lambda x: x)
+        map_tokens(store_tokens(jnp.zeros((1, 1, 60, 2)), 8, None, Tile(16, 1)), lengths[:1], lambda x: x, lengths[:1] > 0)
 
 
 # ---- KIVI as a method -------------------------------------------------------------------------------------------

@@ -87,6 +87,17 @@ def test_a_cache_on_lanes_decodes_and_refreshes_as_one_in_rows(spec, stored):
     assert jax.tree.structure(back) == jax.tree.structure(rows)
 
 
+@pytest.mark.parametrize("spec", ["ojakv:rank=0.5,sinks=4,recent=8+snapkv:budget=30,recent=8",
+                                  "ojakv:rank=0.5,sinks=4,recent=8,rope=pre+h2o:budget=30,recent=8"])
+def test_selected_tokens_on_lanes_vote_as_in_rows(spec):
+    method = parse_method(spec)
+    cache, bases, params = prefilled(method=method)
+    lanes = with_token_layout(fork(cache), "lanes")
+    _, expected = decode(cache, bases, params, SHORT, method, BLOCK + 2)
+    _, found = decode(lanes, bases, params, SHORT, method, BLOCK + 2)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_an_unknown_layout_is_refused():
     cache, _, _ = prefilled()
     with pytest.raises(ValueError, match="columns.*rows, lanes"):

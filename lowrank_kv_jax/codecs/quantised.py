@@ -186,23 +186,28 @@ def append_tokens(stored: "jax.Array | QuantisedTokens", new: jax.Array, start: 
     return jax.vmap(row)(stored, new.astype(jnp.float32), start, counts)
 
 
-def map_tokens(stored: "jax.Array | QuantisedTokens", lengths: jax.Array, change) -> "jax.Array | QuantisedTokens":
+def map_tokens(
+    stored: "jax.Array | QuantisedTokens", lengths: jax.Array, change, rows: jax.Array
+) -> "jax.Array | QuantisedTokens":
     """Every token by `change`, `[B, J, T, R]` to the same shape, block by block in place: O(length) work.
 
     Args:
         lengths: int32 `[B]`, tokens held by each row.
+        rows: bool `[B]`, rows to change; the others keep what they hold to the bit, quantised or not.
     """
     if isinstance(stored, QuantisedTokens) and stored.shape[2] % stored.tile.tokens:
         raise ValueError(f"{stored.shape[2]} slots: storage that changes needs a multiple of {stored.tile.tokens}")
+
+    lengths = jnp.where(rows, lengths, 0)
 
     def step(i, buffer):
         start, slots, fresh = block_slots(i, buffer.shape[2])
         block = slice_block(buffer, start)
         if isinstance(buffer, QuantisedTokens):
             valid = slots[None] < lengths[:, None]
-            touch = fresh.reshape(1, -1, buffer.tile.tokens)[:, :, 0] & jnp.ones_like(valid[:, :1])
+            touch = fresh.reshape(1, -1, buffer.tile.tokens)[:, :, 0] & rows[:, None]
             return buffer.write_block(start, change(block), valid, touch)
-        moved = jnp.where(fresh[:, None], change(block), block)
+        moved = jnp.where(fresh[:, None] & rows[:, None, None, None], change(block).astype(block.dtype), block)
         return jax.lax.dynamic_update_slice_in_dim(buffer, moved, start, axis=2)
 
     return jax.lax.fori_loop(*block_range(stored.shape[2], lengths), step, stored)

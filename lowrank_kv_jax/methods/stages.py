@@ -140,8 +140,10 @@ class BasisStage:
         return self.method.attend_coded(layout, self.method.bases_of(bases, held), held, q, positions, place)
 
     def readable(self, layout, bases, held, q):
-        use = self.method.bases_of(bases, held)
+        use, keys = self.method.bases_of(bases, held), held.coded.k
+        if hasattr(keys, "read_block"):  # on the lanes of a TPU
+            keys = keys.read_block(0, keys.shape[2])
         if self.method.rope == "post":
-            return Readable(fold_query(use.k, q, layout.spec.kv_heads), held.coded.k)
-        keys = self.method.rebuild(use, "k", held.coded.k, layout.spec.kv_heads)
+            return Readable(fold_query(use.k, q, layout.spec.kv_heads), keys)
+        keys = self.method.rebuild(use, "k", keys, layout.spec.kv_heads)
         return Readable(q, rotate(keys, *rope_angles(layout.spec.rope, held.coded.positions.position)))

@@ -276,7 +276,7 @@ def _transport_tail(
         last = jnp.einsum("bjsr,bjrp->bjsp", block[..., -tail:], move.astype(block.dtype))
         return jnp.concatenate([block[..., :-tail], last], axis=-1)
 
-    return map_tokens(stored, lengths, change)
+    return map_tokens(stored, lengths, change, jnp.any(old != new, axis=(1, 2, 3)))
 
 
 @jax.jit
