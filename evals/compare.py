@@ -100,7 +100,7 @@ class Result:
 
     Attributes:
         spec, method: as given, and what it parses to.
-        needle: score 0-100 by length.
+        scores: 0-100 of each needle, by length.
         size: by length.
         perplexity: of text through the cache.
         timing: at `Settings.length_timed`.
@@ -108,10 +108,15 @@ class Result:
 
     spec: str
     method: KVMethod
-    needle: dict[int, float] = dataclasses.field(default_factory=dict)
+    scores: dict[int, list[float]] = dataclasses.field(default_factory=dict)
     size: dict[int, Size] = dataclasses.field(default_factory=dict)
     perplexity: Perplexity | None = None
     timing: Timing | None = None
+
+    @property
+    def needle(self) -> dict[int, float]:
+        """Mean score by length."""
+        return {length: float(np.mean(scores)) for length, scores in self.scores.items()}
 
 
 def parse_methods(specs: Sequence[str] | None) -> dict[str, KVMethod]:
@@ -246,7 +251,7 @@ def _needles(
             scores[spec] += got[: len(samples) - begin]
             on_step(f"needle {length} {spec}", _ANSWER_WORK)
     for spec, result in results.items():
-        result.needle[length] = 100 * float(np.mean(scores[spec]))
+        result.scores[length] = [100 * score for score in scores[spec]]
 
 
 def _right(samples: Sequence[Sample]) -> Callable[[int, str], bool]:
@@ -302,7 +307,8 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def records(model: Any, results: Sequence[Result], settings: Settings) -> list[dict[str, Any]]:
-    """One record for each method and needle length, and one for each method's perplexity."""
+    """One record for each method and needle, and one for each method and text window."""
+    corpus, prefix = load_corpus(settings.text), min(settings.lengths)
     common = {
         "model": model.name, "fingerprint": model.fingerprint, "seed": settings.seed, "protocol": PROTOCOL,
         "cache_dtype": settings.dtype, "timed_cache_dtype": settings.cache_dtype_timed,
@@ -315,18 +321,19 @@ def records(model: Any, results: Sequence[Result], settings: Settings) -> list[d
             "method": result.spec, "ttft_s": result.timing.ttft_s,
             "decode_tokens_per_s": result.timing.decode_tokens_per_s,
         }
-        for length, score in result.needle.items():
-            out.append(make_record(
+        for length, scores in result.scores.items():
+            out += [make_record(
                 "compare", **shared, **_size_fields(result.size[length]), task="niah_single_1", length=length,
-                samples=settings.samples, score=score,
+                samples=1, index=index, score=score,
+            ) for index, score in enumerate(scores)]
+        for index, row in enumerate(result.perplexity.nll):
+            total = float(row.sum())
+            out.append(make_record(
+                "compare", **shared, **_size_fields(result.size[prefix]), task="perplexity-stream",
+                length=prefix + len(row), step=prefix, samples=1, index=index, scored_tokens=len(row),
+                text={"name": corpus.name, "sha256": corpus.sha256}, nll=total if math.isfinite(total) else None,
+                perplexity=math.exp(min(total / len(row), 700)) if math.isfinite(total) else None,
             ))
-        nll, ppl = float(np.mean(result.perplexity.nll)), result.perplexity.ppl
-        out.append(make_record(
-            "compare", **shared, **_size_fields(result.size[min(settings.lengths)]), task="perplexity",
-            length=min(settings.lengths), samples=len(result.perplexity.nll), corpus=settings.text,
-            scored_tokens=result.perplexity.nll.size, nll=nll if math.isfinite(nll) else None,
-            perplexity=ppl if math.isfinite(ppl) else None,
-        ))
     return out
 
 

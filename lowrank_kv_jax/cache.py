@@ -48,6 +48,9 @@ def bases_of_group(method: KVMethod, spec, bases: Sequence[Any] | None) -> tuple
         bases = method.default_bases(spec)
     if len(bases) != len(groups):
         raise ValueError(f"bases hold {len(bases)} groups, method {method.name!r} has {len(groups)} on this model")
+    if method.calibrated:
+        for group in bases:
+            method.check_bases(spec, group)
     return tuple(bases)
 
 

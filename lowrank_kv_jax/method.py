@@ -98,6 +98,10 @@ class KVMethod(abc.ABC):
         """
         return (None,) * len(self.layer_groups(spec))
 
+    def check_bases(self, spec: AttentionSpec, bases: Any) -> None:
+        """Raise ValueError where bases of a group that were handed in are not of this configuration. Default: nothing."""
+        del spec, bases
+
     def fit_key(self, spec: AttentionSpec) -> dict[str, Any]:
         """What decides the outcome of `fit`, as values that JSON holds.
 

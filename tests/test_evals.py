@@ -20,6 +20,7 @@ from lowrank_kv_jax.evals.compare_plot import plot_results
 from lowrank_kv_jax.evals.needle import make_needle, make_needles
 from lowrank_kv_jax.evals.perplexity import perplexity
 from lowrank_kv_jax.evals.prefill_many import pad_rows, prefill_many
+from lowrank_kv_jax.evals.report.sections import read_report
 from lowrank_kv_jax.evals.samples import substring_score
 from lowrank_kv_jax.evals.sizes import nominal_smaller, size_of
 from lowrank_kv_jax.evals.timing import alternate
@@ -305,10 +306,14 @@ def test_compare_on_a_tiny_model(model, tmp_path):
     assert ojakv.size[700].total < 0.8 * full.size[700].total
     assert full.perplexity.nll.shape == (2, 40) and np.isfinite(ojakv.perplexity.nll).all()
     rows = compare_records(model, results, settings)
-    assert len(rows) == 2 * 2 and {row["task"] for row in rows} == {"niah_single_1", "perplexity"}
+    assert len(rows) == 2 * (3 + 2) and {row["task"] for row in rows} == {"niah_single_1", "perplexity-stream"}
     for row in rows:
         assert set(records.FIELDS) <= set(row) and row["protocol"] == "query-agnostic" and row["ttft_s"] > 0
         records.append_record(tmp_path / "out.jsonl", row)
+    needles, text = read_report([tmp_path / "out.jsonl"])
+    assert [entry.samples for entry in needles.entries] == [3, 3]
+    for result, entry in zip(results, text.entries, strict=True):
+        assert entry.perplexity.mean == pytest.approx(result.perplexity.ppl, rel=1e-6)
     plot_results(results, tmp_path / "figure.png", "tiny")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 

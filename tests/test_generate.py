@@ -14,6 +14,7 @@ from lowrank_kv_jax.forward import DEFAULT_BLOCK, decode_step, extend, prefill, 
 from lowrank_kv_jax.generate import decode, decode_block, generate
 from lowrank_kv_jax.method import Fault
 from lowrank_kv_jax.methods import REGISTRY
+from lowrank_kv_jax.parse import parse_method
 
 FULL = REGISTRY["full"]()
 ROWS = [prompts(1, n, seed=14 + i)[0].tolist() for i, n in enumerate((37, 5))]  # whose greedy text varies
@@ -157,6 +158,21 @@ def test_ids_outside_of_the_vocabulary_are_nan_or_refused():
         cache, _ = prefill(FULL, PLAIN, params, np.array([[1, 2]]))
         _, logits = decode_step(FULL, PLAIN, params, cache, jnp.array([wrong]))
         assert jnp.isnan(logits).all()
+
+
+@pytest.mark.parametrize(
+    "spec, fitted, said",
+    [
+        ("ojakv:rank=6", "ojakv:rank=2", r"bases.k has 4 heads of \[8, 2\]; ojakv .* takes 4 of \[8, 6\]: calibrate for it"),
+        ("static-pca-h:rank=6,heads=joint", "static-pca-h:rank=6", r"takes 1 of \[32, 6\]"),
+        ("static-pca-h:rank=6", "eigenattention:rank=6", "bases.k has 1 heads"),
+        ("static-pca-h:rank=6+snapkv:keep=0.5", "static-pca-h:rank=5", r"takes 4 of \[8, 6\]"),
+    ],
+)
+def test_bases_of_another_configuration(spec, fitted, said):
+    bases = bases_for(parse_method(fitted))
+    with pytest.raises(ValueError, match=said):
+        prefill(parse_method(spec), PLAIN, model().params, prompts(), bases=bases)
 
 
 def test_counts_that_are_not_there():

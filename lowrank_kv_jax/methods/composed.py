@@ -62,6 +62,10 @@ class Composed(Staged):
     def fault(self, groups):
         return None if self.codec is None else self.codec.fault(tuple(group.held for group in groups))
 
+    def check_bases(self, spec, bases):
+        if self.codec is not None:
+            self.codec.check_bases(spec, bases)
+
     def default_bases(self, spec):
         return (self.codec or self.selection).default_bases(spec)
 

@@ -85,6 +85,9 @@ class LowRank(KVMethod):
     adapts: ClassVar[bool] = False
     """Whether rows own their bases (a prompt-fitted or moving basis)."""
 
+    shared_key_basis: ClassVar[bool] = False
+    """Whether the keys of all heads may lie in one basis of a head's width."""
+
     bases_type: ClassVar[type | None] = Bases
 
     def __post_init__(self):
@@ -130,6 +133,21 @@ class LowRank(KVMethod):
             self.ranks(spec)
         if self.rope == "pre" and spec.rope is None:
             raise ValueError("rope='pre': this model has no rotary embedding; use rope='post'")
+
+    def check_bases(self, spec, bases):
+        """Heads, width and rank; ranks that `energy` chose may be any."""
+        if bases is None:
+            return
+        heads = self.basis_heads(spec)
+        width = spec.kv_heads // heads * spec.head_dim
+        for side, rank in zip("kv", self.ranks(spec) if self.energy is None else (None, None), strict=True):
+            *_, found_heads, found_width, found = getattr(bases, side).shape
+            allowed = (1, heads) if self.shared_key_basis and side == "k" else (heads,)
+            if found_heads not in allowed or found_width != width or rank not in (None, found):
+                raise ValueError(
+                    f"bases.{side} has {found_heads} heads of [{found_width}, {found}]; {self.name} with these settings "
+                    f"takes {heads} of [{width}, {rank or 'any rank'}]: calibrate for it"
+                )
 
     # ---- calibration --------------------------------------------------------------------------------------------
 

@@ -51,7 +51,9 @@ class OjaKV(LowRank):
             alone, and `steps` and `normalize*` are not its fields.
         transport: carry stored coefficients over when the basis moves. False reads them in the new basis, which is
             wrong and only there to measure what that costs (on SmolLM2 at rank 0.5, 512 tokens decoded: perplexity
-            25.9 instead of 14.6; the full cache has 13.5).
+            25.9 instead of 14.6; the full cache has 13.5). Coefficients in 8 bits are quantised anew with every move at
+            little loss; in 4 or 2 bits the error grows with every block of decoded tokens: keep the basis at rest
+            there (`eta_dec=0`).
     """
 
     eta_pre: float = 1.0

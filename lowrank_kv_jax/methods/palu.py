@@ -198,6 +198,9 @@ class GroupedProjections(LowRank):
                 out[layer].append(jnp.asarray(np.stack(found), jnp.float32))
         return out
 
+    def check_bases(self, spec, bases):
+        """Nothing: Fisher information may choose any ranks."""
+
     def fit_key(self, spec):
         key: dict[str, Any] = {
             "fit": "palu", "rope": self.rope, "head_group": self.group_of(spec), "rank_by": self.rank_by,

@@ -51,6 +51,8 @@ class EigenAttention(StaticBasis):
     recent: int = 0
     rope: str = "pre"
 
+    shared_key_basis: ClassVar[bool] = True
+
     def __post_init__(self):
         super().__post_init__()
         if self.heads != "per_head":
