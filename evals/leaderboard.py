@@ -10,8 +10,9 @@ from lowrank_kv_jax.evals.few_at_a_time import few_at_a_time
 from lowrank_kv_jax.evals.peers.kvpress_presses import PREFIX, PRESSES
 from lowrank_kv_jax.evals.peers.kvpress_run import evaluate_kvpress
 from lowrank_kv_jax.evals.report.sections import Entry, Section, read_sections
-from lowrank_kv_jax.evals.ruler.run import evaluate_ruler, make_suite
-from lowrank_kv_jax.evals.ruler.tasks import RULER_6
+from lowrank_kv_jax.evals.ruler.generate import SEED
+from lowrank_kv_jax.evals.ruler.run import COMMAND, evaluate_ruler, make_suite
+from lowrank_kv_jax.evals.ruler.tasks import expand_tasks
 from lowrank_kv_jax.evals.sizes import nominal_smaller
 from lowrank_kv_jax.method import KVMethod
 from lowrank_kv_jax.methods import REGISTRY
@@ -19,9 +20,12 @@ from lowrank_kv_jax.parse import parse_method
 from lowrank_kv_jax.spec import AttentionSpec
 
 RATIOS = (2, 4, 8)
-TASKS, LENGTHS, SAMPLES = RULER_6, (1024, 2048), 10
-TOGETHER = 6  # methods that share a prefill
+TASKS, LENGTHS, SAMPLES = ("ruler-6",), (1024, 2048), 10
+TOGETHER = 12  # methods that share a prefill; their caches of `ROWS` contexts of 2K tokens fit in 8 GB
 ROWS = 10  # contexts in a batch: answers that go on to the end are most of the work, and reading weights most of theirs
+
+ASKED: Mapping[str, Any] = {"protocol": "query-agnostic", "seed": SEED, "style": "base"}
+"""How its questions are asked; records of the same file under other conditions are not the leaderboard's."""
 
 
 def peer_specs(ratios: Sequence[int] = RATIOS) -> list[str]:
@@ -81,6 +85,7 @@ def run_leaderboard(
         methods: of ours, by spec.
         peers: presses of kvpress; empty without torch.
         json: records; a run that was interrupted goes on there.
+        tasks, lengths, samples: as of `evaluate_ruler`.
 
     Raises:
         ValueError, OSError: as `evaluate_ruler` and `evaluate_kvpress`.
@@ -88,34 +93,44 @@ def run_leaderboard(
     # calibrated methods together, so that one run over the calibration text serves them
     ordered = {spec: methods[spec] for spec in sorted(methods, key=lambda spec: methods[spec].calibrated)}
     for group in few_at_a_time(ordered, TOGETHER):
-        evaluate_ruler(model, group, tasks, lengths, samples, rows=ROWS, json=json, calibrate=calibrate,
+        evaluate_ruler(model, group, tasks, lengths, samples, **ASKED, rows=ROWS, json=json, calibrate=calibrate,
                        progress=progress)
     if peers:
-        suite = make_suite(model, tasks, lengths, samples)
+        suite = make_suite(model, tasks, lengths, samples, **ASKED)
         evaluate_kvpress(model, source, peers, suite, json=json, progress=progress)
 
 
-def leaderboard_table(json: str | os.PathLike) -> str:
+def leaderboard_table(
+    json: str | os.PathLike, tasks: Sequence[str] = TASKS, fingerprint: str | None = None
+) -> str:
     """Markdown: a row a method, ours and the peer's, by the ratio that papers would print.
 
+    Args:
+        tasks: names of tasks and of groups of them, whose mean the score is; a method that lacks one has none.
+        fingerprint: of the model, where the file holds results of several.
+
     Raises:
-        ValueError: no records.
+        ValueError: no records, or results that cannot stand in one table.
     """
-    sections = [section for section in read_sections([json], tasks=RULER_6) if section.command == "eval ruler"]
+    name, members = "+".join(tasks), expand_tasks(tuple(tasks))
+    where = {"command": COMMAND, **ASKED} | ({} if fingerprint is None else {"fingerprint": fingerprint})
+    sections = read_sections([json], tasks=tasks, where=where)
+    if len({section.length for section in sections}) < len(sections):
+        raise ValueError(f"{json} holds results of several runs: {'; '.join(section.title for section in sections)}")
     rows: dict[str, dict[Any, Entry]] = {}
     for section in sections:
         for entry in section.entries:
             rows.setdefault(entry.method, {})[section.length] = entry
     header = ["method", "nominal"]
     for section in sections:
-        header += [f"stored, {section.length}", f"ruler-6, {section.length}"]
+        header += [f"stored, {section.length}", f"{name}, {section.length}"]
     lines = [header, ["---", *["---:"] * (len(header) - 1)]]
     for method, found in sorted(rows.items(), key=_place):
         nominal = next(iter(found.values())).nominal_smaller
         lines.append([f"`{method}`", "" if nominal is None else f"{nominal:.1f}x",
-                      *(cell for section in sections for cell in _cells(found.get(section.length)))])
+                      *(cell for section in sections for cell in _cells(found.get(section.length), members))])
     counted = ", ".join(f"{section.samples} at {_length(section)}" for section in sections)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\nSamples of all six tasks: {counted}.\n"
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\nSamples of {name}: {counted}.\n"
 
 
 def _length(section: Section) -> str:
@@ -124,13 +139,16 @@ def _length(section: Section) -> str:
     return f"{section.length} tokens" + (f" ({sum(contexts) / len(contexts):.0f} on average)" if contexts else "")
 
 
-def _cells(entry: Entry | None) -> tuple[str, str]:
+def _cells(entry: Entry | None, tasks: Sequence[str]) -> tuple[str, str]:
     if entry is None:
         return "", ""
+    stored = "" if entry.smaller is None else f"{entry.smaller:.2f}x"
+    if not set(tasks) <= set(entry.tasks):
+        return stored, ""
     score = f"{entry.mean.mean:.0f}"
     if entry.mean.low is not None and entry.mean.high is not None:
         score += f" [{entry.mean.low:.0f}, {entry.mean.high:.0f}]"
-    return "" if entry.smaller is None else f"{entry.smaller:.2f}x", score
+    return stored, score
 
 
 def _place(item: tuple[str, Mapping[Any, Entry]]) -> tuple:

@@ -50,22 +50,55 @@ def append_record(path: str | os.PathLike, record: dict[str, Any]) -> None:
 
 
 def read_records(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The records of a file in order; incomplete lines, which a killed run leaves behind, are skipped."""
-    records = []
-    for line in Path(path).expanduser().read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
+    """The records of a file in order.
+
+    An incomplete last line, which a killed run leaves behind, is skipped; so are other lines that hold no record, and a
+    line on standard error says how many.
+
+    Raises:
+        OSError: the file cannot be read; ValueError: it is not UTF-8.
+    """
+    try:
+        *lines, last = Path(path).expanduser().read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 ({error})") from error
+    found = {number: _record(line) for number, line in enumerate(lines, start=1) if line.strip()}
+    bad = [number for number, record in found.items() if record is None]
+    if bad:
+        warn(f"{path}: lines skipped that hold no record: {len(bad)}, the first is line {bad[0]}")
+    return [record for record in (*found.values(), _record(last)) if record is not None]
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    """The JSON object of a line; NaN, which no JSON knows, makes it none."""
+    try:
+        record = json.loads(line, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name}: not a number of JSON")
+
+
+@functools.cache
+def warn(message: str) -> None:
+    """One line on standard error, once in a process."""
+    print(f"lowrank-kv: warning: {message}", file=sys.stderr)
 
 
 def check_writable(path: str | os.PathLike) -> None:
-    """Raise OSError now rather than after minutes of measuring if records cannot be appended to `path`."""
-    with open(Path(path).expanduser(), "ab"):
+    """Raise OSError now rather than after minutes of measuring if nothing can be appended to `path`.
+
+    A file that was not there is not left behind.
+    """
+    target = Path(path).expanduser().resolve()  # through links: what is created is removed, not a link to it
+    new = not target.exists()
+    with open(target, "ab"):
         pass
+    if new:
+        target.unlink(missing_ok=True)  # of processes that run in step, another may have been faster
 
 
 @functools.cache

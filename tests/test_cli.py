@@ -12,6 +12,8 @@ import lowrank_kv_jax
 from lowrank_kv_jax.cli import COMMANDS, main
 from lowrank_kv_jax.cli.compilation_cache import enable_compilation_cache
 from lowrank_kv_jax.cli.generate import _Stream
+from lowrank_kv_jax.cli.options import PLOT_SUFFIXES
+from lowrank_kv_jax.evals.records import check_writable
 from lowrank_kv_jax.methods import REGISTRY
 
 ROOT = Path(lowrank_kv_jax.__file__).parents[1]
@@ -73,6 +75,64 @@ def test_mistakes_are_told_in_one_line(capsys, tmp_path):
     assert "No such file" in fails(capsys, "compare", "--json", str(tmp_path / "none" / "x.jsonl"))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     assert "is not UTF-8" in fails(capsys, "generate", "--prompt-file", str(tmp_path / "binary"))
+
+
+@pytest.mark.parametrize("command", (
+    ["compare"], ["eval", "needle"], ["diagnose"], ["cross-layer"], ["streaming"], ["bench", "kernels"],
+))
+def test_plots_are_refused_before_anything_is_measured(capsys, tmp_path, command):
+    assert "allowed are .png" in fails(capsys, *command, "--plot", str(tmp_path / "p.xyz"))
+    assert "suffix ''" in fails(capsys, *command, "--plot", str(tmp_path / "p"))
+    assert "No such file" in fails(capsys, *command, "--plot", str(tmp_path / "none" / "p.PNG"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_suffix_that_is_allowed_can_be_drawn():
+    from matplotlib.figure import Figure
+
+    assert {suffix[1:] for suffix in PLOT_SUFFIXES} <= set(Figure().canvas.get_supported_filetypes())
+
+
+def test_checked_files_are_as_they_were(tmp_path):
+    old, new, link = tmp_path / "old", tmp_path / "new", tmp_path / "link"
+    old.write_text("a record\n")
+    link.symlink_to(new)
+    for path in (old, new, link):
+        check_writable(path)
+    assert old.read_text() == "a record\n" and link.is_symlink() and not new.exists()
+
+
+def test_a_refused_command_leaves_no_file(capsys, tmp_path):
+    json, plot = tmp_path / "new.jsonl", tmp_path / "new.png"
+    fails(capsys, "eval", "needle", "--model", "no such model", "--json", str(json), "--plot", str(plot))
+    fails(capsys, "eval", "ruler", "--model", "no such model", "--json", str(json))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("argv, message", (
+    (["diagnose", "--methods", "nosuch"], "unknown method 'nosuch'"),
+    (["diagnose", "--methods", "full"], "'full' has no basis to diagnose"),
+    (["diagnose", "--windows", "0"], "--windows 0: must be at least 1"),
+    (["cross-layer", "--quality", "512", "--methods", "nosuch"], "unknown method 'nosuch'"),
+    (["cross-layer", "--groups", "2", "0"], "--groups 0: must be at least 1"),
+    (["streaming", "--methods", "nosuch"], "unknown method 'nosuch'"),
+    (["calibrate", "--method", "ojakv", "--out", "none", "--length", "-1"], "--length -1: must be at least 1"),
+    (["eval", "ruler", "--lengths", "1024", "-5"], "--lengths -5: must be at least 1"),
+    (["eval", "ruler", "--seed", "-1"], "seed=-1: must lie in 0.."),
+    (["eval", "ruler", "--rows", "0"], "--rows 0: must be at least 1"),
+    (["eval", "longbench", "--samples", "-2"], "--samples -2: must be at least 1"),
+    (["eval", "lm-eval", "--fewshot", "-1"], "--fewshot -1: must be at least 0"),
+    (["eval", "needle", "--depths", "1"], "--depths 1: must be at least 2"),
+    (["eval", "perplexity", "--windows", "-1"], "--windows -1: must be at least 0"),
+    (["bench", "decode", "--lengths", "0"], "--lengths 0: must be at least 1"),
+    (["roofline", "--batch", "0"], "--batch 0: must be at least 1"),
+))
+def test_mistakes_are_told_before_a_model_is_loaded(capsys, monkeypatch, argv, message):
+    def never(*args):
+        raise AssertionError("loaded a model")
+
+    monkeypatch.setattr("lowrank_kv_jax.models.load.load_model", never)
+    assert message in fails(capsys, *argv)
 
 
 def test_the_demo_model_missing_says_how_to_get_it(capsys, monkeypatch):

@@ -349,6 +349,8 @@ def test_ruler_from_files(files, tmp_path):
         ("vt", 62, i, "eval ruler") for i in range(3)
     ]
     assert len(ruler.evaluate_ruler(Loaded(), only, ["vt"], [64], 2, data=files, rows=2)) == 2
+    with pytest.raises(ValueError, match="vt.jsonl, line 3: the longest sample has length=62, not half of the 512"):
+        ruler.evaluate_ruler(Loaded(), only, ["vt"], [512], data=files)
     (files / "128").mkdir()
     (files / "128" / "vt.jsonl").write_text((files / "vt.jsonl").read_text())
     assert {r["length"] for r in ruler.evaluate_ruler(Loaded(), only, ["vt"], data=files, rows=2)} == {128}
@@ -358,6 +360,32 @@ def test_ruler_from_files(files, tmp_path):
         ruler.evaluate_ruler(Loaded(), only, ["fwe"], data=files)
     with pytest.raises(FileNotFoundError, match="no such folder"):
         ruler.evaluate_ruler(Loaded(), only, ["vt"], data=files / "none")
+
+
+def test_lengths_beyond_the_context_are_refused_before_samples_are_drawn(monkeypatch, capsys):
+    def never(*args, **kwargs):
+        raise AssertionError("drawn")
+
+    monkeypatch.setattr("lowrank_kv_jax.evals.ruler.run.draw_samples", never)
+    with pytest.raises(ValueError, match="length=513: is more than the model's context of 512 tokens"):
+        ruler.evaluate_ruler(Loaded(), METHODS, ["vt"], [512, 513])
+    monkeypatch.setattr("lowrank_kv_jax.evals.needle_grid.evaluate_needles", never)
+    monkeypatch.setattr("lowrank_kv_jax.cli.eval_options.load_on_mesh", lambda args: (Loaded(), None))
+    assert main(["eval", "needle", "--lengths", "64", "100000"]) == 2
+    assert "length=100000: is more than the model's context of 512 tokens" in capsys.readouterr().err
+
+
+def test_repeated_tasks_and_lengths_count_once(files, tmp_path, monkeypatch, capsys):
+    assert len(ruler.evaluate_ruler(Loaded(), {"full": METHODS["full"]}, ["vt", "vt"], [64, 64], data=files)) == 3
+    row = {"context": "some text", "input": "what?", "answers": ["a"], "all_classes": ["a", "b"]}
+    for task in ("trec", "lcc"):
+        (tmp_path / f"{task}.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setattr("lowrank_kv_jax.cli.eval_options.load_on_mesh", lambda args: (Loaded(), None))
+    shown: list[Any] = []
+    monkeypatch.setattr("lowrank_kv_jax.cli.eval_options.print_scores", lambda *args: shown.append(args[2]))
+    argv = ["--tasks", "trec", "trec", "lcc", "--data", str(tmp_path), "--max-length", "200", "--methods", "full"]
+    assert main(["eval", "longbench", *argv]) == 0
+    assert shown == [{"mean": ["trec", "lcc"]}]
 
 
 def test_needles_at_every_depth(tmp_path):
@@ -389,7 +417,7 @@ def test_longbench_from_files(tmp_path):
 @pytest.mark.parametrize(("argv", "message"), [
     (["ruler", "--tasks", "niah"], "unknown RULER task 'niah'"),
     (["ruler", "--methods", "ful"], "unknown method 'ful', did you mean 'full'"),
-    (["ruler", "--samples", "0"], "samples=0"),
+    (["ruler", "--samples", "0"], "--samples 0: must be at least 1"),
     (["ruler", "--json", "/nowhere/r.jsonl"], "/nowhere/r.jsonl"),
     (["longbench", "--tasks", "x"], "unknown LongBench task 'x'"),
 ])
@@ -465,7 +493,7 @@ def test_report_of_perplexities(tmp_path, capsys):
     assert "nats per token vs full" in capsys.readouterr().out
     assert (tmp_path / "out" / "1-perplexity.png").stat().st_size > 5000
     assert "windows of 64 by 32 tokens" in (tmp_path / "out" / "report.html").read_text()
-    with pytest.raises(ValueError, match="no record with a score"):
+    with pytest.raises(ValueError, match="no record has the task 'other', only perplexity-stream"):
         read_sections([path], tasks=["other"])
 
 

@@ -9,10 +9,11 @@ from test_eval_run import Loaded, questions
 
 from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.evals.compare import parse_methods
-from lowrank_kv_jax.evals.leaderboard import leaderboard_table, method_specs, peer_specs, run_leaderboard
+from lowrank_kv_jax.evals.leaderboard import ASKED, leaderboard_table, method_specs, peer_specs, run_leaderboard
 from lowrank_kv_jax.evals.peers import kvpress_run
 from lowrank_kv_jax.evals.peers.kvpress_presses import PRESSES, parse_press, require_kvpress
 from lowrank_kv_jax.evals.records import read_records
+from lowrank_kv_jax.evals.ruler.tasks import RULER_6
 from lowrank_kv_jax.evals.suite import Suite
 from lowrank_kv_jax.methods import REGISTRY
 
@@ -38,14 +39,38 @@ def test_it_goes_on_and_prints_a_table(tmp_path):
     peer = [dict(record, method="kvpress/snapkv:2x", nominal_smaller=2.0, score=100.0) for record in records[:2]]
     with open(path, "a") as file:
         file.write("".join(json.dumps(record) + "\n" for record in peer))
-    table = leaderboard_table(path)
-    rows = [line.split("|")[1].strip() for line in table.split("\n") if line.startswith("| `")]
-    assert rows == ["`full`", "`streamingllm:keep=0.5`", "`kvpress/snapkv:2x`"]
-    assert "| nominal | stored, 1024 | ruler-6, 1024 |" in table and "2 at 1024 tokens" in table
+    table = leaderboard_table(path, ("niah_single_1",))
+    assert [row[0] for row in cells(table)] == ["`full`", "`streamingllm:keep=0.5`", "`kvpress/snapkv:2x`"]
+    assert "| nominal | stored, 1024 | niah_single_1, 1024 |" in table and "2 at 1024 tokens" in table
+    assert all(row[3] for row in cells(table)) and not any(row[3] for row in cells(leaderboard_table(path)))
+
+
+def test_the_table_holds_this_run_only(tmp_path):
+    """Records of other models, protocols, seeds and styles in the same file overwrite nothing; ruler-6 needs six tasks."""
+    path, own = tmp_path / "r.jsonl", {"command": "eval ruler", "model": "m", "fingerprint": "a", "length": 1024,
+                                       "cache_bytes": 10, "full_cache_bytes": 20, "nominal_smaller": 1.0, **ASKED}
+    rows = [{**own, "method": method, "task": task, "index": i, "score": 100.0}
+            for method, tasks in (("full", RULER_6), ("part", RULER_6[:5])) for task in tasks for i in range(2)]
+    others = [dict(row, score=0.0, **other) for row in rows for other in (
+        {"protocol": "query-aware"}, {"seed": 1}, {"style": "chat"}, {"fingerprint": "b"}, {"command": "eval needle"})]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows + others))
+    assert cells(leaderboard_table(path, fingerprint="a")) == [
+        ["`full`", "1.0x", "2.00x", "100 [100, 100]"], ["`part`", "1.0x", "2.00x", ""]]
+    with pytest.raises(ValueError, match="several runs: .*fingerprint a; .*fingerprint b"):
+        leaderboard_table(path)
+    with pytest.raises(ValueError, match="no record.*fingerprint 'c'"):
+        leaderboard_table(path, fingerprint="c")
+
+
+def cells(table):
+    """The rows of a leaderboard's methods."""
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.split("\n") if line.startswith("| `")]
 
 
 @pytest.mark.parametrize(("argv", "message"), [
-    (["--samples", "0"], "samples=0"),
+    (["--samples", "0"], "--samples 0: must be at least 1"),
+    (["--presses", "snapkv:2x"], "--peer kvpress"),
+    (["--tasks", "niah_sngle_1"], "did you mean 'niah_single_1'?"),
     (["--peer", "kvpress", "--presses", "snap:2x"], "unknown kvpress method 'snap'"),
     (["--peer", "kvpress", "--presses", "snapkv:0.5x"], "the ratio must be spelled like 4x"),
 ])

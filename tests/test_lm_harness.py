@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 from helpers import PLAIN
 from helpers import model as tiny
+from shared_data import shared
 from test_eval_run import Letters, Loaded
 
 from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.evals.compare import parse_methods
 from lowrank_kv_jax.evals.lm_harness import run as lm_run
 from lowrank_kv_jax.evals.lm_harness.scoring import make_pair, score_pairs
+from lowrank_kv_jax.evals.lm_harness.tasks import TASKS, check_lines
 from lowrank_kv_jax.evals.records import read_records
 from lowrank_kv_jax.forward import embed_tokens, layer_prefill, logits_of
 
@@ -188,6 +190,43 @@ def test_bad_files_and_arguments_are_named(files):
             LowRankKV(model(), **arguments)
     with pytest.raises(ValueError, match="no tokenizer"):
         LowRankKV(dataclasses.replace(model(), tokenizer=None))
+
+
+ARC = {"question": "q", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "answerKey": "B"}
+
+
+@pytest.mark.parametrize(("task", "row", "message"), [
+    ("piqa", {"goal": "x", "sol1": "y", "sol2": "z", "label": 7}, "line 2: label=7: expected a number in 0..1"),
+    ("piqa", {"goal": "x", "sol1": "y", "sol2": "z", "label": "1"}, "line 2: label='1': expected a number in 0..1"),
+    ("piqa", {"goal": "x", "sol1": "", "sol2": "z", "label": 1}, "line 2: sol1='': expected a string"),
+    ("arc_easy", ARC | {"answerKey": "C"}, "line 2: answerKey='C': expected one of A, B"),
+    ("arc_challenge", ARC | {"choices": ["x", "y"]}, "line 2: choices=.*text and label"),
+    ("arc_easy", ARC | {"choices": {"text": ["x"], "label": ["A", "B"]}}, "line 2: choices.label=.*each of the 1 texts"),
+    ("winogrande", {"context_options": ["a", "b"], "continuation": "c", "gold": 2}, "line 2: gold=2: .*0..1"),
+    ("hellaswag", {"query": "q", "choices": ["a", "b", "c"], "gold": -1}, "line 2: gold=-1: .*0..2"),
+    ("hellaswag", {"query": "q", "choices": [], "gold": 0}, r"line 2: choices=\[\]: expected a list"),
+    ("hellaswag", [], "line 2: expected an object with the fields query, choices, gold, got list"),
+])
+def test_malformed_documents_are_named(tmp_path, task, row, message):
+    path = tmp_path / f"{task}.jsonl"
+    path.write_text("\n" + json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=f"{path.name}, {message}"):
+        check_lines(path, task)
+
+
+def test_files_without_documents_and_other_bytes_are_named(tmp_path):
+    path = tmp_path / "arc_easy.jsonl"
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="arc_easy.jsonl: holds no document"):
+        check_lines(path, "arc_easy")
+    path.write_bytes(json.dumps(ARC).encode() + b"\n" + json.dumps(ARC).encode().replace(b'"q"', b'"\xff"'))
+    with pytest.raises(ValueError, match="arc_easy.jsonl, line 2: .*can't decode byte 0xff"):
+        check_lines(path, "arc_easy")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_published_documents_are_taken(task):
+    check_lines(shared("lm_eval", f"{task}.jsonl"), task)
 
 
 def test_without_lm_eval_it_says_what_to_install(capsys, monkeypatch):

@@ -92,6 +92,23 @@ def test_the_middle_is_cut_out():
     assert cut and first + last == "c0 c1 is it?"
 
 
+@pytest.mark.parametrize(("task", "fields", "message"), [
+    ("qasper", {"all_classes": 5}, "line 1: all_classes=5: expected a list of at least one string"),
+    ("qasper", {"all_classes": "x y z"}, "line 1: all_classes='x y z': expected a list"),
+    ("qasper", {"context": 5}, "line 1: context=5: expected a string"),
+    ("trec", {"all_classes": None}, "line 1: all_classes=None: expected a list"),
+    ("trec", {"all_classes": []}, r"line 1: all_classes=\[\]: expected a list"),
+    ("trec", {"all_classes": ["City", ""]}, "line 1: all_classes=.*none of them empty"),
+    ("passage_retrieval_en", {"answers": ["Paragraph 3", "none"]}, "line 1: answers=.*'none'.*Paragraph N, its number"),
+    ("passage_count", {"answers": ["many"]}, r"line 1: answers=\['many'\]: expected a number"),
+])
+def test_what_cannot_be_scored_is_refused_when_it_is_read(tmp_path, task, fields, message):
+    row = {"context": "c", "input": "q", "answers": ["a"], "all_classes": None} | fields
+    (tmp_path / f"{task}.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ValueError, match=f"{task}.jsonl, {message}"):
+        longbench.load_samples(task, tmp_path)
+
+
 def test_what_ends_an_answer_early():
     assert not complete("triviaqa", "\nParis") and complete("triviaqa", "\nParis\n")
     assert not complete("lcc", "# comment\nreturn") and complete("lcc", "# comment\nreturn\n")
@@ -111,6 +128,10 @@ def test_mistakes_are_named(tmp_path):
     path.write_text("")
     with pytest.raises(ValueError, match="holds no sample"):
         longbench.load_samples("qasper", tmp_path)
+    path.write_bytes(json.dumps(good).encode() + b"\n" + json.dumps(good).encode().replace(b'"q"', b'"\xff"'))
+    with pytest.raises(ValueError, match="qasper.jsonl, line 2: .*can't decode byte 0xff"):
+        longbench.load_samples("qasper", tmp_path)
+    assert len(longbench.load_samples("qasper", tmp_path, 1)) == 1
     with pytest.raises(FileNotFoundError, match="has no trec.jsonl, only qasper"):
         longbench.load_samples("trec", tmp_path)
     with pytest.raises(FileNotFoundError, match="no such folder"):

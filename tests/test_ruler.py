@@ -191,12 +191,36 @@ def test_mistakes_are_named(tokenizer):
     ('{"input": "x\\nQuestion: a", "outputs": []}', "line 2: outputs"),
     ('{"input": 3, "outputs": ["a"]}', "line 2: input"), ('{"input": "x", "outputs": ["a"]}', "line 2: .*no question"),
     ('{"input": "x\\nQuestion: a", "outputs": ["a"], "length": "5"}', "line 2: length='5'"),
+    ('{"input": "x\\nQuestion: a", "outputs": ["a", ""]}', r"vt.jsonl, line 2: outputs=\['a', ''\]: .*none .* empty"),
+    ('{"input": "x\\nQuestion: a", "outputs": " "}', "line 2: outputs"),
+    ('{"input": "x\\nQuestion: a", "outputs": ["a"], "length": -1}', "line 2: length=-1"),
+    ('{"input": "x\\nQuestion: a", "answer_prefix": 1, "outputs": ["a"]}', "line 2: answer_prefix=1"),
 ])
 def test_malformed_files_say_where(tmp_path, line, message):
     path = tmp_path / "vt.jsonl"
     path.write_text('{"index": 0, "input": "x\\nQuestion: y", "outputs": "a"}\n' + line + "\n")
     with pytest.raises(ValueError, match=message):
         ruler.load_task(path)
+
+
+def test_samples_of_another_length_are_refused(tmp_path):
+    path = tmp_path / "vt.jsonl"
+    rows = [{"input": "x\nQuestion: y", "outputs": ["a"], "length": length} for length in (200, 990)]
+    path.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    assert len(ruler.load_task(path, length=1024)) == len(ruler.load_task(path, length=990)) == 2
+    with pytest.raises(ValueError, match="vt.jsonl, line 3: length=990: expected at most the 512 tokens asked for"):
+        ruler.load_task(path, length=512)
+    with pytest.raises(ValueError, match="vt.jsonl, line 3: the longest sample has length=990, not half of the 4096"):
+        ruler.load_task(path, length=4096)
+
+
+@pytest.mark.parametrize(("length", "task"), HELD + HELD_QA)
+def test_official_files_have_their_own_length(length, task):
+    path = shared("ruler", str(length), f"{task}.jsonl")
+    assert ruler.load_task(path, length=length) == ruler.load_task(path)
+    for other in (length // 2, 4 * length):
+        with pytest.raises(ValueError, match="tokens asked for"):
+            ruler.load_task(path, length=other)
 
 
 def test_files_keep_samples(tokenizer, tmp_path):

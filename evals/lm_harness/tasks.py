@@ -1,9 +1,11 @@
 """lm-eval's task objects: its own by name, or the papers' five sets from files."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from lowrank_kv_jax.evals.fields import check_choice, check_text, check_texts, wrong
 
 TASKS = ("piqa", "arc_easy", "arc_challenge", "winogrande", "hellaswag")
 """The five sets of the papers, in the form of lm-eval's own tasks; `configs/NAME.yaml` reads NAME.jsonl."""
@@ -27,10 +29,12 @@ def load_tasks(names: Sequence[str], data: Path | None, fewshot: int | None, see
         seed: of their choice.
 
     Raises:
-        FileNotFoundError: a task has no file; ValueError: an unknown task, or a malformed line (its number is given).
+        FileNotFoundError: a task has no file; ValueError: an unknown task, an empty file, or a malformed line (its
+            number is given).
     """
     from lm_eval.tasks import TaskManager
 
+    names = list(dict.fromkeys(names))
     manager = TaskManager(include_defaults=data is None)
     if data is not None:
         specs: list[Any] = [_config(name, data) for name in names]
@@ -39,7 +43,7 @@ def load_tasks(names: Sequence[str], data: Path | None, fewshot: int | None, see
         if unknown := [name for name in names if name not in known]:
             raise ValueError(f"unknown lm-eval task {unknown[0]!r}; `lm_eval ls tasks` lists them, and --data reads "
                              f"{', '.join(TASKS)} from files")
-        specs = list(names)
+        specs = names
     tasks: Mapping[str, Any] = manager.load(specs)["tasks"]
     for task in tasks.values():
         if fewshot is not None or task.get_config("num_fewshot") is None:
@@ -58,20 +62,63 @@ def _config(name: str, data: Path) -> dict[str, Any]:
     if not path.is_file():
         held = sorted(file.stem for file in data.expanduser().glob("*.jsonl"))
         raise FileNotFoundError(f"{data}: has no {name}.jsonl, only {', '.join(held) or 'no .jsonl file at all'}")
-    check_lines(path, FIELDS[name])
+    check_lines(path, name)
     config = yaml.safe_load((Path(__file__).parent / "configs" / f"{name}.yaml").read_text(encoding="utf-8"))
     return config | {"dataset_kwargs": {"data_files": {"test": str(path.resolve())}}}
 
 
-def check_lines(path: Path, fields: Sequence[str]) -> None:
-    """Raise ValueError with its number at the first line that is no object with all the fields."""
-    lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines, start=1):
+def check_lines(path: Path, name: str) -> None:
+    """Raise ValueError unless every line of a file is a document of the task `name`, and there is one."""
+    found = 0
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
+        found += 1
         try:
-            row = json.loads(line)
+            _check_document(name, json.loads(line))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
-        if missing := [field for field in fields if not isinstance(row, dict) or field not in row]:
-            raise ValueError(f"{path}, line {number}: the field {missing[0]!r} is missing")
+    if not found:
+        raise ValueError(f"{path}: holds no document")
+
+
+def _check_document(name: str, row: Any) -> None:
+    if not isinstance(row, dict):
+        raise ValueError(f"expected an object with the fields {', '.join(FIELDS[name])}, got {type(row).__name__}")
+    if missing := [field for field in FIELDS[name] if field not in row]:
+        raise ValueError(f"the field {missing[0]!r} is missing")
+    _CHECKS[name](row)
+
+
+def _check_piqa(row: Mapping[str, Any]) -> None:
+    for field in ("goal", "sol1", "sol2"):
+        check_text(field, row[field])
+    check_choice("label", row["label"], 2)
+
+
+def _check_arc(row: Mapping[str, Any]) -> None:
+    check_text("question", row["question"])
+    choices = row["choices"]
+    if not isinstance(choices, dict):
+        raise wrong("choices", choices, "an object with the lists text and label")
+    texts, labels = (check_texts(f"choices.{field}", choices.get(field)) for field in ("text", "label"))
+    if len(texts) != len(labels):
+        raise wrong("choices.label", list(labels), f"one for each of the {len(texts)} texts")
+    if row["answerKey"] not in labels:
+        raise wrong("answerKey", row["answerKey"], f"one of {', '.join(labels)}")
+
+
+def _check_winogrande(row: Mapping[str, Any]) -> None:
+    check_text("continuation", row["continuation"])
+    check_choice("gold", row["gold"], len(check_texts("context_options", row["context_options"])))
+
+
+def _check_hellaswag(row: Mapping[str, Any]) -> None:
+    check_text("query", row["query"])
+    check_choice("gold", row["gold"], len(check_texts("choices", row["choices"])))
+
+
+_CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
+    "piqa": _check_piqa, "arc_easy": _check_arc, "arc_challenge": _check_arc, "winogrande": _check_winogrande,
+    "hellaswag": _check_hellaswag,
+}

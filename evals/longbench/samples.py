@@ -1,18 +1,21 @@
 """Samples of LongBench: from a folder of JSONL files or from the hub."""
 
 import dataclasses
-import io
 import json
 import os
+import re
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from lowrank_kv_jax.evals.fields import check_texts, wrong
 from lowrank_kv_jax.evals.longbench.tasks import find_task
 
 HUB = "THUDM/LongBench"
 HUB_FILE = "data.zip"
+ANSWERS = {"retrieval": (r"Paragraph \d+", "Paragraph N, its number,"), "count": (r"\d+", "a number")}
+"""What the references of a metric must hold, without which it cannot score."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,16 +66,17 @@ def load_samples(task: str, data: str | os.PathLike | None = None,
             held = sorted(path.stem for path in folder.glob("*.jsonl"))
             raise FileNotFoundError(f"{folder}: has no {task}.jsonl, only "
                                     f"{', '.join(held) or 'no .jsonl file at all'}")
-        with open(path, encoding="utf-8") as file:
+        with open(path, "rb") as file:  # decoded line by line, so that bytes which are no UTF-8 are found there
             return read_lines(task, file, str(path), samples)
     name = os.fspath(data)
     if name.count("/") != 1 or name[0] in "./~":
         raise FileNotFoundError(f"{name}: no such folder")
     rows = _dataset_rows(name, task)
-    return [_sample(task, i, row) for i, row in zip(range(samples or len(rows)), rows, strict=False)]
+    return [_placed(task, i, row, f"{name}, {task}, row {i}")
+            for i, row in zip(range(samples or len(rows)), rows, strict=False)]
 
 
-def read_lines(task: str, lines: Iterable[str], source: str,
+def read_lines(task: str, lines: Iterable[str | bytes], source: str,
                samples: int | None = None) -> list[LongBenchSample]:
     """Samples of JSONL lines.
 
@@ -84,13 +88,22 @@ def read_lines(task: str, lines: Iterable[str], source: str,
         if samples is not None and len(read) == samples:
             break
         if line.strip():
+            place = f"{source}, line {number}"
             try:
-                read.append(_sample(task, len(read), json.loads(line)))
+                row = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"{source}, line {number}: {error}") from error
+                raise ValueError(f"{place}: {error}") from error
+            read.append(_placed(task, len(read), row, place))
     if not read:
         raise ValueError(f"{source}: holds no sample")
     return read
+
+
+def _placed(task: str, index: int, row: Any, place: str) -> LongBenchSample:
+    try:
+        return _sample(task, index, row)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
 
 
 def _sample(task: str, index: int, row: Any) -> LongBenchSample:
@@ -99,17 +112,31 @@ def _sample(task: str, index: int, row: Any) -> LongBenchSample:
     missing = [field for field in ("context", "input", "answers") if field not in row]
     if missing:
         raise ValueError(f"the field {missing[0]!r} is missing")
-    answers, classes = row["answers"], row.get("all_classes") or []
+    for field in ("context", "input"):
+        if not isinstance(row[field], str):
+            raise wrong(field, row[field], "a string")
+    metric = find_task(task).metric
+    answers, classes = _answers(row["answers"], metric), _classes(row.get("all_classes"), metric)
+    return LongBenchSample(task, index, row["context"], row["input"], answers, classes, row.get("_id"))
+
+
+def _answers(answers: Any, metric: str) -> tuple[str, ...]:
     if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
-        raise ValueError("answers: expected a list of at least one string")
-    if not isinstance(row["context"], str) or not isinstance(row["input"], str):
-        raise ValueError("context and input: expected strings")
-    return LongBenchSample(
-        task, index, row["context"], row["input"], tuple(answers), tuple(classes), row.get("_id")
-    )
+        raise wrong("answers", answers, "a list of at least one string")
+    pattern, allowed = ANSWERS.get(metric, ("", ""))
+    if not all(re.search(pattern, answer) for answer in answers):
+        raise wrong("answers", answers, f"{allowed} in each")
+    return tuple(answers)
 
 
-def _hub_lines(task: str) -> Iterable[str]:
+def _classes(classes: Any, metric: str) -> tuple[str, ...]:
+    """Only classification needs them; elsewhere they are null or empty."""
+    if metric != "classification" and classes in (None, []):
+        return ()
+    return check_texts("all_classes", classes)
+
+
+def _hub_lines(task: str) -> Iterable[bytes]:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -120,7 +147,7 @@ def _hub_lines(task: str) -> Iterable[str]:
                                 f"TASK.jsonl "
                                 "files") from error
     with zipfile.ZipFile(archive) as opened, opened.open(f"data/{task}.jsonl") as file:
-        return io.TextIOWrapper(file, encoding="utf-8").read().split("\n")
+        return file.read().split(b"\n")
 
 
 def _dataset_rows(name: str, task: str) -> Any:

@@ -1,5 +1,6 @@
 """Figures of a section: quality against bytes, tasks, needles, times."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -124,13 +125,14 @@ def _pareto(plt, section: Section, _):
 
 
 def _perplexity(plt, section: PerplexitySection):
-    entries = [entry for entry in section.entries if entry.bytes_per_token is not None]
+    entries = [entry for entry in section.entries
+               if entry.bytes_per_token is not None and math.isfinite(entry.perplexity.mean)]
     if not entries:
         return None
     figure, axis = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
     for number, entry in enumerate(entries):
         mean, error = entry.perplexity, None
-        if mean.low is not None and mean.high is not None:
+        if mean.low is not None and mean.high is not None and math.isfinite(mean.high):
             error = [[mean.mean - mean.low], [mean.high - mean.mean]]
         axis.errorbar((entry.bytes_per_token or 0) / 1024, mean.mean, error, **_style(number, entry.method),
                       markersize=8, alpha=0.85, capsize=3, linestyle="none", label=entry.method)

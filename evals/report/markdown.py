@@ -1,5 +1,6 @@
 """Tables as Markdown and as rows of cells."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from lowrank_kv_jax.evals.report.perplexities import PerplexitySection
@@ -31,6 +32,8 @@ def legend(section: Section | PerplexitySection) -> str:
         tokens = max(sum(count for _, count in entry.windows.values()) for entry in section.entries)
         windows = max(len(entry.windows) for entry in section.entries)
         text = f"{tokens} tokens scored in {windows} windows. {SIZES} Brackets: 95% bootstrap intervals over windows"
+        if any(math.isinf(entry.perplexity.mean) for entry in section.entries):
+            text += "; inf: a window diverged"
     else:
         several = "s" if len(section.tasks) > 1 else ""
         text = (f"{section.samples} samples in {len(section.tasks)} task{several}. {SIZES} Scores 0-100; brackets: "
@@ -42,12 +45,13 @@ def legend(section: Section | PerplexitySection) -> str:
 
 def _perplexity_cells(section: PerplexitySection) -> tuple[list[str], list[list[str]]]:
     compared = section.baseline is not None and len(section.entries) > 1
-    header = ["method", "stored", "nominal", "perplexity"]
+    uneven = len({len(entry.windows) for entry in section.entries}) > 1  # a run that is not finished
+    header = ["method", *(["windows"] if uneven else []), "stored", "nominal", "perplexity"]
     header += [f"nats per token vs {section.baseline}", "p"] if compared else []
     rows = []
     for entry in section.entries:
-        row = [f"`{entry.method}`", _times(entry.smaller), _times(entry.nominal_smaller),
-               interval_text(entry.perplexity, digits=2)]
+        row = [f"`{entry.method}`", *([str(len(entry.windows))] if uneven else [])]
+        row += [_times(entry.smaller), _times(entry.nominal_smaller), interval_text(entry.perplexity, digits=2)]
         row += [interval_text(entry.difference, sign=True, digits=3), _p(entry.p)] if compared else []
         rows.append(row)
     return header, rows

@@ -3,17 +3,26 @@
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lowrank_kv_jax.evals.records import read_records
 from lowrank_kv_jax.evals.report.perplexities import PerplexitySection, perplexity_sections
+from lowrank_kv_jax.evals.report.results import (
+    Conditions,
+    Record,
+    conditions_of,
+    latest,
+    read_results,
+    same_question,
+    sample_of,
+    told_apart,
+)
 from lowrank_kv_jax.evals.report.statistics import Interval, interval, wilcoxon_p
 from lowrank_kv_jax.evals.ruler.tasks import TASKS as RULER
 
-Record = Mapping[str, Any]
+Asked = Mapping[str, Mapping[Any, Record]]
+"""The records of a method by task and sample."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,10 +31,10 @@ class Entry:
 
     Attributes:
         method: its spec.
-        scores: by task, of each sample by its index.
+        scores: by task, of each sample by its seed, index and depth.
         tasks: mean score of each task.
         mean: over the tasks, with its interval.
-        difference: to the baseline over the samples that both answered, with its paired interval.
+        difference: to the baseline over the samples that both answered, to the same prompt, with its paired interval.
         p: of the Wilcoxon test against the baseline.
         smaller, nominal_smaller: ratio of bytes to a 16-bit full cache, stored and as papers count.
         bytes_per_token, ttft_s, decode_tokens_per_s: mean, and medians.
@@ -54,31 +63,34 @@ class Section:
     """Methods that answered the same questions.
 
     Attributes:
-        command, model, protocol, length: what they have in common.
+        command, model, protocol, length, conditions: what they have in common.
         baseline: the method that the others are compared with; None where it is not there.
         tasks: RULER's in their own order, others in that of the records.
         entries: of the methods, in the order of the records.
-        records: all of them.
+        records: one of each method and sample, the last.
+        apart: what tells the title from those of other sections.
     """
 
     command: str
     model: str
     protocol: str | None
     length: Any
+    conditions: Conditions
     baseline: str | None
     tasks: tuple[str, ...]
     entries: tuple[Entry, ...]
     records: tuple[Record, ...]
+    apart: str = ""
 
     @property
-    def benchmark(self) -> tuple[str, str, str | None]:
+    def benchmark(self) -> tuple[str, str, str | None, Conditions]:
         """What the sections of several lengths have in common."""
-        return self.command, self.model, self.protocol
+        return self.command, self.model, self.protocol, self.conditions
 
     @property
     def title(self) -> str:
         parts = [self.command, self.model, *([f"{self.length} tokens"] if self.length is not None else []),
-                 *([self.protocol] if self.protocol else [])]
+                 *([self.protocol] if self.protocol else []), *([self.apart] if self.apart else [])]
         return ", ".join(parts)
 
     @property
@@ -88,52 +100,50 @@ class Section:
 
 
 def read_report(
-    paths: Sequence[str | os.PathLike], baseline: str = "full", tasks: Sequence[str] | None = None
+    paths: Sequence[str | os.PathLike], baseline: str | None = None, tasks: Sequence[str] | None = None,
+    where: Mapping[str, Any] | None = None,
 ) -> list[Section | PerplexitySection]:
     """The sections of result files, scores first, then perplexities.
 
     Args:
         paths: files of records; what holds neither a score nor a likelihood is left out.
-        baseline: the method that the others are compared with, where a section has it.
-        tasks: only these, where given.
+        baseline: the method that the others are compared with, where a section has it; by default `full`.
+        tasks, where: see `read_results`.
 
     Raises:
-        FileNotFoundError: no such file; ValueError: none of the files holds a result.
+        ValueError: no section has the baseline that was asked for, or as `read_results`; OSError: no such file.
     """
-    scored: dict[tuple, list[Record]] = {}
-    likelihoods: list[Record] = []
-    for path in paths:
-        for record in read_records(Path(path)):
-            wanted = tasks is None or record.get("task") in tasks
-            if not (record.get("method") and record.get("task") and wanted):
-                continue
-            if record.get("score") is not None:
-                key = tuple(record.get(field) for field in ("command", "model", "protocol", "length"))
-                scored.setdefault(key, []).append(record)
-            elif record.get("nll") is not None and record.get("scored_tokens"):
-                likelihoods.append(record)
-    if not scored and not likelihoods:
-        raise ValueError(f"no record with a score or a likelihood in {', '.join(map(str, paths))}")
-    order = sorted(scored, key=lambda key: (str(key[:3]), key[3] if isinstance(key[3], int) else 0))
-    sections: list[Section | PerplexitySection] = [_section(key, scored[key], baseline) for key in order]
-    return sections + perplexity_sections(likelihoods, baseline)
+    scored, likelihoods = read_results(paths, tasks, where)
+    groups: dict[tuple, list[Record]] = {}
+    for record in scored:
+        key = tuple(record.get(field) for field in ("command", "model", "protocol", "length"))
+        groups.setdefault((*key, conditions_of(record)), []).append(record)
+    order = sorted(groups, key=lambda key: (str(key[:3]), key[3] if isinstance(key[3], int) else 0, key[4]))
+    sections: list[Section | PerplexitySection] = [_section(key, groups[key], baseline or "full") for key in order]
+    sections += perplexity_sections(likelihoods, baseline or "full")
+    if baseline is not None and all(section.baseline is None for section in sections):
+        methods = dict.fromkeys(entry.method for section in sections for entry in section.entries)
+        raise ValueError(f"baseline {baseline!r}: no record has this method, only {', '.join(methods)}")
+    apart = told_apart([section.title for section in sections], [section.conditions for section in sections])
+    return [dataclasses.replace(section, apart=text) for section, text in zip(sections, apart, strict=True)]
 
 
 def read_sections(
-    paths: Sequence[str | os.PathLike], baseline: str = "full", tasks: Sequence[str] | None = None
+    paths: Sequence[str | os.PathLike], baseline: str | None = None, tasks: Sequence[str] | None = None,
+    where: Mapping[str, Any] | None = None,
 ) -> list[Section]:
     """Those sections of `read_report` that hold scores."""
-    return [section for section in read_report(paths, baseline, tasks) if isinstance(section, Section)]
+    return [section for section in read_report(paths, baseline, tasks, where) if isinstance(section, Section)]
 
 
 def _section(key: tuple, records: list[Record], baseline: str) -> Section:
+    records = latest(records)
     tasks = tuple(sorted(dict.fromkeys(record["task"] for record in records), key=_place))
     methods = tuple(dict.fromkeys(record["method"] for record in records))
-    scores = {method: _scores(records, method, tasks) for method in methods}
+    asked = {method: _asked(records, method, tasks) for method in methods}
     there = baseline if baseline in methods else None
-    entries = tuple(_entry(records, method, scores, there) for method in methods)
-    command, model, protocol, length = key
-    return Section(command, model, protocol, length, there, tasks, entries, tuple(records))
+    entries = tuple(_entry(method, asked, there) for method in methods)
+    return Section(*key, there, tasks, entries, tuple(records))
 
 
 def _place(task: str) -> int:
@@ -141,41 +151,41 @@ def _place(task: str) -> int:
     return list(RULER).index(task) if task in RULER else len(RULER)
 
 
-def _scores(records: list[Record], method: str, tasks: tuple[str, ...]) -> dict[str, dict[Any, float]]:
-    """By task and sample. A sample is named by index and seed; the last record of one counts."""
-    found: dict[str, dict[Any, float]] = {task: {} for task in tasks}
+def _asked(records: list[Record], method: str, tasks: tuple[str, ...]) -> Asked:
+    found: dict[str, dict[Any, Record]] = {task: {} for task in tasks}
     for record in records:
         if record["method"] == method:
-            sample = tuple(record.get(field) for field in ("seed", "index", "depth"))
-            found[record["task"]][sample] = record["score"]
+            found[record["task"]][sample_of(record)] = record
     return {task: values for task, values in found.items() if values}
 
 
-def _entry(records: list[Record], method: str, scores, baseline: str | None) -> Entry:
-    own = [record for record in records if record["method"] == method]
-    arrays = [np.array(list(values.values()), float) for values in scores[method].values()]
+def _entry(method: str, asked: Mapping[str, Asked], baseline: str | None) -> Entry:
+    scores = {task: {sample: record["score"] for sample, record in values.items()}
+              for task, values in asked[method].items()}
+    arrays = [np.array(list(values.values()), float) for values in scores.values()]
     difference, p = None, None
     if baseline is not None and method != baseline:
-        pairs = _differences(scores[method], scores[baseline])
+        pairs = _differences(asked[method], asked[baseline])
         if pairs:
             difference, p = interval(pairs), wilcoxon_p(np.concatenate(pairs))
+    own = [record for values in asked[method].values() for record in values.values()]
     stored, full = (_total(own, field) for field in ("cache_bytes", "full_cache_bytes"))
     return Entry(
-        method, scores[method], dict(zip(scores[method], (float(array.mean()) for array in arrays),
-                                         strict=True)),
+        method, scores, {task: float(array.mean()) for task, array in zip(scores, arrays, strict=True)},
         interval(arrays), difference, p, full / stored if stored and full else None,
         _mean(own, "nominal_smaller"),
         _mean(own, "bytes_per_token"), _median(own, "ttft_s"), _median(own, "decode_tokens_per_s"),
     )
 
 
-def _differences(own: Mapping, other: Mapping) -> list[np.ndarray]:
-    """By task, over the samples that both have."""
-    shared = {task: [name for name in values if name in other.get(task, ())] for task, values in own.items()}
-    return [
-        np.array([own[task][name] - other[task][name] for name in names])
-        for task, names in shared.items() if names
+def _differences(own: Asked, other: Asked) -> list[np.ndarray]:
+    """By task, over the samples that both have and that ask the same."""
+    gaps = [
+        np.array([record["score"] - other[task][sample]["score"] for sample, record in values.items()
+                  if sample in other[task] and same_question(record, other[task][sample])])
+        for task, values in own.items() if task in other
     ]
+    return [array for array in gaps if len(array)]
 
 
 def _values(records: list[Record], field: str) -> list[float]:

@@ -1,14 +1,14 @@
 """Paired comparison of two methods that answered the same samples."""
 
 import dataclasses
-import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 RESAMPLES, CONFIDENCE = 2000, 0.95
-EXACT = 12  # samples up to which all signs are tried
+EXACT = 300  # changed samples up to which the distribution is computed: with n of them, n (n + 1) values n times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +39,12 @@ def interval(groups: Sequence[np.ndarray], seed: int = 0) -> Interval:
 
 
 def ratio_interval(values: np.ndarray, weights: np.ndarray, seed: int = 0) -> Interval:
-    """sum(values) / sum(weights), bootstrapped by drawing the pairs again: a mean over tokens from sums of windows."""
+    """sum(values) / sum(weights), bootstrapped by drawing the pairs again: a mean over tokens from sums of windows.
+
+    Without bounds where a value is infinite.
+    """
     mean = float(values.sum() / weights.sum())
-    if len(values) < 2:
+    if len(values) < 2 or not math.isfinite(mean):
         return Interval(mean)
     drawn = np.random.default_rng(seed).integers(0, len(values), (RESAMPLES, len(values)))
     tail = 50 * (1 - CONFIDENCE)
@@ -53,7 +56,7 @@ def wilcoxon_p(differences: np.ndarray) -> float | None:
     """Two-sided p of the Wilcoxon signed-rank test; 1 without any difference, None for less than two
     samples.
 
-    With few samples it is exact, ties or not; with many, the normal approximation.
+    Exact, ties or not, up to `EXACT` samples that differ; the normal approximation beyond.
     """
     from scipy.stats import rankdata, wilcoxon
 
@@ -65,7 +68,19 @@ def wilcoxon_p(differences: np.ndarray) -> float | None:
     if len(changed) > EXACT:
         result: Any = wilcoxon(changed, method="asymptotic", correction=True)
         return float(result.pvalue)
-    ranks = rankdata(np.abs(changed))
-    signs = np.array(list(itertools.product((-1.0, 1.0), repeat=len(changed))))
-    found = abs(float(ranks @ np.sign(changed)))
-    return float(np.mean(np.abs(signs @ ranks) >= found - 1e-9))
+    ranks = np.rint(2 * rankdata(np.abs(changed))).astype(int)  # midranks are halves
+    chances = _rank_sum_chances(ranks)
+    distances = np.abs(2 * np.arange(len(chances)) - ranks.sum())
+    return min(float(chances[distances >= abs(int(ranks @ np.sign(changed)))].sum()), 1.0)
+
+
+def _rank_sum_chances(ranks: np.ndarray) -> np.ndarray:
+    """Of each sum that the ranks of positive differences can have, where every sign is as likely as the other."""
+    chances = np.zeros(ranks.sum() + 1)
+    chances[0], reached = 1.0, 0
+    for rank in ranks:
+        more = chances[: reached + 1] / 2
+        chances[: reached + 1] = more
+        chances[rank : rank + reached + 1] += more
+        reached += rank
+    return chances

@@ -7,7 +7,7 @@ given the same haystack, sentence splitter, questions and tokenizer: the random 
 order.
 """
 
-from lowrank_kv_jax.evals.ruler.generate import SEED, generate
+from lowrank_kv_jax.evals.ruler.generate import SEED, check_seed, generate
 from lowrank_kv_jax.evals.ruler.haystack import Essay, load_haystack
 from lowrank_kv_jax.evals.ruler.qa import QuestionSet, load_questions
 from lowrank_kv_jax.evals.ruler.run import evaluate_ruler
@@ -17,7 +17,7 @@ from lowrank_kv_jax.evals.ruler.sizing import TooShort
 from lowrank_kv_jax.evals.ruler.tasks import GROUPS, RULER_6, TASKS, expand_tasks, find_task
 
 __all__ = [
-    "GROUPS", "RULER_6", "SEED", "TASKS", "Essay", "QuestionSet", "RulerSample", "TooShort", "evaluate_ruler",
-    "expand_tasks", "find_task", "generate", "load_haystack", "load_questions", "load_task", "save_task",
-    "score", "split_context",
+    "GROUPS", "RULER_6", "SEED", "TASKS", "Essay", "QuestionSet", "RulerSample", "TooShort", "check_seed",
+    "evaluate_ruler", "expand_tasks", "find_task", "generate", "load_haystack", "load_questions", "load_task",
+    "save_task", "score", "split_context",
 ]

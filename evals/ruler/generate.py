@@ -38,8 +38,7 @@ def generate(
     found = find_task(task)
     if samples < 1:
         raise ValueError(f"samples={samples}: must be at least 1")
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed}: must lie in 0..{2**32 - 1}")
+    check_seed(seed)
     if length <= found.new_tokens:
         raise TooShort(f"length={length} is below the floor of RULER task {task!r}: its answers alone "
                        f"reserve "
@@ -51,6 +50,12 @@ def generate(
         text, prefix = cut_prefix(task, prompt)
         made.append(RulerSample(task, index, text, prefix, tuple(outputs), tokens))
     return made
+
+
+def check_seed(seed: int) -> None:
+    """Raise ValueError unless the official generator could draw from the seed."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed}: must lie in 0..{2**32 - 1}")
 
 
 def _extra(task, haystack, questions, more_words) -> Mapping[str, Any]:

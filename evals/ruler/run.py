@@ -9,6 +9,7 @@ from typing import Any
 
 from lowrank_kv_jax.corpus import Corpus, load_corpus
 from lowrank_kv_jax.evals.bases import bases_of, calibration_settings
+from lowrank_kv_jax.evals.batches import check_lengths
 from lowrank_kv_jax.evals.prompts import Question
 from lowrank_kv_jax.evals.ruler.generate import SEED, generate
 from lowrank_kv_jax.evals.ruler.haystack import load_haystack
@@ -54,7 +55,7 @@ def evaluate_ruler(
         One record for each sample and method.
 
     Raises:
-        ValueError, OSError: as `expand_tasks`, `generate`, `load_task`, `evaluate`.
+        ValueError, OSError: as `expand_tasks`, `check_lengths`, `generate`, `read_samples`, `evaluate`.
     """
     suite = make_suite(model, tasks, lengths, samples, protocol, seed, data=data, haystack=haystack,
                        questions=questions, style=style, rows=rows, dtype=dtype)
@@ -75,10 +76,12 @@ def make_suite(
 ) -> Suite:
     """What is asked; the arguments are those of `evaluate_ruler`."""
     names = expand_tasks(tuple(tasks))
+    lengths = tuple(dict.fromkeys(lengths)) if lengths else None
     if data is not None:
         drawn = read_samples(data, names, lengths, samples)
         source: dict[str, Any] = {"source": "data"}
     else:
+        check_lengths(lengths or (1024,), model.config.context)
         drawn, source = draw_samples(model.tokenizer, names, lengths or (1024,), samples, seed, haystack,
                                      questions)
     asked = tuple(question_of(sample, length) for length, sample in drawn)
@@ -116,8 +119,8 @@ def read_samples(
     whose length is that of their longest sample.
 
     Raises:
-        FileNotFoundError: a task has no file; ValueError: as `load_task`, or several lengths and no
-            subfolders.
+        FileNotFoundError: a task has no file; ValueError: as `load_task`, several lengths and no subfolders, or
+            a length that is not that of a folder's own files.
     """
     folder = Path(data).expanduser()
     if not folder.is_dir():
@@ -141,7 +144,7 @@ def read_samples(
                 held = sorted(path.stem for path in place.glob("*.jsonl"))
                 raise FileNotFoundError(f"{place}: has no {name}.jsonl, only "
                                         f"{', '.join(held) or 'no .jsonl file at all'}")
-            found = load_task(place / f"{name}.jsonl")
+            found = load_task(place / f"{name}.jsonl", length=None if numbered else length)
             label = length if length is not None else max(sample.length or 0 for sample in found)
             drawn += [(label, sample) for sample in found[:samples]]
     return drawn

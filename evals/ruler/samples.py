@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from lowrank_kv_jax.evals.fields import check_texts, wrong
 from lowrank_kv_jax.evals.ruler.tasks import find_task
 
 
@@ -62,7 +63,7 @@ def cut_prefix(task: str, prompt: str) -> tuple[str, str]:
     return prompt[:at], prompt[at:]
 
 
-def load_task(path: str | os.PathLike, task: str | None = None) -> list[RulerSample]:
+def load_task(path: str | os.PathLike, task: str | None = None, length: int | None = None) -> list[RulerSample]:
     """Read a TASK.jsonl file in the official format: input, answer_prefix (or none), outputs, one object a
     line.
 
@@ -71,14 +72,16 @@ def load_task(path: str | os.PathLike, task: str | None = None) -> list[RulerSam
 
     Args:
         task: the name of the task; by default the stem of the file.
+        length: the one that the samples were made for, where it is to be checked: none may be longer, and the
+            longest takes at least half of it.
 
     Raises:
-        ValueError: an unknown task, no sample, or a malformed line; its number is given.
+        ValueError: an unknown task, no sample, a malformed line or one of another length; its number is given.
         FileNotFoundError: no such file.
     """
     path = Path(path).expanduser()
     task = find_task(path.stem if task is None else task).name
-    samples = []
+    samples, numbers = [], []
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
@@ -87,11 +90,16 @@ def load_task(path: str | os.PathLike, task: str | None = None) -> list[RulerSam
         if not line.strip():
             continue
         try:
-            samples.append(_sample(task, len(samples), json.loads(line)))
+            samples.append(_sample(task, len(samples), json.loads(line), length))
+            numbers.append(number)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
     if not samples:
         raise ValueError(f"{path}: holds no sample")
+    longest = max(samples, key=lambda sample: sample.length or 0)
+    if length is not None and longest.length is not None and 2 * longest.length < length:
+        raise ValueError(f"{path}, line {numbers[longest.index]}: the longest sample has length={longest.length}, "
+                         f"not half of the {length} tokens asked for")
     return samples
 
 
@@ -104,7 +112,7 @@ def save_task(path: str | os.PathLike, samples: list[RulerSample]) -> None:
     Path(path).expanduser().write_text("".join(lines), encoding="utf-8")
 
 
-def _sample(task: str, index: int, row: Any) -> RulerSample:
+def _sample(task: str, index: int, row: Any, most: int | None) -> RulerSample:
     if not isinstance(row, dict):
         raise ValueError(f"expected an object with the fields input, answer_prefix and outputs, got "
                          f"{type(row).__name__}")
@@ -112,13 +120,14 @@ def _sample(task: str, index: int, row: Any) -> RulerSample:
         if field not in row:
             raise ValueError(f"the field {field!r} is missing")
     outputs = row["outputs"]
-    outputs = [outputs] if isinstance(outputs, str) else outputs
-    if not isinstance(outputs, list) or not outputs or not all(isinstance(o, str) for o in outputs):
-        raise ValueError("outputs: expected a list of at least one string")
+    outputs = check_texts("outputs", [outputs] if isinstance(outputs, str) else outputs)
     text, prefix, length = row["input"], row.get("answer_prefix", ""), row.get("length")
-    if not isinstance(text, str) or not isinstance(prefix, str):
-        raise ValueError("input and answer_prefix: expected strings")
-    if length is not None and not isinstance(length, int):
-        raise ValueError(f"length={length!r}: expected a number of tokens")
+    for field, value in (("input", text), ("answer_prefix", prefix)):
+        if not isinstance(value, str):
+            raise wrong(field, value, "a string")
+    if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
+        raise wrong("length", length, "a number of tokens")
+    if None not in (length, most) and length > most:
+        raise wrong("length", length, f"at most the {most} tokens asked for")
     split_context(task, text)
-    return RulerSample(task, index, text, prefix, tuple(outputs), length)
+    return RulerSample(task, index, text, prefix, outputs, length)

@@ -41,17 +41,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_model`, `parse_methods` and `bench_decode`; the peer without torch.
     """
-    from lowrank_kv_jax.cli.options import load_from
+    from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
     from lowrank_kv_jax.evals.bench import bench_decode, records
     from lowrank_kv_jax.evals.compare import parse_methods
-    from lowrank_kv_jax.evals.records import append_record, check_writable
+    from lowrank_kv_jax.evals.records import append_record
 
     methods = parse_methods(args.methods)
-    for field in ("steps", "rounds"):
-        if getattr(args, field) < 1:
-            raise ValueError(f"--{field} {getattr(args, field)}: must be at least 1")
-    if args.json:
-        check_writable(args.json)
+    check_numbers(args, lengths=1, steps=1, rounds=1, seed=0)
+    check_outputs(args)
     torch_model = _peer(args)
     model = load_from(args)
     total = (args.rounds + 1) * len(args.lengths) * (len(methods) + (torch_model is not None))

@@ -30,19 +30,15 @@ def run_kernels(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: sizes that do not fit together, a wrong result, a file that cannot be written.
     """
+    from lowrank_kv_jax.cli.options import check_numbers, check_outputs
     from lowrank_kv_jax.evals import kernels
-    from lowrank_kv_jax.evals.records import append_record, check_writable
+    from lowrank_kv_jax.evals.records import append_record
 
-    for field in ("lengths", "batch", "ranks"):
-        if min(getattr(args, field)) < 1:
-            raise ValueError(f"--{field} {getattr(args, field)}: must be at least 1")
-    for field in ("repeats", "q_heads", "kv_heads", "head_dim"):
-        if getattr(args, field) < 1:
-            raise ValueError(f"--{field.replace('_', '-')} {getattr(args, field)}: must be at least 1")
+    counts = ("lengths", "batch", "ranks", "repeats", "q_heads", "kv_heads", "head_dim")
+    check_numbers(args, **dict.fromkeys(counts, 1), seed=0)
     if args.q_heads % args.kv_heads:
         raise ValueError(f"--q-heads {args.q_heads}: must be a multiple of --kv-heads {args.kv_heads}")
-    if args.json:
-        check_writable(args.json)
+    check_outputs(args)
     bandwidth = kernels.copy_bandwidth()
     speeds = []
     for batch in args.batch:
@@ -112,11 +108,11 @@ def run_compile(args: argparse.Namespace) -> int:
     Raises:
         ValueError: no target's compiler can be had.
     """
-    from lowrank_kv_jax.evals.records import append_record, check_writable, make_record
+    from lowrank_kv_jax.cli.options import check_outputs
+    from lowrank_kv_jax.evals.records import append_record, make_record
     from lowrank_kv_jax.pallas_kernels.compile_grid import compile_all
 
-    if args.json:
-        check_writable(args.json)
+    check_outputs(args)
     results, missing = compile_all(args.targets)
     for target in args.targets:
         rows = [result.row() for result in results if result.target == target]

@@ -44,9 +44,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_model`, `parse_methods`, `load_corpus` and `compare`.
     """
-    from lowrank_kv_jax.cli.options import corpus_of, load_from
+    from lowrank_kv_jax.cli.options import check_outputs, corpus_of, load_from
     from lowrank_kv_jax.evals.compare import Settings, compare, parse_methods, records, work
-    from lowrank_kv_jax.evals.records import append_record, check_writable
+    from lowrank_kv_jax.evals.records import append_record
 
     methods = parse_methods(args.methods)
     settings = Settings(
@@ -55,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.cache_dtype, calibrate=corpus_of(args.calibrate, "pydoc:first"),
         text=corpus_of(args.text, "pydoc:second"),
     )
-    for path in filter(None, (args.json, args.plot)):
-        check_writable(path)
+    check_outputs(args)
     model = load_from(args)
     with _progress() as progress:
         task = progress.add_task("start", total=work(methods, settings))

@@ -84,15 +84,19 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_model`, `load_corpus`, `analyse`, `parse_method`.
     """
+    from lowrank_kv_jax.cli.options import check_numbers, check_outputs
     from lowrank_kv_jax.corpus import load_corpus, token_windows
     from lowrank_kv_jax.evals.cross_layer import analyse
-    from lowrank_kv_jax.evals.records import append_record, check_writable, make_record
+    from lowrank_kv_jax.evals.records import append_record, make_record
     from lowrank_kv_jax.models.load import load_model
     from lowrank_kv_jax.parse import parse_method
 
-    if args.json:
-        check_writable(args.json)
+    least = dict.fromkeys(("length", "groups", "cost_length", "quality", "sides", "samples", "windows", "rounds"), 1)
+    check_numbers(args, **least, seed=0)
+    check_outputs(args)
     costs = None if args.costs is None else {s: parse_method(s) for s in args.costs or COST_METHODS}
+    for spec in args.methods or ():
+        parse_method(spec)
     model = load_model(args.model)
     if args.quality or args.sides:
         return _quality(args, model)

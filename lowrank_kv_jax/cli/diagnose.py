@@ -36,17 +36,18 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print.
 
     Raises:
-        ValueError, FileNotFoundError: as `load_from`, `load_corpus`, `token_windows` and the tables.
+        ValueError, FileNotFoundError: a method without a basis, or as `parse_method`, `load_from`, `load_corpus`,
+            `token_windows` and the tables.
     """
     import lowrank_kv_jax.methods  # noqa: F401 - fills the registry
     from lowrank_kv_jax.calibrate import collect_moments
-    from lowrank_kv_jax.cli.options import load_from
+    from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
     from lowrank_kv_jax.corpus import load_corpus, token_windows
     from lowrank_kv_jax.evals import diagnostics
-    from lowrank_kv_jax.evals.records import check_writable
 
-    if args.json:
-        check_writable(args.json)
+    methods = _methods(args.methods or diagnostics.ADAPTATION_METHODS)
+    check_numbers(args, length=1, windows=1, test_windows=1, layers=1, seed=0)
+    check_outputs(args)
     corpus = load_corpus(args.calibrate or HELD_OUT[0])
     sources = args.test or HELD_OUT[1]
     tests = dict(zip(_labels(sources), map(load_corpus, sources), strict=True))
@@ -57,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
     calibration = collect_moments(
         model, token_windows(model.tokenizer, corpus.texts, length, args.windows, args.seed), progress=True
     )
-    methods = args.methods or diagnostics.ADAPTATION_METHODS
     adaptation = diagnostics.adaptation_table(model, calibration, windows, methods, progress=True)
     compressible = diagnostics.compressibility_table(model, calibration, windows, args.layers, progress=True)
     spectra = diagnostics.spectra_table(model, calibration)
@@ -71,6 +71,17 @@ def run(args: argparse.Namespace) -> int:
         plot_diagnostics(args.plot, spectra, adaptation)
         print(f"drew {args.plot}")
     return 0
+
+
+def _methods(specs: Sequence[str]) -> list:
+    from lowrank_kv_jax.methods.lowrank import LowRank
+    from lowrank_kv_jax.parse import parse_method
+
+    methods = [parse_method(spec) for spec in specs]
+    for method in methods:
+        if not isinstance(method, LowRank):
+            raise ValueError(f"method {method.name!r} has no basis to diagnose; give a low-rank one")
+    return methods
 
 
 def _labels(sources: Sequence[str]) -> list[str]:

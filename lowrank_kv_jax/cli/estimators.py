@@ -32,15 +32,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_from`, `load_corpus` and `token_windows`.
     """
-    from lowrank_kv_jax.cli.options import load_from
+    from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
     from lowrank_kv_jax.corpus import load_corpus, token_windows
     from lowrank_kv_jax.evals import estimator_comparison as comparison
     from lowrank_kv_jax.evals.falsify import shifted_texts
-    from lowrank_kv_jax.evals.records import check_writable
     from lowrank_kv_jax.rank import resolve_rank
 
-    if args.json:
-        check_writable(args.json)
+    check_numbers(args, length=1, seed=0)
+    check_outputs(args)
     if not 1 <= args.page <= args.length // 4:
         raise ValueError(f"--page {args.page}: must lie in 1..{args.length // 4}, a quarter of --length")
     model = load_from(args)

@@ -38,19 +38,15 @@ def run(args: argparse.Namespace) -> int:
 
     os.environ.setdefault("TQDM_DISABLE", "1")  # one progress bar is enough; tqdm reads this when it is imported
     from lowrank_kv_jax.cli.eval_options import load_on_mesh, print_scores
-    from lowrank_kv_jax.cli.options import corpus_of
+    from lowrank_kv_jax.cli.options import check_numbers, check_outputs, corpus_of
     from lowrank_kv_jax.corpus import load_corpus
     from lowrank_kv_jax.evals.compare import parse_methods
     from lowrank_kv_jax.evals.lm_harness.run import TASKS, evaluate_lm_eval, require_lm_eval
-    from lowrank_kv_jax.evals.records import check_writable
 
     methods = parse_methods(args.methods)
-    for name, least in (("samples", 1), ("fewshot", 0)):
-        if (value := getattr(args, name)) is not None and value < least:
-            raise ValueError(f"{name}={value}: must be at least {least}")
+    check_numbers(args, samples=1, fewshot=0, rows=1, seed=0)
     require_lm_eval()
-    if args.json:
-        check_writable(args.json)
+    check_outputs(args)
     model, mesh = load_on_mesh(args)
     records = evaluate_lm_eval(
         model, methods, args.tasks or TASKS, args.samples, args.fewshot, args.seed, data=args.data, json=args.json,

@@ -36,14 +36,14 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: as `load_model`, `parse_methods` and `evaluate_longbench`.
     """
     from lowrank_kv_jax.cli.eval_options import load_on_mesh, print_scores, suite_arguments
+    from lowrank_kv_jax.cli.options import check_numbers, check_outputs
     from lowrank_kv_jax.evals.compare import parse_methods
     from lowrank_kv_jax.evals.longbench import all_tasks, evaluate_longbench, find_task
-    from lowrank_kv_jax.evals.records import check_writable
 
     methods = parse_methods(args.methods)
-    tasks = [find_task(name).name for name in args.tasks or all_tasks()]
-    if args.json:
-        check_writable(args.json)
+    tasks = list(dict.fromkeys(find_task(name).name for name in args.tasks or all_tasks()))
+    check_numbers(args, samples=1, max_length=2, rows=1, seed=0)
+    check_outputs(args)
     model, mesh = load_on_mesh(args)
     records = evaluate_longbench(
         model, methods, tasks, args.samples, data=args.data, max_length=args.max_length,

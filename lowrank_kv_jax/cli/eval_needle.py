@@ -27,16 +27,19 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: as `load_model`, `parse_methods` and `evaluate_needles`.
     """
     from lowrank_kv_jax.cli.eval_options import load_on_mesh, print_scores, suite_arguments
+    from lowrank_kv_jax.cli.options import check_numbers, check_outputs
+    from lowrank_kv_jax.evals.batches import check_lengths
     from lowrank_kv_jax.evals.compare import parse_methods
     from lowrank_kv_jax.evals.needle_grid import evaluate_needles
-    from lowrank_kv_jax.evals.records import check_writable
 
     methods = parse_methods(args.methods)
-    for path in filter(None, (args.json, args.plot)):
-        check_writable(path)
+    check_numbers(args, lengths=1, depths=2, samples=1, rows=1, seed=0)
+    check_outputs(args)
     model, mesh = load_on_mesh(args)
+    lengths = tuple(dict.fromkeys(args.lengths))
+    check_lengths(lengths, model.config.context)
     records = evaluate_needles(
-        model, methods, args.lengths, args.depths, args.samples, mesh=mesh, **suite_arguments(args)
+        model, methods, lengths, args.depths, args.samples, mesh=mesh, **suite_arguments(args)
     )
     print_scores(records, f"Needles found, {args.protocol} (%)")
     if args.plot:

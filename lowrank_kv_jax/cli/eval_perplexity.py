@@ -42,18 +42,15 @@ def run(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     from lowrank_kv_jax.cli.eval_options import load_on_mesh
-    from lowrank_kv_jax.cli.options import corpus_of
+    from lowrank_kv_jax.cli.options import check_numbers, check_outputs, corpus_of
     from lowrank_kv_jax.corpus import load_corpus
     from lowrank_kv_jax.evals.compare import parse_methods
     from lowrank_kv_jax.evals.perplexity_run import evaluate_perplexity, total_perplexity
-    from lowrank_kv_jax.evals.records import check_writable
     from lowrank_kv_jax.evals.summary import size_text
 
     methods = parse_methods(args.methods)
-    if args.windows < 0:
-        raise ValueError(f"windows={args.windows}: must be at least 0")
-    if args.json:
-        check_writable(args.json)
+    check_numbers(args, length=1, step=1, windows=0, rows=1)
+    check_outputs(args)
     text = load_corpus(corpus_of(args.text, "pydoc:second"))
     calibrate = load_corpus(corpus_of(args.calibrate, "pydoc:first"))
     model, mesh = load_on_mesh(args)

@@ -42,16 +42,15 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: as `load_model`, `parse_methods` and `evaluate_ruler`.
     """
     from lowrank_kv_jax.cli.eval_options import load_on_mesh, print_scores, suite_arguments
+    from lowrank_kv_jax.cli.options import check_numbers, check_outputs
     from lowrank_kv_jax.evals.compare import parse_methods
-    from lowrank_kv_jax.evals.records import check_writable
-    from lowrank_kv_jax.evals.ruler import GROUPS, evaluate_ruler, expand_tasks
+    from lowrank_kv_jax.evals.ruler import GROUPS, check_seed, evaluate_ruler, expand_tasks
 
     methods = parse_methods(args.methods)
     tasks = expand_tasks(tuple(args.tasks))
-    if args.samples is not None and args.samples < 1:
-        raise ValueError(f"samples={args.samples}: must be at least 1")
-    if args.json:
-        check_writable(args.json)
+    check_numbers(args, lengths=1, samples=1, rows=1)
+    check_seed(args.seed)
+    check_outputs(args)
     shared = suite_arguments(args)
     model, mesh = load_on_mesh(args)
     records = evaluate_ruler(

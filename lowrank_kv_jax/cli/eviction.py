@@ -44,16 +44,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_model` and the evaluations.
     """
-    from lowrank_kv_jax.cli.options import device_line, load_from
+    from lowrank_kv_jax.cli.options import check_numbers, check_outputs, device_line, load_from
     from lowrank_kv_jax.evals import eviction
-    from lowrank_kv_jax.evals.records import check_writable
 
     settings = eviction.Settings(args.length, tuple(args.budgets), args.windows, depths=args.depths,
                                  samples=args.samples, seed=args.seed)
-    if args.rounds < 1:
-        raise ValueError(f"--rounds {args.rounds}: must be at least 1")
-    if args.json:
-        check_writable(args.json)
+    check_numbers(args, timed_length=1, timed_budget=1, rounds=1, seed=0)
+    check_outputs(args)
     model = load_from(args)
     if "error" in args.studies:
         _errors(args, model, settings)

@@ -49,13 +49,12 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: as `load_from`, `load_corpus`, `token_windows` and the evaluations.
     """
     from lowrank_kv_jax.calibrate import collect_moments
-    from lowrank_kv_jax.cli.options import load_from
+    from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
     from lowrank_kv_jax.corpus import load_corpus, token_windows
     from lowrank_kv_jax.evals import falsify
-    from lowrank_kv_jax.evals.records import check_writable
 
-    if args.json:
-        check_writable(args.json)
+    check_numbers(args, length=1, lengths=1, windows=1, calibrate_windows=1, seed=0)
+    check_outputs(args)
     if args.scored < 1 or max(args.lengths) > args.length:
         raise ValueError(f"--scored {args.scored}, --lengths {args.lengths}: at least 1, at most --length {args.length}")
     model = load_from(args)

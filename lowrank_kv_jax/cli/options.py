@@ -1,7 +1,12 @@
 """Options that several commands share."""
 
 import argparse
+import os
+from pathlib import Path
 from typing import Any
+
+PLOT_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".pdf", ".svg", ".eps")
+"""Of files that matplotlib draws without a display, and without LaTeX."""
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +24,48 @@ def load_from(args: argparse.Namespace, mesh: Any = None) -> Any:
 
     enable_compilation_cache()
     return load_model(args.model, args.dtype, mesh)
+
+
+def check_numbers(args: argparse.Namespace, **least: int) -> None:
+    """Refuse options below their least values before a model is loaded; of several values each is looked at.
+
+    Raises:
+        ValueError: the first one that is below; options that were not given pass.
+    """
+    for name, bound in least.items():
+        given = getattr(args, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and value < bound:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least {bound}")
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Refuse files of `--json` and `--plot` now rather than after minutes of measuring.
+
+    Raises:
+        ValueError, OSError: as `records.check_writable` and `check_plot`.
+    """
+    from lowrank_kv_jax.evals.records import check_writable
+
+    if args.json:
+        check_writable(args.json)
+    if getattr(args, "plot", None):
+        check_plot(args.plot)
+
+
+def check_plot(path: str | os.PathLike) -> None:
+    """Refuse what no figure can be saved to.
+
+    Raises:
+        ValueError: not one of `PLOT_SUFFIXES`; OSError: the file cannot be written.
+    """
+    from lowrank_kv_jax.evals.records import check_writable
+
+    suffix = Path(path).suffix
+    if suffix.lower() not in PLOT_SUFFIXES:
+        raise ValueError(f"--plot {os.fspath(path)}: no figure has the suffix {suffix!r}, allowed are "
+                         f"{' '.join(PLOT_SUFFIXES)}")
+    check_writable(Path(path).absolute())  # matplotlib takes ~ as it is
 
 
 def corpus_of(value: list[str] | None, default: str) -> str | tuple[str, ...]:

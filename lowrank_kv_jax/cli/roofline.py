@@ -35,9 +35,9 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from lowrank_kv_jax.cli.options import load_from
+    from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
     from lowrank_kv_jax.evals import roofline
-    from lowrank_kv_jax.evals.records import append_record, check_writable, make_record
+    from lowrank_kv_jax.evals.records import append_record, make_record
     from lowrank_kv_jax.parse import parse_method
 
     if args.device not in roofline.ROOFS:
@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{field} {getattr(args, field)}: must be positive")
     nominal = roofline.ROOFS[args.device]
     roof = roofline.Roof(args.bandwidth or nominal.bandwidth, args.flops or nominal.flops)
-    if args.json:
-        check_writable(args.json)
+    check_numbers(args, lengths=1, batch=1)
+    check_outputs(args)
     methods = {spec: parse_method(spec) for spec in args.methods}
     model = load_from(args)
     table = Table(title=f"{model.name}, batch {args.batch}, bfloat16: a decode step at least; "

@@ -54,15 +54,15 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_model` and the evaluations.
     """
-    from lowrank_kv_jax.cli.options import device_line, load_from
-    from lowrank_kv_jax.evals.records import check_writable
+    from lowrank_kv_jax.cli.options import check_numbers, check_outputs, device_line, load_from
     from lowrank_kv_jax.evals.streaming import Settings
+    from lowrank_kv_jax.parse import parse_method
 
     settings = Settings(tuple(args.ranks), args.context, args.scored, args.windows, samples=args.samples, seed=args.seed)
-    if args.rounds < 1:
-        raise ValueError(f"--rounds {args.rounds}: must be at least 1")
-    if args.json:
-        check_writable(args.json)
+    check_numbers(args, bands=1, timed_length=1, rounds=1, seed=0)
+    check_outputs(args)
+    for spec in args.methods or ():
+        parse_method(spec)
     if "stream" in args.studies:
         _stream(args)
     if args.studies == ["stream"]:

@@ -20,7 +20,7 @@ from lowrank_kv_jax.state import leaf, state
 
 @state
 class Sketch:
-    """A sketch S of the stacked tokens A.
+    """A sketch S of the stacked tokens A, those that a calibrated start stands for included.
 
     Attributes:
         rows: S, float32 `[B, J, l, W]`, orthogonal rows, longest first.

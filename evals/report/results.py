@@ -1,0 +1,125 @@
+"""Which records of result files a report counts: what keeps them apart, and which of them belong together."""
+
+import collections
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lowrank_kv_jax.evals.records import read_records, warn
+from lowrank_kv_jax.evals.ruler.tasks import GROUPS
+
+Record = Mapping[str, Any]
+Conditions = tuple[tuple[str, str], ...]
+
+CONDITIONS = ("fingerprint", "style", "cache_dtype", "haystack", "source", "fewshot")
+"""Fields that results share where they can be compared; the calibration is not one, it is each method's own."""
+
+_NUMBERS = ("cache_bytes", "full_cache_bytes", "bytes_per_token", "nominal_smaller", "ttft_s", "decode_tokens_per_s")
+_DIGESTS = ("prompt_sha256", "document_sha256", "window_sha256")
+
+
+def read_results(
+    paths: Sequence[str | os.PathLike], tasks: Sequence[str] | None = None, where: Mapping[str, Any] | None = None
+) -> tuple[list[Record], list[Record]]:
+    """Records with a score, and records with a likelihood; one line on standard error says what a file has beside.
+
+    Args:
+        tasks: only these, or groups of RULER's.
+        where: fields, and what a record must hold in them.
+
+    Raises:
+        ValueError: nothing is left, or a task that no record has; OSError: no such file.
+    """
+    found: dict[str, list[Record]] = {"score": [], "nll": []}
+    for path in paths:
+        faults: collections.Counter[str] = collections.Counter()
+        for record in read_records(path):
+            kind = _kind(record)
+            if kind is None or any(record.get(field) != value for field, value in (where or {}).items()):
+                continue
+            fault = _fault(record, kind)
+            if fault is None:
+                found[kind].append(record)
+            else:
+                faults[fault] += 1
+        if faults:
+            reasons = "; ".join(f"{count} with {fault}" for fault, count in faults.items())
+            warn(f"{path}: records left out: {reasons}")
+    scored, likelihoods = found["score"], found["nll"]
+    if not scored and not likelihoods:
+        made = "".join(f", {field} {value!r}" for field, value in (where or {}).items())
+        raise ValueError(f"no record with a score or a likelihood in {', '.join(map(str, paths))}{made}")
+    if tasks is None:
+        return scored, likelihoods
+    wanted = _expand(tasks, {record["task"] for record in scored + likelihoods})
+    return [r for r in scored if r["task"] in wanted], [r for r in likelihoods if r["task"] in wanted]
+
+
+def conditions_of(record: Record, fields: Sequence[str] = CONDITIONS) -> Conditions:
+    """What a record was made under, as text; digests are cut to 12 digits."""
+    return tuple((field, _spell(record.get(field))) for field in fields)
+
+
+def told_apart(titles: Sequence[str], conditions: Sequence[Conditions]) -> list[str]:
+    """What tells each title from those that equal it: the conditions in which they differ."""
+    out = []
+    for title, own in zip(titles, conditions, strict=True):
+        same = [set(other) for name, other in zip(titles, conditions, strict=True) if name == title]
+        out.append(", ".join(f"{field} {text}" for field, text in own if any((field, text) not in s for s in same)))
+    return out
+
+
+def sample_of(record: Record) -> tuple[Any, ...]:
+    """What names a sample within its task."""
+    return tuple(record.get(field) for field in ("seed", "index", "depth"))
+
+
+def latest(records: Sequence[Record]) -> list[Record]:
+    """One record for each method, task and sample: the last."""
+    return list({(record["method"], record["task"], sample_of(record)): record for record in records}.values())
+
+
+def same_question(one: Record, other: Record) -> bool:
+    """Whether two records of a sample are about the same text, as far as both say."""
+    return all(one[field] == other[field] for field in _DIGESTS if one.get(field) and other.get(field))
+
+
+def _kind(record: Record) -> str | None:
+    """The field that makes a record a result."""
+    if not (record.get("method") and record.get("task")):
+        return None
+    if record.get("score") is not None:
+        return "score"
+    return "nll" if "nll" in record and record.get("scored_tokens") else None
+
+
+def _fault(record: Record, kind: str) -> str | None:
+    """Why a record cannot be counted. A likelihood may be null: it diverged."""
+    if not (isinstance(record["method"], str) and isinstance(record["task"], str)):
+        return "a method or a task that is no text"
+    for field in (kind, *_NUMBERS):
+        if record.get(field) is not None and not _finite(record[field]):
+            return f"a {field} that is no finite number"
+    if kind == "nll" and not (_finite(record["scored_tokens"]) and record["scored_tokens"] > 0):
+        return "scored_tokens that are no number above 0"
+    if kind == "nll" and (record.get("index") is None or not isinstance(record.get("text"), dict)):
+        return "a likelihood without the index of its window or the name of its text (older versions of `compare`)"
+    return None
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _expand(tasks: Sequence[str], held: set[str]) -> set[str]:
+    for name in tasks:
+        if not held & set(GROUPS.get(name, (name,))):
+            raise ValueError(f"no record has the task {name!r}, only {', '.join(sorted(held))}")
+    return {task for name in tasks for task in GROUPS.get(name, (name,))}
+
+
+def _spell(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(str(part)[:12] if name == "sha256" else str(part) for name, part in value.items())
+    return "none" if value is None else str(value)
