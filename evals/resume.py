@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lowrank_kv_jax.evals.records import check_writable, read_records
@@ -27,6 +28,8 @@ def finished(path: str | os.PathLike, wanted: Mapping[Key, Mapping[str, Any]]) -
         ValueError: a record of the same key was made under other conditions; OSError: the file cannot be written.
     """
     check_writable(path)
+    if not Path(path).expanduser().exists():
+        return {}
     found: dict[Key, dict[str, Any]] = {}
     for record in read_records(path):
         key = key_of(record)
