@@ -74,7 +74,7 @@ def eviction_errors(
     rows = []
     for layer, weights in enumerate(model.params["layers"]):
         x, taps = layer_prefill(config, config.windows[layer], weights, x, positions)
-        before, after = (Taps(*(y[:, cut] for y in taps)) for cut in (slice(prompt), slice(prompt, None)))
+        before, after = taps.part(slice(prompt)), taps.part(slice(prompt, None))
         for spec, method in methods.items():
             bases = method.default_bases(config.attention)[layer]
             state = compress_group(method, layout, bases, (before,), jnp.asarray([prompt], jnp.int32))

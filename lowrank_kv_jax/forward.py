@@ -51,8 +51,7 @@ def layer_prefill_twice(
         return jnp.concatenate([first, second], axis=1)
 
     x, taps = block_prefill(config, layer, x, positions, attend)
-    q, k, k_pre, v, normed, _ = (y if y is None else y[:, :size] for y in taps)
-    return x, Taps(q, k, k_pre, v, normed, votes[0])
+    return x, taps.part(slice(size))._replace(reread=votes[0])
 
 
 @functools.partial(jax.jit, static_argnames=("method", "layout"))

@@ -96,3 +96,8 @@ class Taps(NamedTuple):
     v: jax.Array
     x: jax.Array
     reread: jax.Array | None = None
+
+    def part(self, cut: slice) -> "Taps":
+        """Of some of the tokens."""
+        reread = None if self.reread is None else self.reread[:, :, cut]
+        return Taps(*(x[:, cut] for x in self[:5]), reread)

@@ -54,7 +54,7 @@ def test_errors_are_those_of_the_definitions():
     (row,) = eviction_errors(Loaded(), {spec: parse_method(spec)}, np.asarray(ids[0]), new)
     method = parse_method(spec)
     layout = make_layout(CONFIG, 1, prompt, prompt + new, new, jnp.float32)
-    before = type(taps)(*(x[:, :prompt] for x in taps))
+    before = taps.part(slice(prompt))
     state = jax.jit(lambda t: method.compress(layout, None, method.init(layout, None), (t,), jnp.asarray([prompt])))(before)
     q, k, v = (np.asarray(x[0], np.float64) for x in (taps.q, taps.k, taps.v))
     mass, error, angle, cosine = [], [], [], []

@@ -161,7 +161,7 @@ def test_bfloat16_weights_stay_bfloat16_and_logits_are_float32(small):
     layer = models.block_taps(
         config, half["layers"][0], models.embed(config, half, tokens), jnp.arange(12)[None]
     )
-    assert {tap.dtype for tap in layer} == {jnp.dtype(jnp.bfloat16)}
+    assert {tap.dtype for tap in jax.tree.leaves(layer)} == {jnp.dtype(jnp.bfloat16)}
     logits = forward(config, half, tokens)
     assert logits.dtype == jnp.float32
     np.testing.assert_allclose(logits, forward(config, params, tokens), atol=0.2)
