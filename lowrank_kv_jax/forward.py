@@ -159,8 +159,7 @@ def prefill(
             taps.append(tap)
         state = compress_group(method, layout, group_bases, tuple(taps), lengths)
         # Without the barrier a compiler may compress all groups at the end and keep every exact K/V until then.
-        x, state = _together(reading.x, state)
-        reading = reading._replace(x=x)
+        reading, state = _together(reading, state)
         states.append(state)
     cache = Cache(  # its own copy of the lengths: the cache is donated, the caller's array is not
         tuple(states), jnp.copy(lengths), lengths + (layout.capacity - layout.prompt), jnp.int32(0), method, layout

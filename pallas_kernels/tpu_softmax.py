@@ -29,7 +29,7 @@ class LaneTokens(NamedTuple):
     scales: jax.Array | None
 
 
-def tokens_on_lanes(tokens, name: str) -> LaneTokens:
+def lane_tokens(tokens, name: str) -> LaneTokens:
     """The buffers behind keys or values.
 
     Raises:

@@ -62,6 +62,17 @@ def test_there_and_back_is_the_same_cache_and_lanes_are_what_they_say():
     assert jax.tree.map(lambda x: (x.shape, x.dtype), lanes) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
 
 
+def decoded_on_both(spec):
+    """The caches in rows and on lanes after the same steps, whose logits were equal; and their bases."""
+    method = parse_method(spec)
+    cache, bases, params = prefilled(method=method)
+    lanes = with_token_layout(fork(cache), "lanes")
+    rows, expected = decode(cache, bases, params, SHORT, method, BLOCK + 2)
+    lanes, found = decode(lanes, bases, params, SHORT, method, BLOCK + 2)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    return rows, lanes, bases
+
+
 @pytest.mark.parametrize(
     "spec, stored",
     [
@@ -72,12 +83,7 @@ def test_there_and_back_is_the_same_cache_and_lanes_are_what_they_say():
     ],
 )
 def test_a_cache_on_lanes_decodes_and_refreshes_as_one_in_rows(spec, stored):
-    method = parse_method(spec)
-    cache, bases, params = prefilled(method=method)
-    lanes = with_token_layout(fork(cache), "lanes")
-    rows, expected = decode(cache, bases, params, SHORT, method, BLOCK + 2)
-    lanes, found = decode(lanes, bases, params, SHORT, method, BLOCK + 2)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    rows, lanes, bases = decoded_on_both(spec)
     assert isinstance(lanes.groups[0].coded.k, stored)
     assert cache_bytes(lanes, bases).total == cache_bytes(rows, bases).total
     np.testing.assert_allclose(
@@ -90,12 +96,7 @@ def test_a_cache_on_lanes_decodes_and_refreshes_as_one_in_rows(spec, stored):
 @pytest.mark.parametrize("spec", ["ojakv:rank=0.5,sinks=4,recent=8+snapkv:budget=30,recent=8",
                                   "ojakv:rank=0.5,sinks=4,recent=8,rope=pre+h2o:budget=30,recent=8"])
 def test_selected_tokens_on_lanes_vote_as_in_rows(spec):
-    method = parse_method(spec)
-    cache, bases, params = prefilled(method=method)
-    lanes = with_token_layout(fork(cache), "lanes")
-    _, expected = decode(cache, bases, params, SHORT, method, BLOCK + 2)
-    _, found = decode(lanes, bases, params, SHORT, method, BLOCK + 2)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    decoded_on_both(spec)
 
 
 def test_an_unknown_layout_is_refused():

@@ -26,7 +26,7 @@ def attend_slots(q, tokens, begin, end, *, scale: float, size: int, interpret: b
     Args:
         size: most tokens that a row sees, from the tile of its first one on: the grid has steps for no more.
     """
-    keys, values = (tpu_softmax.tokens_on_lanes(getattr(tokens, x), x) for x in ("keys", "values"))
+    keys, values = (tpu_softmax.lane_tokens(getattr(tokens, x), x) for x in ("keys", "values"))
     packed = pack(q, max(keys.data.shape[1], values.data.shape[1]), begin, end)
     rows = packed.q.shape[2]
     part = attend_packed(tpu_softmax.padded(packed), keys, values, scale=scale, size=size, interpret=interpret)

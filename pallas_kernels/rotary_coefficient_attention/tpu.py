@@ -27,7 +27,7 @@ def rotary_coefficient_attention(
     q, tokens, key_basis, *, rope, kv_heads, scale, q_positions, causal, window, value_basis, interpret=False
 ) -> AttnPartial:
     """The op of `api.rotary_coefficient_attention`; `Unsupported` where the kernel does not cover a case."""
-    keys, values = (tpu_softmax.tokens_on_lanes(getattr(tokens, x), x) for x in ("keys", "values"))
+    keys, values = (tpu_softmax.lane_tokens(getattr(tokens, x), x) for x in ("keys", "values"))
     rotary = prepare(
         q, tokens, key_basis, rope=rope, kv_heads=kv_heads, q_positions=q_positions, causal=causal, window=window
     )
