@@ -7,13 +7,14 @@ batches are formed in the same way again, so that what is computed anew is what 
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lowrank_kv_jax.cache import Cache, fork
 from lowrank_kv_jax.evals.answer import answer
 from lowrank_kv_jax.evals.bases import conditions_of
 from lowrank_kv_jax.evals.batches import Batch, make_batches
+from lowrank_kv_jax.evals.clock import Clock
 from lowrank_kv_jax.evals.prefill_many import pad_rows, prefill_many
 from lowrank_kv_jax.evals.prompts import PROTOCOLS, STYLES, Question
 from lowrank_kv_jax.evals.records import append_record, make_record
@@ -188,7 +189,7 @@ class _Runner:
         entries = [row[turn] if turn < len(row) else None for row in batch.questions]
         filler = next(entry for entry in entries if entry is not None)
         ids = [(entry or filler)[1] for entry in entries]
-        clock = _Clock([None if entry is None else entry[0] for entry in entries])
+        clock = Clock([None if entry is None else entry[0] for entry in entries])
         texts = answer(
             method, self.model, cache, ids, max(e[0].new_tokens for e in entries if e is not None),
             bases=self.bases.get(spec), enough=clock.enough, on_fewer_rows=clock.stop,
@@ -216,43 +217,3 @@ class _Runner:
             nominal_smaller=size.nominal_smaller, compressed_fraction=size.compressed, **times, **counts,
             **suite.conditions(method), prompt_sha256=question.sha256, **question.details,
         )
-
-
-class _Clock:
-    """Ends rows and takes times while a batch is answered."""
-
-    def __init__(self, questions: Sequence[Question | None]):
-        self.questions, self.tokens = questions, [0] * len(questions)
-        self.begin, self.first, self.last, self.drawn = time.perf_counter(), None, None, 0
-        self.stopped = False
-
-    def enough(self, row: int, text: str) -> bool:
-        """Whether a row's answer ends here: it is as long as it may be, or its score cannot change any
-        more."""
-        question, now = self.questions[row], time.perf_counter()
-        if question is None:
-            return True
-        self.tokens[row] += 1
-        if not self.stopped:
-            self.first = now if self.first is None else self.first
-            self.last = now
-            self.drawn += 1
-        return self.tokens[row] >= question.new_tokens or question.complete(text)
-
-    def stop(self) -> None:
-        """Take no more times: what follows is a smaller batch, whose programs may have to be compiled first."""
-        self.stopped = True
-
-    def times(self, prefill_s: float | None) -> dict[str, float | None]:
-        """Of the whole batch while most of it is at work; None where programs were compiled meanwhile or no token was
-        drawn.
-
-        The time to the first token includes the prefill with the compressions of all methods that share it.
-        """
-        if prefill_s is None or self.first is None or self.last is None:
-            return {"ttft_s": None, "decode_tokens_per_s": None}
-        drawn, seconds = self.drawn - sum(n > 0 for n in self.tokens), self.last - self.first
-        return {
-            "ttft_s": prefill_s + self.first - self.begin,
-            "decode_tokens_per_s": drawn / seconds if drawn > 0 and seconds > 0 else None,
-        }

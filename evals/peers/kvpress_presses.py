@@ -1,7 +1,7 @@
-"""kvpress' presses by spec, e.g. `snapkv:4x`, and transformers caches that they shrank, as stored bytes."""
+"""kvpress' presses by spec, e.g. `snapkv:4x`."""
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 PREFIX = "kvpress/"
@@ -55,35 +55,3 @@ def make_press(spec: str) -> Any:
         "streamingllm": lambda: kvpress.StreamingLLMPress(removed),
     }
     return makers[name]()
-
-
-def in_16_bits(cache: Any) -> Any:
-    """The same cache, its layers stored in bfloat16 and widened when they are read."""
-    import torch
-    from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
-
-    class Narrow(DynamicLayer):
-        def update(self, key_states, value_states, *args, **kwargs):
-            self.keys = torch.cat([self.keys, key_states.to(torch.bfloat16)], dim=-2)
-            self.values = torch.cat([self.values, value_states.to(torch.bfloat16)], dim=-2)
-            return self.keys.to(key_states.dtype), self.values.to(value_states.dtype)
-
-    narrow = DynamicCache()
-    for layer in cache.layers:
-        small = Narrow()
-        small.lazy_initialization(layer.keys, layer.values)
-        small.keys, small.values = layer.keys.to(torch.bfloat16), layer.values.to(torch.bfloat16)
-        narrow.layers.append(small)
-    return narrow
-
-
-def truncate(cache: Any, lengths: Sequence[int]) -> None:
-    """Forget what a question and its answer appended."""
-    for layer, length in zip(cache.layers, lengths, strict=True):
-        layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
-
-
-def stored_bytes(cache: Any) -> int:
-    """Of all keys and values that the cache holds; what is only masked is held."""
-    return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))

@@ -7,19 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lowrank_kv_jax.accounting import full_cache_bytes
-from lowrank_kv_jax.evals.peers.kvpress_presses import (
-    PREFIX,
-    in_16_bits,
-    make_press,
-    parse_press,
-    require_kvpress,
-    stored_bytes,
-    truncate,
-)
+from lowrank_kv_jax.evals.batches import Batch, make_batches
+from lowrank_kv_jax.evals.clock import Clock
+from lowrank_kv_jax.evals.peers.kvpress_presses import PREFIX, make_press, parse_press, require_kvpress
 from lowrank_kv_jax.evals.peers.transformers_decode import load_torch_model
-from lowrank_kv_jax.evals.prompts import Question, encode
+from lowrank_kv_jax.evals.prompts import Question
 from lowrank_kv_jax.evals.records import append_record, make_record
-from lowrank_kv_jax.evals.resume import finished, key_of
+from lowrank_kv_jax.evals.resume import finished
 from lowrank_kv_jax.evals.suite import Suite
 from lowrank_kv_jax.progress import ProgressBar
 
@@ -30,7 +24,7 @@ def evaluate_kvpress(
 ) -> list[dict[str, Any]]:
     """Ask every question of kvpress' caches.
 
-    Contexts are prefilled exactly and one by one in float32; what the press keeps is then stored in bfloat16, like
+    Contexts are prefilled exactly in float32, once for all presses; what a press keeps is then stored in bfloat16, like
     our caches, and widened to be read.
 
     Args:
@@ -49,25 +43,33 @@ def evaluate_kvpress(
     for spec in specs:
         parse_press(spec)
     require_kvpress()
-    names = [PREFIX + spec for spec in specs]
-    wanted = suite.wanted(model, dict.fromkeys(names))
+    names = {spec: PREFIX + spec for spec in specs}
+    wanted = suite.wanted(model, dict.fromkeys(names.values()))
     known = {} if json is None else finished(json, wanted)
-    left = [(question, spec, name) for question in suite.questions for spec, name in zip(specs, names, strict=True)
-            if suite.key(model, name, question) not in known]
-    if left:
-        with tempfile.TemporaryDirectory() as folder, ProgressBar("kvpress", len(left), progress) as bar:
+    batches = make_batches(
+        model.tokenizer, suite.questions, suite.protocol, suite.style, suite.rows, model.config.context
+    )
+    pending = [(batch, left) for batch in batches if (left := [
+        spec for spec, name in names.items()
+        if any(suite.key(model, name, question) not in known for question in batch.all_questions)
+    ])]
+    if pending:
+        total = sum(len(left) * len(batch.all_questions) for batch, left in pending)
+        with tempfile.TemporaryDirectory() as folder, ProgressBar("kvpress", total, progress) as bar:
             runner = _Runner(model, source, suite, folder)
-            for question, spec, name in left:
-                record = runner.ask(question, spec, name) | wanted[suite.key(model, name, question)]
-                known[key_of(record)] = record
-                if json is not None:
-                    append_record(json, record)
-                bar.advance()
-    return [known[suite.key(model, name, question)] for question in suite.questions for name in names]
+            for batch, left in pending:
+                for question, record in runner.run(batch, left):
+                    bar.advance()
+                    key = suite.key(model, record["method"], question)
+                    if key not in known:
+                        known[key] = record | wanted[key]
+                        if json is not None:
+                            append_record(json, known[key])
+    return [known[suite.key(model, name, question)] for question in suite.questions for name in names.values()]
 
 
 class _Runner:
-    """transformers' model, and how a question is asked of it."""
+    """transformers' model, and how questions are asked of it."""
 
     def __init__(self, model: Any, source: str, suite: Suite, folder: str):
         self.model, self.suite = model, suite
@@ -79,76 +81,65 @@ class _Runner:
         tokenizer.chat_template = template
         self.torch_model.config.name_or_path = folder
 
-    def ask(self, question: Question, spec: str, name: str) -> dict[str, Any]:
-        """The record of one question."""
+    def run(self, batch: Batch, specs: Sequence[str]) -> Iterator[tuple[Question, dict[str, Any]]]:
+        """The records of one batch, press by press."""
         import torch
 
-        head, tail = encode(self.model.tokenizer, question, self.suite.protocol, self.suite.style)
+        from lowrank_kv_jax.evals.peers.kvpress_many import press_many
+
+        real = [row for row, asked in enumerate(batch.questions) if asked]
+        begin = time.perf_counter()
         with torch.inference_mode():
-            begin = time.perf_counter()
-            cache = self._compressed(head, spec)
-            marks = [time.perf_counter()]
-            ids: list[int] = []
-            for token in self._greedy(cache, tail, len(head), question.new_tokens):
-                marks.append(time.perf_counter())
-                if token in self.model.config.eos_ids:
-                    break
-                ids.append(token)
-                if question.complete(self.model.tokenizer.decode(ids)):
-                    break
-        text = self.model.tokenizer.decode(ids)
-        _, ratio = parse_press(spec)
-        steps = len(marks) - 2
-        return self._record(question, name, text, cache, len(head), len(tail)) | {
-            "ttft_s": marks[1] - begin, "decode_tokens_per_s": steps / (marks[-1] - marks[1]) if steps > 0 else None,
-            "nominal_smaller": ratio, "answer_tokens": len(ids),
-        }
+            presses = {spec: make_press(spec) for spec in specs}
+            pressed = [press_many(self.torch_model, batch.contexts[row], presses) for row in real]
+        prefill_s = time.perf_counter() - begin
+        for spec in specs:
+            for turn in range(batch.rounds):
+                rows = [(batch.contexts[row], held[spec], *batch.questions[row][turn])
+                        for row, held in zip(real, pressed, strict=True) if turn < len(batch.questions[row])]
+                yield from self._ask(spec, rows, prefill_s, len(specs))
 
-    def _compressed(self, head: Sequence[int], spec: str) -> Any:
-        import torch
-        from transformers import DynamicCache
-
-        cache, press = DynamicCache(), make_press(spec)
-        tokens = torch.tensor([list(head)])
-        for layer in self.torch_model.model.layers:  # a mask of the sample before would be read again
-            layer.self_attn.masked_key_indices = None
-        if press is None:
-            self.torch_model.model(input_ids=tokens, past_key_values=cache)
-        else:
-            with press(self.torch_model):
-                self.torch_model.model(input_ids=tokens, past_key_values=cache)
-        return in_16_bits(cache)
-
-    def _greedy(self, cache: Any, tail: Sequence[int], position: int, most: int) -> Iterator[int]:
-        """The tokens of an answer, and the cache left as it was before the question."""
+    def _ask(self, spec: str, rows: Sequence[Any], prefill_s: float, sharing: int):
+        """Asks one question of every context."""
         import torch
 
-        lengths = [layer.keys.shape[2] for layer in cache.layers]
-        ids, at = list(tail), position
-        try:
-            for _ in range(most):
-                places = torch.arange(at, at + len(ids))[None]
-                out = self.torch_model(
-                    torch.tensor([ids]), past_key_values=cache, position_ids=places, logits_to_keep=1
-                )
-                at += len(ids)
-                ids = [int(out.logits[0, -1].argmax())]
-                yield ids[0]
-        finally:
-            truncate(cache, lengths)
+        from lowrank_kv_jax.evals.peers.kvpress_answer import answer
 
-    def _record(self, question: Question, name: str, text: str, cache: Any, context: int, asked: int) -> dict[str, Any]:
+        contexts, held, questions, asked = zip(*rows, strict=True)
+        clock, tokenizer, texts = Clock(questions), self.model.tokenizer, [""] * len(rows)
+        ids: list[list[int]] = [[] for _ in rows]
+
+        def take(row: int, token: int) -> bool:
+            if token in self.model.config.eos_ids:
+                return True
+            ids[row].append(token)
+            texts[row] = tokenizer.decode(ids[row])
+            return clock.enough(row, texts[row])
+
+        with torch.inference_mode():
+            answer(self.torch_model, held, [len(context) for context in contexts], asked, take,
+                   max(question.new_tokens for question in questions), clock.stop)
+        times = clock.times(prefill_s)
+        for row, question in enumerate(questions):
+            sizes = held[row].nbytes, len(contexts[row]), len(asked[row])
+            yield question, self._record(spec, question, texts[row], *sizes) | {
+                **times, "answer_tokens": clock.tokens[row], "rows": len(rows), "methods_sharing_prefill": sharing,
+            }
+
+    def _record(
+        self, spec: str, question: Question, text: str, nbytes: int, context: int, asked: int
+    ) -> dict[str, Any]:
         """Bytes count as ours do: with room for the question and the longest answer."""
-        suite, model, spec = self.suite, self.model, self.model.config.attention
+        suite, model, attention = self.suite, self.model, self.model.config.attention
         room = asked + question.new_tokens
-        stored, tokens = stored_bytes(cache) + full_cache_bytes(spec, room), context + room
-        full = full_cache_bytes(spec, tokens)
+        stored, tokens = nbytes + full_cache_bytes(attention, room), context + room
+        full = full_cache_bytes(attention, tokens)
         return make_record(
-            suite.command, model=model.name, fingerprint=model.fingerprint, method=name, task=question.task,
+            suite.command, model=model.name, fingerprint=model.fingerprint, method=PREFIX + spec, task=question.task,
             length=question.length, index=question.index, samples=1, seed=suite.seed, protocol=suite.protocol,
             score=100 * question.score(text), prediction=text, cache_bytes=stored, full_cache_bytes=full,
             bytes_per_token=stored / tokens, bytes_by_kind={"exact": stored}, smaller=full / stored,
-            context_tokens=context, question_tokens=asked, rows=1, **question.details,
+            nominal_smaller=parse_press(spec)[1], context_tokens=context, question_tokens=asked, **question.details,
         ) | {"device": "torch, cpu", "versions": _versions()}
 
 
