@@ -1,9 +1,41 @@
-"""When an answer is long enough, and how long a batch of them took."""
+"""How long a prefill took that methods share, when an answer is long enough, and how long a batch of them took."""
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 from lowrank_kv_jax.evals.prompts import Question
+
+
+class PrefillClock:
+    """Seconds of a prefill: of the layers, which methods share, and of what each method does on its own.
+
+    Attributes:
+        shared: of the layers.
+        own: by method.
+    """
+
+    def __init__(self):
+        self.shared, self.own = 0.0, defaultdict(float)
+
+    @contextlib.contextmanager
+    def layer(self) -> Iterator[None]:
+        """Adds what runs inside to `shared`; it must be finished there, not only dispatched."""
+        begin = time.perf_counter()
+        yield
+        self.shared += time.perf_counter() - begin
+
+    @contextlib.contextmanager
+    def method(self, name: str) -> Iterator[None]:
+        """Adds what runs inside to a method's own seconds."""
+        begin = time.perf_counter()
+        yield
+        self.own[name] += time.perf_counter() - begin
+
+    def alone(self, name: str) -> float:
+        """What the prefill would have taken for this method alone."""
+        return self.shared + self.own[name]
 
 
 class Clock:
@@ -39,7 +71,8 @@ class Clock:
         """Of the whole batch while most of it is at work; None where programs were compiled meanwhile or no token was
         drawn.
 
-        The time to the first token includes the prefill with the compressions of all methods that share it.
+        Args:
+            prefill_s: of this batch for its method alone; None if unknown.
         """
         if prefill_s is None or self.first is None or self.last is None:
             return {"ttft_s": None, "decode_tokens_per_s": None}

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 
 from lowrank_kv_jax.corpus import Corpus, load_corpus
 from lowrank_kv_jax.evals.bases import bases_of, calibration_settings, conditions_of
+from lowrank_kv_jax.evals.clock import PrefillClock
 from lowrank_kv_jax.evals.perplexity import score_through_cache
 from lowrank_kv_jax.evals.prefill_many import prefill_many
 from lowrank_kv_jax.evals.records import append_record, make_record
@@ -94,7 +96,8 @@ def evaluate_perplexity(
 
     Returns:
         One record for each window and method, with `nll` (in nats, the sum over `scored_tokens`) and
-        `perplexity`.
+        `perplexity`; `ttft_s` is the prefill's, whose logits predict the first token, and `scored_tokens_per_s` counts
+        all rows of the batch.
 
     Raises:
         ValueError: as `cut_windows`, windows beyond the model's context, or a file that holds results of
@@ -146,6 +149,7 @@ class _Run:
     task: str
     length: int
     conditions: Mapping[str, Any]
+    warm: set[tuple[str, tuple[int, int]]] = dataclasses.field(default_factory=set)
 
     def key(self, spec: str, window: Window) -> tuple:
         return COMMAND, self.model.fingerprint, spec, self.task, self.length, window.index, None, None
@@ -163,16 +167,19 @@ class _Run:
         filled = [batch[i % len(batch)] for i in range(rows)]  # one shape, whether the batch is full or not
         context = jnp.asarray([window.context for window in filled], jnp.int32)
         scored = np.asarray([window.scored for window in filled], np.int32)
+        clock = PrefillClock()
         caches, logits = prefill_many(
-            methods, model.config, model.params, context, bases=bases, capacity=sum(batch[0].shape),
-            dtype=dtype,
-            mesh=mesh,
+            methods, model.config, model.params, context, bases=bases, capacity=sum(batch[0].shape), dtype=dtype,
+            mesh=mesh, clock=clock,
         )
         for spec, method in methods.items():
             cache = caches.pop(spec)
             size = size_of(cache, bases.get(spec))
+            begin = time.perf_counter()
             nll = score_through_cache(method, model, cache, logits, scored, bases=bases.get(spec)).nll
+            seconds = time.perf_counter() - begin
             bar.advance()
+            times = self._times(clock, spec, methods, batch[0].shape, scored.size / seconds)
             for row, window in enumerate(batch):
                 total = float(nll[row].sum())
                 finite = math.isfinite(total)
@@ -183,9 +190,16 @@ class _Run:
                     perplexity=math.exp(min(total / len(window.scored), 700)) if finite else None,
                     cache_bytes=size.total, full_cache_bytes=size.full, bytes_per_token=size.per_token,
                     bytes_by_kind=size.by_kind, smaller=size.smaller, nominal_smaller=size.nominal_smaller,
-                    compressed_fraction=size.compressed, window_sha256=_digest(window),
+                    compressed_fraction=size.compressed, window_sha256=_digest(window), **times,
                     **conditions_of(self.conditions, method),
                 )
+        self.warm.update((spec, batch[0].shape) for spec in methods)
+
+    def _times(self, clock: PrefillClock, spec: str, methods, shape: tuple[int, int], rate: float) -> dict[str, Any]:
+        """Of a batch; None where programs were compiled meanwhile or another method had the prompt read twice."""
+        known = (spec, shape) in self.warm
+        alone = known and methods[spec].rereads == any(method.rereads for method in methods.values())
+        return {"ttft_s": clock.alone(spec) if alone else None, "scored_tokens_per_s": rate if known else None}
 
 
 def _digest(window: Window) -> str:

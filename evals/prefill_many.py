@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.cache import Cache, bases_of_group
+from lowrank_kv_jax.evals.clock import PrefillClock
 from lowrank_kv_jax.forward import (
     DEFAULT_BLOCK,
     compress_group,
@@ -25,6 +26,7 @@ def prefill_many(
     methods: Mapping[str, KVMethod], config: ModelConfig, params: Any, tokens: jax.Array,
     lengths: jax.Array | None = None, *, bases: Mapping[str, Any], capacity: int | None = None,
     block: int = DEFAULT_BLOCK, dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
+    clock: PrefillClock | None = None,
 ) -> tuple[dict[str, Cache], jax.Array]:
     """What `prefill` returns, for several methods at the price of one prefill and their compressions.
 
@@ -35,6 +37,7 @@ def prefill_many(
         config, params: the model.
         tokens, lengths, capacity, block, dtype, mesh: as for `prefill`.
         bases: of the calibrated methods, by the same names.
+        clock: is told what took how long; a method that reads the prompt twice makes the layers slower for all.
 
     Returns:
         The caches by name, and float32 logits `[B, V]` at the last token of each row, which all methods
@@ -46,14 +49,19 @@ def prefill_many(
     compressors = {name: _Compressor(m, layout, bases.get(name), lengths) for name, m in methods.items()}
     twice = any(method.rereads for method in methods.values())
     reading = start_reading(config, params, jnp.asarray(tokens, jnp.int32), lengths, twice=twice)
+    clock = PrefillClock() if clock is None else clock
+    # Dispatch is asynchronous: without waiting, the taps of many layers would be alive at once.
     for layer in range(len(params["layers"])):
-        reading, taps = read_layer(config, params, layer, reading)
-        for compressor in compressors.values():
-            compressor.take(layer, taps)
-        # Dispatch is asynchronous: without waiting, the taps of many layers would be alive at once.
-        jax.block_until_ready([c.states[-1:] for c in compressors.values()])
+        with clock.layer():
+            reading, taps = jax.block_until_ready(read_layer(config, params, layer, reading))
+        for name, compressor in compressors.items():
+            with clock.method(name):
+                compressor.take(layer, taps)
+                jax.block_until_ready(compressor.states[-1:])
     caches = {name: compressor.cache() for name, compressor in compressors.items()}
-    return caches, last_logits(config, params, reading.x[:, : tokens.shape[1]], lengths)
+    with clock.layer():
+        logits = jax.block_until_ready(last_logits(config, params, reading.x[:, : tokens.shape[1]], lengths))
+    return caches, logits
 
 
 class _Compressor:

@@ -22,6 +22,7 @@ from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.cli.eval_options import print_scores
 from lowrank_kv_jax.evals import longbench, ruler, suite
 from lowrank_kv_jax.evals.batches import coarse, make_batches
+from lowrank_kv_jax.evals.clock import PrefillClock
 from lowrank_kv_jax.evals.compare import parse_methods
 from lowrank_kv_jax.evals.needle_grid import evaluate_needles
 from lowrank_kv_jax.evals.prompts import Question, chat_parts, encode
@@ -31,6 +32,7 @@ from lowrank_kv_jax.evals.report.figures import _families, draw_figures, draw_ne
 from lowrank_kv_jax.evals.report.statistics import Interval, interval, wilcoxon_p
 from lowrank_kv_jax.evals.resume import KEY, key_of
 from lowrank_kv_jax.evals.suite import Suite, evaluate
+from lowrank_kv_jax.parse import parse_method
 
 METHODS = parse_methods(["full", "streamingllm:budget=24,keep=none,sinks=4", "static-pca:rank=0.5,sinks=4,recent=8"])
 
@@ -129,6 +131,29 @@ def test_one_prefill_serves_all_questions_and_methods(monkeypatch):
     asked = questions(6)
     evaluate(Loaded(), METHODS, Suite("eval test", asked, rows=3), bases=fit)
     assert prefilled == [(len(METHODS), 3)]  # 6 questions on 3 contexts
+
+
+def test_times_are_of_a_method_alone_once_it_is_compiled():
+    """Layers that were run twice for another method say nothing about one that reads the prompt once."""
+    methods = {spec: METHODS.get(spec) or parse_method(spec) for spec in ("full", "kvzip:keep=0.5")}
+    asked = tuple(dataclasses.replace(q, context="context " * 5 + str(q.index)) for q in questions(4, new_tokens=3))
+    records = evaluate(Loaded(), methods, Suite("eval test", asked, rows=2), bases=fit)
+    assert [r["ttft_s"] is not None for r in records] == [False] * 4 + [False, True] * 2
+    records = evaluate(Loaded(), {"full": methods["full"]}, Suite("eval test", asked, rows=2), bases=fit)
+    assert [r["ttft_s"] is not None for r in records] == [False, False, True, True]
+    assert all((r["decode_tokens_per_s"] is None) == (r["ttft_s"] is None) for r in records)
+
+
+def test_a_prefill_clock_adds_up(monkeypatch):
+    times = iter([0.0, 2.0, 2.0, 3.0, 3.0, 7.0, 10.0, 11.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    clock = PrefillClock()
+    for name in ("a", "b"):
+        with clock.layer():
+            pass
+        with clock.method(name):
+            pass
+    assert (clock.alone("a"), clock.alone("b"), clock.alone("c")) == (7.0, 7.0, 6.0)
 
 
 def test_both_protocols_agree_with_the_full_cache():

@@ -9,6 +9,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 kvpress = pytest.importorskip("kvpress")
 torch = pytest.importorskip("torch")
 
+from lowrank_kv_jax.evals.clock import PrefillClock  # noqa: E402
 from lowrank_kv_jax.evals.peers.kvpress_answer import answer  # noqa: E402
 from lowrank_kv_jax.evals.peers.kvpress_many import press_many  # noqa: E402
 from lowrank_kv_jax.evals.peers.kvpress_presses import make_press  # noqa: E402
@@ -80,6 +81,14 @@ def test_one_prefill_serves_all_presses(model, spec):
             theirs = set(zip(*(x.tolist() for x in masks[layer][1:]), strict=True))
             assert set(zip(*(x.tolist() for x in found.masked[layer]), strict=True)) == theirs
     assert all(layer.self_attn.masked_key_indices is None for layer in model.model.layers)
+
+
+def test_the_clock_tells_presses_apart(model):
+    clock = PrefillClock()
+    with torch.inference_mode():
+        press_many(model, context(1, 150), {spec: make_press(spec) for spec in SPECS}, clock)
+    assert clock.shared > 0 and set(clock.own) == set(SPECS) - {"full"}
+    assert clock.alone("kvzip:4x") > clock.alone("full") == clock.shared
 
 
 def test_nothing_is_cut_at_one(model):

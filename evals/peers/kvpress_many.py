@@ -3,12 +3,15 @@
 import contextlib
 import copy
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from kvpress import BasePress, KVzipPress
 from transformers import DynamicCache
+
+from lowrank_kv_jax.evals.clock import PrefillClock
 
 Masked = tuple[torch.Tensor, torch.Tensor] | None
 """Heads and slots of a layer that kvpress masks, since it cannot drop them for single heads."""
@@ -38,7 +41,9 @@ class Pressed:
         return sum(x.numel() * x.element_size() for x in (*self.keys, *self.values))
 
 
-def press_many(model: Any, tokens: Sequence[int], presses: Mapping[str, BasePress | None]) -> dict[str, Pressed]:
+def press_many(
+    model: Any, tokens: Sequence[int], presses: Mapping[str, BasePress | None], clock: PrefillClock | None = None
+) -> dict[str, Pressed]:
     """Every press with a copy of what one exact prefill computed, stored in bfloat16.
 
     Presses compress what a layer cached after it has attended to it, so that none of them changes what the others see.
@@ -47,17 +52,24 @@ def press_many(model: Any, tokens: Sequence[int], presses: Mapping[str, BasePres
         model: of transformers.
         tokens: ids of the context.
         presses: by any name; None keeps everything.
+        clock: is told what took how long; what KVzip reads a second time counts for each of its ratios.
     """
+    clock = PrefillClock() if clock is None else clock
     zips = {spec: press for spec, press in presses.items() if isinstance(press, KVzipPress)}
     others = {spec: press for spec, press in presses.items() if press is not None and spec not in zips}
-    cache, aside, zipped = DynamicCache(), _Aside(others), _KVzips(list(zips.values())) if zips else None
+    cache, aside, zipped = DynamicCache(), _Aside(others, clock), _KVzips(list(zips.values())) if zips else None
     for layer in model.model.layers:
         _take_mask(layer.self_attn)
+    before, begin = sum(clock.own.values()), time.perf_counter()
     with contextlib.ExitStack() as stack:
         if zipped is not None:
             stack.enter_context(zipped(model))  # reads the context again when it is left
         with aside(model):
             model.model(input_ids=torch.tensor([list(tokens)]), past_key_values=cache)
+        read = time.perf_counter()
+        clock.shared += read - begin - (sum(clock.own.values()) - before)
+    for spec in zips:
+        clock.own[spec] += time.perf_counter() - read
     depth = len(cache.layers)
     keys, values = _in_16_bits([x.keys for x in cache.layers]), _in_16_bits([x.values for x in cache.layers])
     found = {spec: Pressed(keys, values, [None] * depth) for spec, press in presses.items() if press is None}
@@ -74,8 +86,8 @@ def press_many(model: Any, tokens: Sequence[int], presses: Mapping[str, BasePres
 class _Aside(BasePress):
     """Lets presses compress copies of the cache; the cache itself stays whole."""
 
-    def __init__(self, presses: Mapping[str, BasePress]):
-        self.presses = presses
+    def __init__(self, presses: Mapping[str, BasePress], clock: PrefillClock):
+        self.presses, self.clock = presses, clock
         self.layers: dict[str, list[tuple[torch.Tensor, torch.Tensor, Masked]]] = {spec: [] for spec in presses}
 
     def post_init_from_model(self, model: Any) -> None:
@@ -87,7 +99,8 @@ class _Aside(BasePress):
             cache = copy.copy(kwargs["past_key_values"])
             layer = copy.copy(cache.layers[module.layer_idx])
             cache.layers = [*cache.layers[: module.layer_idx], layer]
-            press.forward_hook(module, input, kwargs | {"past_key_values": cache}, output)
+            with self.clock.method(spec):
+                press.forward_hook(module, input, kwargs | {"past_key_values": cache}, output)
             self.layers[spec].append((*_in_16_bits([layer.keys, layer.values]), _take_mask(module)))
         return output
 

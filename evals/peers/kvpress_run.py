@@ -2,13 +2,12 @@
 
 import os
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lowrank_kv_jax.accounting import full_cache_bytes
 from lowrank_kv_jax.evals.batches import Batch, make_batches
-from lowrank_kv_jax.evals.clock import Clock
+from lowrank_kv_jax.evals.clock import Clock, PrefillClock
 from lowrank_kv_jax.evals.peers.kvpress_presses import PREFIX, make_press, parse_press, require_kvpress
 from lowrank_kv_jax.evals.peers.transformers_decode import load_torch_model
 from lowrank_kv_jax.evals.prompts import Question
@@ -88,16 +87,15 @@ class _Runner:
         from lowrank_kv_jax.evals.peers.kvpress_many import press_many
 
         real = [row for row, asked in enumerate(batch.questions) if asked]
-        begin = time.perf_counter()
+        clock = PrefillClock()
         with torch.inference_mode():
             presses = {spec: make_press(spec) for spec in specs}
-            pressed = [press_many(self.torch_model, batch.contexts[row], presses) for row in real]
-        prefill_s = time.perf_counter() - begin
+            pressed = [press_many(self.torch_model, batch.contexts[row], presses, clock) for row in real]
         for spec in specs:
             for turn in range(batch.rounds):
                 rows = [(batch.contexts[row], held[spec], *batch.questions[row][turn])
                         for row, held in zip(real, pressed, strict=True) if turn < len(batch.questions[row])]
-                yield from self._ask(spec, rows, prefill_s, len(specs))
+                yield from self._ask(spec, rows, clock.alone(spec), len(specs))
 
     def _ask(self, spec: str, rows: Sequence[Any], prefill_s: float, sharing: int):
         """Asks one question of every context."""

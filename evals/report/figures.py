@@ -52,16 +52,22 @@ def draw_figures(
                 if figure is not None:
                     figures.append((caption, _save(plt, figure, folder / f"{number}-{name}.png")))
         for name, caption, field, label in (
-            ("ttft", "Time to first token against length", "ttft_s", "seconds"),
-            ("throughput", "Decoding against length", "decode_tokens_per_s", "tokens per second"),
+            ("ttft", "Time to first token of a batch against length", "ttft_s", "seconds"),
+            ("throughput", "Decoding of a batch against length", "decode_tokens_per_s", "tokens per second"),
         ):
             for benchmark in dict.fromkeys(s.benchmark for s in scored):
                 same = [s for s in scored if s.benchmark == benchmark]
                 figure = _by_length(plt, same, field, label)
                 if figure is not None:
                     path = folder / f"{1 + list(sections).index(same[-1])}-{name}.png"
-                    drawn[same[-1].title].append((caption, _save(plt, figure, path)))
+                    drawn[same[-1].title].append((caption + _rows_of(same), _save(plt, figure, path)))
     return drawn
+
+
+def _rows_of(sections: Sequence[Section]) -> str:
+    """How many rows the batches had that times are of."""
+    rows = sorted({record["rows"] for section in sections for record in section.records if record.get("rows")})
+    return f", {' or '.join(map(str, rows))} rows" if rows else ""
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
