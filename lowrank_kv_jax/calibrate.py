@@ -14,6 +14,7 @@ from lowrank_kv_jax.checkpoint_sums import CheckpointedSums
 from lowrank_kv_jax.corpus import Corpus, load_corpus, token_windows
 from lowrank_kv_jax.fisher import collect_fisher
 from lowrank_kv_jax.forward import embed_tokens, layer_prefill
+from lowrank_kv_jax.layer_votes import collect_votes
 from lowrank_kv_jax.method import KVMethod
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.moments import Moments, layer_moments
@@ -126,7 +127,8 @@ def moments_for(
     model: Any, methods: Sequence[KVMethod], tokens: np.ndarray, progress: bool = False,
     sums: tuple[CheckpointedSums, CheckpointedSums] | None = None,
 ) -> Moments:
-    """What the `fit` of all of these methods reads of a corpus: `collect_moments`, and Fisher information if need be.
+    """What the `fit` of all of these methods reads of a corpus: `collect_moments`, and if need be Fisher information and
+    the votes of a second reading.
 
     Args:
         sums: of moments and of Fisher information, to go on from; see `collect_moments`.
@@ -138,9 +140,11 @@ def moments_for(
         method.validate(model.config.attention)
     of_moments, of_fisher = sums or (None, None)
     moments = collect_moments(model, tokens, progress, sums=of_moments)
-    if not any(method.reads_fisher for method in methods):
-        return moments
-    return moments._replace(fisher=collect_fisher(model, tokens, progress, of_fisher))
+    if any(method.reads_fisher for method in methods):
+        moments = moments._replace(fisher=collect_fisher(model, tokens, progress, of_fisher))
+    if any(method.reads_votes for method in methods):
+        moments = moments._replace(votes=collect_votes(model, tokens, progress))
+    return moments
 
 
 def _checkpoints(model: Any, tokens: np.ndarray, prefix: str | os.PathLike | None):

@@ -151,6 +151,10 @@ class Tracked(KVMethod):
         return self.method.reads_fisher
 
     @property
+    def reads_votes(self):
+        return self.method.reads_votes
+
+    @property
     def bases_type(self):
         return self.method.bases_type
 

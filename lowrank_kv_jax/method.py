@@ -71,7 +71,8 @@ class KVMethod(abc.ABC):
     """Named settings, say of a paper: field values that `name:preset` stands for."""
 
     bases_type: ClassVar[type | None] = None
-    """The NamedTuple of arrays that holds the bases of one group, where `fit` returns any; what is saved on disk."""
+    """The NamedTuple of arrays, or the `@state` class, that holds the bases of one group, where `fit` returns any; what is
+    saved on disk."""
 
     def layer_groups(self, spec: AttentionSpec) -> tuple[tuple[int, ...], ...]:
         """Layers that share one state, in order; one layer each unless a method works across layers."""
@@ -84,6 +85,11 @@ class KVMethod(abc.ABC):
     @property
     def reads_fisher(self) -> bool:
         """Whether `fit` reads the Fisher information of the projections, which takes a backward pass to collect."""
+        return False
+
+    @property
+    def reads_votes(self) -> bool:
+        """Whether `fit` reads the votes of a second reading (`layer_votes`)."""
         return False
 
     def fit(self, spec: AttentionSpec, moments: Any) -> tuple[Any, ...]:

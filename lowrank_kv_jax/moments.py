@@ -38,6 +38,7 @@ class Moments(NamedTuple):
         q, q_pre: `[L, K, D, D]`, all query heads of a kv head together.
         k_sum, k_pre_sum, v_sum: `[L, W]`, sums of the tokens themselves; None stands for 0.
         fisher: of the projections, where a method reads it.
+        votes: of a second reading, where a method reads them; see `layer_votes.collect_votes`.
     """
 
     tokens: np.ndarray | int
@@ -50,6 +51,7 @@ class Moments(NamedTuple):
     k_pre_sum: np.ndarray | None = None
     v_sum: np.ndarray | None = None
     fisher: Fisher | None = None
+    votes: np.ndarray | None = None
 
     def mean(self, name: str) -> np.ndarray:
         """Mean token `[L, W]` of `k`, `k_pre` or `v`."""

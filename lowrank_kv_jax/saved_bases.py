@@ -1,5 +1,6 @@
 """Calibrated bases on disk, with all that decides whether a model and a method may use them."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -97,13 +98,21 @@ def _rebuild(path: str | Path, method: KVMethod, groups: list[dict[str, Any] | N
     arrays = load_arrays(path, like)
 
     def build(i: int, group: dict[str, Any]) -> Any:
-        return kind(**dict.fromkeys(kind._fields) | {name: arrays[f"{i}.{name}"] for name in group})
+        found = {name: arrays[f"{i}.{name}"] for name in group}
+        if dataclasses.is_dataclass(kind):
+            return kind(**{name: array.item() for name, array in found.items()})
+        return kind(**dict.fromkeys(kind._fields) | found)
 
     return tuple(None if group is None else build(i, group) for i, group in enumerate(groups))
 
 
 def _fields(group: Any) -> dict[str, jax.Array]:
-    return {} if group is None else {name: x for name, x in group._asdict().items() if x is not None}
+    """Arrays by name; a number that belongs to the tree structure is an array on disk."""
+    if group is None:
+        return {}
+    if dataclasses.is_dataclass(group):
+        return {f.name: jax.numpy.asarray(getattr(group, f.name)) for f in dataclasses.fields(group)}
+    return {name: x for name, x in group._asdict().items() if x is not None}
 
 
 def _shapes(group: Any) -> dict[str, Any]:

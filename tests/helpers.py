@@ -72,7 +72,8 @@ def random_moments(config: ModelConfig, seed: int = 0) -> Moments:
     layers, kv, dim = spec.num_layers, spec.kv_heads, spec.head_dim
     k, k_pre, v = (moment(layers, width=kv * dim) for _ in range(3))
     q, q_pre = (moment(layers, kv, width=dim) for _ in range(2))
-    return Moments(64, k, k_pre, v, q, q_pre)
+    votes = np.sort(rng.random((layers, 61)) ** 2)[:, ::-1]  # the share of a layer's votes above rising edges
+    return Moments(64, k, k_pre, v, q, q_pre, votes=votes)
 
 
 def _configured(cls: type[KVMethod], wanted: dict[str, Any]) -> KVMethod:

@@ -68,8 +68,10 @@ def test_every_token_is_scored_through_the_compressed_cache():
     context, continuation = TEXT[:60], TEXT[60:61]
     pair = make_pair(context, continuation, 512)
     assert len(pair.head) == 59 and pair.tail == (context[-1], *continuation)
-    one, = score_pairs(tiny(), METHODS["streamingllm:budget=8,keep=none,sinks=2"], [pair], rows=1, dtype="float32")
+    method, warm = METHODS["streamingllm:budget=8,keep=none,sinks=2"], set()
+    (one,), (again,) = (score_pairs(tiny(), method, [pair], rows=1, dtype="float32", warm=warm) for _ in range(2))
     assert abs(one.logprob - exact(context, continuation)[0]) > 1e-3
+    assert one.ttft_s is None and again.ttft_s > 0 and again.logprob == one.logprob  # a time without compilation
 
 
 def test_long_contexts_lose_their_beginning():

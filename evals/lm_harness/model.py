@@ -11,9 +11,8 @@ from lowrank_kv_jax.corpus import load_corpus
 from lowrank_kv_jax.evals.answer import answer
 from lowrank_kv_jax.evals.bases import bases_of
 from lowrank_kv_jax.evals.batches import coarse
-from lowrank_kv_jax.evals.lm_harness.scoring import make_pair, score_pairs
+from lowrank_kv_jax.evals.lm_harness.scoring import Scored, make_pair, score_pairs
 from lowrank_kv_jax.evals.prefill_many import pad_rows, prefill_many
-from lowrank_kv_jax.evals.sizes import Size
 from lowrank_kv_jax.models.load import load_model
 from lowrank_kv_jax.parse import parse_method
 from lowrank_kv_jax.progress import ProgressBar
@@ -70,8 +69,9 @@ class LowRankKV(TemplateLM):
         self.tokenizer, self.max_length = self.loaded.tokenizer, max_length or context
         self.rows, self.mesh, self.cache_dtype, self.progress = int(batch_size), mesh, cache_dtype, progress
         self.bases = self._bases(bases, calibrate, progress)
-        self.sizes: dict[tuple[str, str], Size] = {}
-        """Of the cache that each (context, continuation) was scored through."""
+        self.scored: dict[tuple[str, str], Scored] = {}
+        """By (context, continuation)."""
+        self.warm: set[tuple[int, int]] = set()
 
     def _bases(self, given: Any, calibrate: str | None, progress: bool) -> Any:
         if isinstance(given, str):
@@ -127,11 +127,11 @@ class LowRankKV(TemplateLM):
         with ProgressBar("lm-eval", len(pairs), self.progress and not disable_tqdm) as bar:
             scored = score_pairs(
                 self.loaded, self.method, pairs, bases=self.bases, rows=self.rows, dtype=self.cache_dtype,
-                mesh=self.mesh, on_scored=bar.advance,
+                mesh=self.mesh, on_scored=bar.advance, warm=self.warm,
             )
         for (texts, _, _), one in zip(requests, scored, strict=True):
             if texts is not None:
-                self.sizes[texts] = one.size
+                self.scored[texts] = one
                 self.cache_hook.add_partial("loglikelihood", texts, (one.logprob, one.greedy))
         return [(one.logprob, one.greedy) for one in scored]
 

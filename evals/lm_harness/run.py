@@ -109,12 +109,14 @@ def _score(adapter: Any, task: Any, name: str, chunk: list[int]) -> Iterator[dic
     )
     for sample in found["samples"][name]:
         metrics = {metric: float(sample[metric]) for metric in sample["metrics"]}
-        sizes = [size for pair in sample["arguments"] if (size := adapter.sizes.get(_pair(pair))) is not None]
+        scored = [one for pair in sample["arguments"] if (one := adapter.scored.get(_pair(pair))) is not None]
+        times = [one.ttft_s for one in scored if one.ttft_s is not None]
         yield {
             "index": sample["doc_id"], "score": 100 * metrics.get("acc_norm", next(iter(metrics.values()))),
-            "metrics": metrics, "logprobs": [float(one[0]) for one in sample["filtered_resps"]], **_size(sizes),
+            "metrics": metrics, "logprobs": [float(one[0]) for one in sample["filtered_resps"]],
+            "ttft_s": float(np.mean(times)) if times else None, **_size([one.size for one in scored]),
         }
-    adapter.sizes.clear()
+    adapter.scored.clear()
 
 
 def _pair(arguments: Any) -> tuple[str, str]:

@@ -8,6 +8,7 @@ import jax
 
 from lowrank_kv_jax.cache import fork
 from lowrank_kv_jax.evals.batches import coarse
+from lowrank_kv_jax.evals.clock import PrefillClock
 from lowrank_kv_jax.evals.perplexity import score_rows
 from lowrank_kv_jax.evals.prefill_many import pad_rows, prefill_many
 from lowrank_kv_jax.evals.sizes import Size, size_of
@@ -25,11 +26,13 @@ class Scored:
         logprob: in nats, of all of its tokens.
         greedy: whether greedy decoding would have produced it.
         size: of the cache that it was scored through, one row.
+        ttft_s: of the prefill whose batch it was in, which predicts its first token; None where that was compiled first.
     """
 
     logprob: float
     greedy: bool
     size: Size
+    ttft_s: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +68,7 @@ def make_pair(context: Sequence[int], continuation: Sequence[int], longest: int)
 def score_pairs(
     model: Any, method: KVMethod, pairs: Sequence[Pair], *, bases: Any = None, rows: int = 8, dtype: Any = "bfloat16",
     mesh: jax.sharding.Mesh | None = None, on_scored: Callable[[int], None] = lambda count: None,
+    warm: set[tuple[int, int]] | None = None,
 ) -> list[Scored]:
     """Score continuations; those of one context share its prefill and its compressed cache.
 
@@ -73,10 +77,12 @@ def score_pairs(
         rows: contexts that share a batch.
         dtype: of the caches.
         on_scored: called with the number of pairs that each batch has finished.
+        warm: shapes that are compiled; others are added to it.
 
     Returns:
         One for each pair, in order.
     """
+    warm = set() if warm is None else warm
     by_head: dict[Ids, list[int]] = {}
     for index, pair in enumerate(pairs):
         by_head.setdefault(pair.head, []).append(index)
@@ -88,10 +94,13 @@ def score_pairs(
         filled = real + [real[-1]] * (rows - len(real))  # one shape, whether the batch is full or not
         width, capacity = _shape(filled, [pairs[i] for row in asked for i in row], model.config.context)
         tokens, lengths = pad_rows(filled, width)
+        clock = PrefillClock()
         caches, logits = prefill_many(
             {"": method}, model.config, model.params, tokens, lengths, bases={"": bases}, capacity=capacity,
-            dtype=dtype, mesh=mesh,
+            dtype=dtype, mesh=mesh, clock=clock,
         )
+        ttft_s = clock.alone("") if (width, capacity) in warm else None
+        warm.add((width, capacity))
         cache = caches.pop("")
         size = size_of(cache, bases)
         for turn in range(max(map(len, asked))):
@@ -102,7 +111,7 @@ def score_pairs(
             scores = score_rows(method, model, cache if last else fork(cache), logits, tails, bases=bases)
             for i, (nll, greedy) in zip(chosen, scores, strict=False):
                 count = pairs[i].scored
-                found[i] = Scored(-float(nll[-count:].sum()), bool(greedy[-count:].all()), size)
+                found[i] = Scored(-float(nll[-count:].sum()), bool(greedy[-count:].all()), size, ttft_s)
         on_scored(sum(map(len, asked)))
     return [found[i] for i in range(len(pairs))]
 

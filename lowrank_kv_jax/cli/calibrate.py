@@ -60,7 +60,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ranks(bases) -> str:
-    """Ranks of each array of the bases, over all groups."""
+    """Ranks of each array of the bases, over all groups; or the layers' shares of a budget."""
+    if hasattr(bases[0], "share"):
+        return "shares of the layers " + " ".join(f"{group.share:g}" for group in bases)
     groups = [group._asdict() for group in bases if group is not None]
     parts = []
     for name in groups[0]:

@@ -37,7 +37,12 @@ class Composed(Staged):
 
     @property
     def calibrated(self) -> bool:
-        return self.codec is not None and self.codec.calibrated
+        return self._fitted is not None and self._fitted.calibrated
+
+    @property
+    def _fitted(self) -> KVMethod | None:
+        """The stage that bases belong to: budgets that differ by layer stand without a codec."""
+        return self.codec or self.selection
 
     @property
     def rereads(self) -> bool:
@@ -45,11 +50,15 @@ class Composed(Staged):
 
     @property
     def reads_fisher(self):
-        return self.codec is not None and self.codec.reads_fisher
+        return self._fitted is not None and self._fitted.reads_fisher
+
+    @property
+    def reads_votes(self):
+        return self._fitted is not None and self._fitted.reads_votes
 
     @property
     def bases_type(self):
-        return None if self.codec is None else self.codec.bases_type
+        return None if self._fitted is None else self._fitted.bases_type
 
     def validate(self, spec):
         for part in (self.codec, self.selection):
@@ -57,20 +66,20 @@ class Composed(Staged):
                 part.validate(spec)
 
     def fit(self, spec, moments):
-        return self.default_bases(spec) if self.codec is None else self.codec.fit(spec, moments)
+        return (self.codec or self.selection).fit(spec, moments)
 
     def fault(self, groups):
         return None if self.codec is None else self.codec.fault(tuple(group.held for group in groups))
 
     def check_bases(self, spec, bases):
-        if self.codec is not None:
-            self.codec.check_bases(spec, bases)
+        if self._fitted is not None:
+            self._fitted.check_bases(spec, bases)
 
     def default_bases(self, spec):
         return (self.codec or self.selection).default_bases(spec)
 
     def fit_key(self, spec):
-        return super().fit_key(spec) if self.codec is None else self.codec.fit_key(spec)
+        return (self.codec or self.selection).fit_key(spec)
 
     # ---- stages -------------------------------------------------------------------------------------------------
 
@@ -142,7 +151,7 @@ def _check_codec(codec: KVMethod, selection: KVMethod, rule: Any) -> None:
         "a selection that keeps nothing between sinks and recent tokens": rule.keeps_none,
         "positions='cache'": rule.positions == "cache",
         "schedule='paper'": rule.schedule == "paper",
-        "budgets that differ by layer": type(rule).default_bases is not KVMethod.default_bases,
+        "budgets that differ by layer": rule.layered,
         f"decoded={codec.decoded!r}": codec.decoded == "exact" and rule.decoding == "evict",
         "recent_of='prompt'": codec.recent_of == "prompt",
         f"bits={codec.bits}": codec.bits is not None,

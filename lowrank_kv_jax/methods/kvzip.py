@@ -4,8 +4,9 @@ import dataclasses
 from typing import ClassVar
 
 from lowrank_kv_jax.method import register
-from lowrank_kv_jax.methods.selecting import Selecting
+from lowrank_kv_jax.methods.selecting import DEFAULT_KEEP, Selecting
 from lowrank_kv_jax.selection.adakv import ALLOCATIONS
+from lowrank_kv_jax.selection.layer_shares import LayerShare, layer_shares
 
 
 @register("kvzip")
@@ -15,18 +16,23 @@ class KVzip(Selecting):
 
     Prefill reads the prompt twice (see `selection.reread`), behind itself and without the paper's words that ask for a
     repetition, since a method sees no tokenizer; decoded tokens stay. The heads of a layer share its budget. The paper
-    shares one budget among all layers too, whose shapes would then depend on the prompt; here every layer has the same.
+    shares one budget among all layers too, whose shapes would then depend on the prompt; here a layer's share is what it
+    gets of a calibration text, and of prompts it gets much the same.
 
     Attributes:
         allocation: "kvpress", the best tokens of all heads of a layer stay, or "uniform", as many of each head.
+        layers: "calibrated", or "uniform": every layer has the same budget. Shares are fitted to `keep`, and to a quarter
+            where the budget is given in tokens; bytes are only counted with uniform ones.
     """
 
     sinks: int = 4
     recent: int | None = 0
     decoding: str = "keep"
     allocation: str = "kvpress"
+    layers: str = "calibrated"
 
     rereads: ClassVar[bool] = True
+    bases_type: ClassVar[type | None] = LayerShare
 
     def __post_init__(self):
         super().__post_init__()
@@ -35,10 +41,43 @@ class KVzip(Selecting):
             raise ValueError(f"allocation={self.allocation!r}: allowed are {', '.join(allowed)}")
         if self.decoding != "keep":
             raise ValueError(f"decoding={self.decoding!r}: must be 'keep'; what is decoded is not read a second time")
+        if self.layers not in ("calibrated", "uniform"):
+            raise ValueError(f"layers={self.layers!r}: allowed are calibrated, uniform")
+        if self.layered and self.budget_bytes is not None:
+            raise ValueError(f"budget_bytes={self.budget_bytes}: give layers=uniform, or a budget in tokens")
 
     @property
     def adaptive(self):
         return self.allocation != "uniform"
+
+    @property
+    def layered(self):
+        return self.layers == "calibrated"
+
+    @property
+    def calibrated(self):
+        return self.layered
+
+    @property
+    def reads_votes(self):
+        return self.layered
+
+    def fit(self, spec, moments):
+        if not self.layered:
+            return self.default_bases(spec)
+        if moments.votes is None:
+            raise ValueError("kvzip: the moments hold no votes of a second reading; collect them with `moments_for`")
+        return layer_shares(moments.votes, DEFAULT_KEEP if self.keep is None else self.keep)
+
+    def fit_key(self, spec):
+        return {"method": self.name, "keep": DEFAULT_KEEP if self.keep is None else self.keep, "layers": self.layers}
+
+    def check_bases(self, spec, bases):
+        if not isinstance(bases, LayerShare):
+            raise ValueError(f"bases: expected a LayerShare for each layer, got {type(bases).__name__}")
+
+    def of_layer(self, tokens, room, bases):
+        return int(tokens * bases.share) if self.layered else tokens
 
     def allocation_of(self, tokens, sinks, recent):
         return 0, 0.0, self.allocation

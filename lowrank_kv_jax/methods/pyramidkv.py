@@ -36,6 +36,10 @@ class PyramidKV(Windowing):
         if self.allocation not in ("official", "kvpress"):
             raise ValueError(f"allocation={self.allocation!r}: allowed are official, kvpress")
 
+    @property
+    def layered(self):
+        return True
+
     def default_bases(self, spec):
         return tuple(Depth(layer, spec.num_layers) for layer in range(spec.num_layers))
 

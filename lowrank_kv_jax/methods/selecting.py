@@ -66,6 +66,11 @@ class Selecting(Staged):
         """Whether heads have budgets of their own."""
         return False
 
+    @property
+    def layered(self) -> bool:
+        """Whether layers have budgets of their own."""
+        return False
+
     def tokens(self, layout: Layout) -> int:
         """Tokens that a kv head keeps; not asked where bytes decide."""
         if self.budget is not None:

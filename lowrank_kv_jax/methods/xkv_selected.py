@@ -148,7 +148,7 @@ def select_for_groups(codec: KVMethod, selection: KVMethod, summary: Any) -> KVM
         "positions='cache'": rule.positions == "cache",
         "decoding='evict' (give decoding=keep)": rule.decoding != "keep",
         f"budget_bytes={rule.budget_bytes}": rule.budget_bytes is not None,
-        "budgets that differ by layer": type(rule).default_bases is not KVMethod.default_bases,
+        "budgets that differ by layer": rule.layered,
         "statistics of its own": rule.statistics is not None or rule.summary_stage() is not None,
         f"recompress={codec.recompress}": codec.recompress is not None,  # type: ignore[attr-defined]
         f"rebuild={codec.rebuild}": codec.rebuild is not None,  # type: ignore[attr-defined]
