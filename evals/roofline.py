@@ -120,7 +120,8 @@ def white_bases(spec: AttentionSpec, method: KVMethod, dtype: Any) -> Any:
         return np.broadcast_to(np.eye(shape[-1], dtype=np.float32), (*shape, shape[-1]))
 
     wide, heads = eye(layers, kv * dim), eye(layers, kv, dim)
-    moments = Moments(1, wide, wide, wide, heads, heads, fisher=Fisher(wide, wide, 1))
+    votes = np.broadcast_to(np.linspace(1, 0, 16), (layers, 16))
+    moments = Moments(1, wide, wide, wide, heads, heads, fisher=Fisher(wide, wide, 1), votes=votes)
     fitted = method.fit(fitted_to, moments)
     fitted = fitted * spec.num_layers if alone else fitted  # all layers are alike
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), fitted)

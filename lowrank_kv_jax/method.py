@@ -71,8 +71,8 @@ class KVMethod(abc.ABC):
     """Named settings, say of a paper: field values that `name:preset` stands for."""
 
     bases_type: ClassVar[type | None] = None
-    """The NamedTuple of arrays, or the `@state` class, that holds the bases of one group, where `fit` returns any; what is
-    saved on disk."""
+    """The NamedTuple of arrays, or the `@state` class of numbers, that holds the bases of one group, where `fit` returns
+    any; what is saved on disk."""
 
     def layer_groups(self, spec: AttentionSpec) -> tuple[tuple[int, ...], ...]:
         """Layers that share one state, in order; one layer each unless a method works across layers."""

@@ -1,6 +1,7 @@
 """KVzip: the second reading against a float64 oracle, what stays, and that the prompt's own states do not change."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +9,19 @@ import numpy as np
 import pytest
 from eviction_oracle import kept_positions
 from helpers import PLAIN, WINDOWED, model, prompts, random_moments
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from lowrank_kv_jax.accounting import cache_bytes
+from lowrank_kv_jax.calibrate import fit_bases, moments_for
 from lowrank_kv_jax.evals.prefill_many import prefill_many
 from lowrank_kv_jax.forward import decode_step, prefill, read_layer, start_reading
+from lowrank_kv_jax.layer_votes import EDGES, collect_votes
 from lowrank_kv_jax.parse import parse_method
+from lowrank_kv_jax.saved_bases import load_bases, save_bases
 from lowrank_kv_jax.selection import reread
+from lowrank_kv_jax.selection.layer_shares import STEP, layer_shares
 from lowrank_kv_jax.spec import Taps
 
 
@@ -71,7 +79,7 @@ def test_the_first_reading_is_as_without_a_second(config):
 
 
 def test_the_best_tokens_of_all_heads_stay():
-    method, lengths = parse_method("kvzip:budget=30,sinks=4"), jnp.array([96, 60], jnp.int32)
+    method, lengths = parse_method("kvzip:budget=30,sinks=4,layers=uniform"), jnp.array([96, 60], jnp.int32)
     params, tokens = model().params, prompts()
     cache, _ = prefill(method, PLAIN, params, tokens, lengths, dtype=jnp.float32)
     reading = start_reading(PLAIN, params, tokens, lengths, twice=True)
@@ -87,8 +95,8 @@ def test_the_best_tokens_of_all_heads_stay():
 
 def test_it_composes_and_forks_from_one_prefill():
     """uniform budgets go with a low-rank codec; many methods read the prompt twice together."""
-    specs = ["full", "kvzip:keep=0.5", "static-pca-h:rank=1.0,sinks=4,recent=8+kvzip:keep=1.0,allocation=uniform",
-             "xkv:group=3,rank=1.0,sinks=4,recent=8+kvzip:keep=0.5,allocation=uniform"]
+    specs = ["full", "kvzip:keep=0.5", "static-pca-h:rank=1.0,sinks=4,recent=8+kvzip:keep=1.0,allocation=uniform,layers=uniform",
+             "xkv:group=3,rank=1.0,sinks=4,recent=8+kvzip:keep=0.5,allocation=uniform,layers=uniform"]
     methods = {spec: parse_method(spec) for spec in specs}
     params, tokens, lengths = model().params, prompts(), jnp.array([96, 60])
     bases = {spec: method.fit(PLAIN.attention, random_moments(PLAIN)) for spec, method in methods.items()}
@@ -104,7 +112,7 @@ def test_it_composes_and_forks_from_one_prefill():
         np.testing.assert_allclose(again, out[spec], atol=1e-5)
     np.testing.assert_allclose(out[specs[2]], out["full"], atol=1e-4)
     full, half = (
-        cache_bytes(prefill(methods[spec], PLAIN, params, tokens, lengths, dtype=jnp.float32)[0]).total
+        cache_bytes(prefill(methods[spec], PLAIN, params, tokens, lengths, bases=bases[spec], dtype=jnp.float32)[0]).total
         for spec in specs[:2]
     )
     assert half < 0.75 * full
@@ -115,7 +123,11 @@ def test_it_composes_and_forks_from_one_prefill():
     [
         ("kvzip:allocation=official", "allocation='official': allowed are kvpress, uniform"),
         ("kvzip:decoding=evict", "decoding='evict': must be 'keep'"),
+        ("kvzip:layers=global", "layers='global': allowed are calibrated, uniform"),
+        ("kvzip:budget_bytes=90000", "budget_bytes=90000: give layers=uniform"),
         ("ojakv+kvzip", "heads with budgets of their own"),
+        ("ojakv+kvzip:allocation=uniform", "budgets that differ by layer"),
+        ("xkv+kvzip:allocation=uniform", "budgets that differ by layer"),
     ],
 )
 def test_bad_settings(spec, said):
@@ -126,10 +138,68 @@ def test_bad_settings(spec, said):
 def test_a_prompt_too_long_to_be_read_twice():
     config = dataclasses.replace(PLAIN, context=160)
     with pytest.raises(ValueError, match="96 tokens, read twice, needs 192 positions; the model's context has 160"):
-        prefill(parse_method("kvzip"), config, model().params, prompts())
+        prefill(parse_method("kvzip:layers=uniform"), config, model().params, prompts())
 
 
 def test_taps_without_a_second_reading_are_refused():
     x = jnp.zeros((1, 8, 4, 8))
     with pytest.raises(ValueError, match="no votes of a second reading"):
         parse_method("kvzip").prompt_scores(None, Taps(x, x, x, x, x), jnp.array([8]))
+
+
+# ---- shares of layers ------------------------------------------------------------------------------------------
+
+
+def some_votes(layers=5, seed=0):
+    """Votes of layers that differ in how many tokens they look at, and the shares above the edges."""
+    rng = np.random.default_rng(seed)
+    votes = [np.minimum(rng.lognormal(-9 + layer, 1.2, 4000), 0.9) for layer in range(layers)]
+    return votes, np.stack([(v[:, None] > EDGES).mean(0) for v in votes])
+
+
+@pytest.mark.parametrize("keep", [0.05, 0.25, 0.5, 0.9, 1.0])
+def test_shares_are_those_of_the_best_votes_of_all_layers(keep):
+    votes, above = some_votes()
+    best = np.sort(np.concatenate(votes))[::-1][: round(keep * 20000)][-1]
+    exact = np.array([(v >= best).mean() for v in votes]) / keep
+    shares = np.array([entry.share for entry in layer_shares(above, keep)])
+    assert np.abs(shares - np.clip(exact, STEP, None)).max() < 3 * STEP  # layers below a step take theirs from the largest
+    assert shares.mean() <= 1 and len(votes) * (1 - shares.mean()) < 2 * STEP
+    assert (shares % STEP == 0).all() and shares.min() >= STEP and keep * shares.max() <= 1
+
+
+@given(above=arrays(np.float64, (7, 12), elements=st.floats(0, 1)), keep=st.floats(0.01, 1.0))
+def test_shares_never_spend_more_than_the_budget(above, keep):
+    shares = [entry.share for entry in layer_shares(np.sort(above)[:, ::-1], keep)]
+    assert sum(shares) <= 7 and min(shares) >= STEP and keep * max(shares) <= 1 + 1e-9
+
+
+def test_votes_are_counted_as_a_second_reading_casts_them():
+    loaded, tokens = model(), np.asarray(prompts(rows=2, length=40))
+    above = collect_votes(loaded, tokens)
+    assert above.shape == (PLAIN.num_layers, len(EDGES)) and (np.diff(above) <= 0).all() and above[:, -1].max() == 0
+    reading = start_reading(PLAIN, loaded.params, jnp.asarray(tokens), jnp.array([40, 40]), twice=True)
+    for layer in range(PLAIN.num_layers):
+        reading, taps = read_layer(PLAIN, loaded.params, layer, reading)
+        votes = np.asarray(taps.reread)[:, :, 4:]
+        np.testing.assert_allclose(above[layer], [(votes > edge).mean() for edge in EDGES], atol=0.01)
+
+
+def test_layers_keep_their_shares(tmp_path):
+    """The same bytes as with uniform budgets, spent where calibration says; and again from the disk."""
+    even, own = (parse_method(f"kvzip:keep=0.25,layers={layers}") for layers in ("uniform", "calibrated"))
+    moments = moments_for(model(), [own], np.asarray(prompts(rows=2, length=96)))
+    with pytest.raises(ValueError, match="no votes of a second reading"):
+        own.fit(PLAIN.attention, moments._replace(votes=None))
+    bases = fit_bases(model(), own, moments._replace(votes=some_votes(PLAIN.num_layers)[1]))
+    caches = [prefill(m, PLAIN, model().params, prompts(), bases=b)[0] for m, b in ((even, None), (own, bases))]
+    slots = [[state.held.coded.k.shape[2] for state in cache.groups] for cache in caches]
+    average = 96 // 4 - 4
+    assert slots[0] == [4 * average + 2] * PLAIN.num_layers
+    assert slots[1] == [4 * int(average * entry.share) + 2 for entry in bases] and len(set(slots[1])) > 1
+    assert 0.8 * sum(slots[0]) < sum(slots[1]) <= sum(slots[0])
+    saved = types.SimpleNamespace(name="tiny", config=PLAIN, fingerprint="f" * 64)
+    save_bases(tmp_path / "b", bases, saved, own)
+    assert load_bases(tmp_path / "b", saved, own) == bases
+    with pytest.raises(ValueError, match="keep=0.25, this method asks for 0.5"):
+        load_bases(tmp_path / "b", saved, parse_method("kvzip:keep=0.5"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import full_configuration
 
-from lowrank_kv_jax.calibrate import collect_moments, fit_bases
+from lowrank_kv_jax.calibrate import fit_bases, moments_for
 from lowrank_kv_jax.corpus import load_corpus, token_windows
 from lowrank_kv_jax.forward import extend, prefill, refresh
 from lowrank_kv_jax.methods import REGISTRY
@@ -26,7 +26,7 @@ def setting():
     model = load_model("smollm2-135m", "float32")
     prompt = token_windows(model.tokenizer, load_corpus("pydoc").texts, PROMPT, 1, 7)
     calibration = token_windows(model.tokenizer, load_corpus("pydoc").texts, 512, 2, 0)
-    return model, jnp.asarray(prompt), collect_moments(model, np.asarray(calibration))
+    return model, jnp.asarray(prompt), moments_for(model, [REGISTRY["kvzip"]()], np.asarray(calibration))
 
 
 def decode(method, bases, follow=None):

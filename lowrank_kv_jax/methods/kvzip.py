@@ -77,7 +77,7 @@ class KVzip(Selecting):
             raise ValueError(f"bases: expected a LayerShare for each layer, got {type(bases).__name__}")
 
     def of_layer(self, tokens, room, bases):
-        return int(tokens * bases.share) if self.layered else tokens
+        return int(tokens * bases.share) if self.layered and tokens < room else tokens
 
     def allocation_of(self, tokens, sinks, recent):
         return 0, 0.0, self.allocation
