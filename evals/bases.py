@@ -1,12 +1,11 @@
 """Bases of several methods from one run of the model over a corpus."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lowrank_kv_jax.calibrate import fit_bases, moments_for
 from lowrank_kv_jax.corpus import Corpus, token_windows
 from lowrank_kv_jax.method import KVMethod
-from lowrank_kv_jax.moments import Moments
 
 LENGTH, WINDOWS = 2048, 4
 _LAST: dict[Any, Any] = {}
@@ -29,17 +28,11 @@ def bases_of(
     tokens = token_windows(model.tokenizer, corpus.texts, min(length, model.config.context), windows, seed)
     key = model.fingerprint, corpus.sha256, tokens.shape, seed
     moments = _LAST.get(key)  # an evaluation asks again and again, for the same text
-    if moments is None or not _holds(moments, calibrated.values()):
+    if moments is None or not all(method.reads <= moments.held for method in calibrated.values()):
         moments = moments_for(model, list(calibrated.values()), tokens, progress)
         _LAST.clear()
         _LAST[key] = moments
     return {spec: fit_bases(model, method, moments, dtype) for spec, method in calibrated.items()}
-
-
-def _holds(moments: Moments, methods: Iterable[KVMethod]) -> bool:
-    """Whether the moments have what these methods read of them."""
-    return all((moments.fisher is not None or not method.reads_fisher)
-               and (moments.votes is not None or not method.reads_votes) for method in methods)
 
 
 def calibration_settings(corpus: Corpus, methods: Mapping[str, KVMethod]) -> dict[str, Any]:

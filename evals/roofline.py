@@ -112,7 +112,7 @@ def white_bases(spec: AttentionSpec, method: KVMethod, dtype: Any) -> Any:
     """Bases of the shapes that calibration gives; ranks by energy are those of white activations."""
     if not method.calibrated:
         return method.default_bases(spec)
-    alone = all(len(group) == 1 for group in method.layer_groups(spec)) and not method.reads_fisher
+    alone = all(len(group) == 1 for group in method.layer_groups(spec)) and "fisher" not in method.reads
     fitted_to = dataclasses.replace(spec, num_layers=1, windows=spec.windows[:1]) if alone else spec
     layers, kv, dim = fitted_to.num_layers, spec.kv_heads, spec.head_dim
 

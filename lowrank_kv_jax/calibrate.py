@@ -60,8 +60,6 @@ def collect_moments(
             that are not finite (layer and tap are named).
     """
     config = model.config
-    if config.attention.latent is not None:
-        raise ValueError("calibration: this model caches latents (MLA); no method that does so is calibrated")
     tokens = _checked_windows(config, tokens)
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     valid = jnp.ones(positions.shape, bool)
@@ -127,8 +125,7 @@ def moments_for(
     model: Any, methods: Sequence[KVMethod], tokens: np.ndarray, progress: bool = False,
     sums: tuple[CheckpointedSums, CheckpointedSums] | None = None,
 ) -> Moments:
-    """What the `fit` of all of these methods reads of a corpus: `collect_moments`, and if need be Fisher information and
-    the votes of a second reading.
+    """What the `fit` of all of these methods reads of a corpus (see `KVMethod.reads`).
 
     Args:
         sums: of moments and of Fisher information, to go on from; see `collect_moments`.
@@ -138,11 +135,15 @@ def moments_for(
     """
     for method in methods:
         method.validate(model.config.attention)
+    tokens = _checked_windows(model.config, tokens)
     of_moments, of_fisher = sums or (None, None)
-    moments = collect_moments(model, tokens, progress, sums=of_moments)
-    if any(method.reads_fisher for method in methods):
+    read = frozenset().union(*(method.reads for method in methods))
+    moments = Moments(tokens.size, *5 * [None])  # type: ignore[arg-type]
+    if "moments" in read:
+        moments = collect_moments(model, tokens, progress, sums=of_moments)
+    if "fisher" in read:
         moments = moments._replace(fisher=collect_fisher(model, tokens, progress, of_fisher))
-    if any(method.reads_votes for method in methods):
+    if "votes" in read:
         moments = moments._replace(votes=collect_votes(model, tokens, progress))
     return moments
 
@@ -170,6 +171,8 @@ def _finite(product: np.ndarray, name: str, layer: int) -> np.ndarray:
 
 
 def _checked_windows(config: ModelConfig, tokens: np.ndarray) -> np.ndarray:
+    if config.attention.latent is not None:
+        raise ValueError("calibration: this model caches latents (MLA); no method that does so is calibrated")
     tokens = np.asarray(tokens)
     if tokens.ndim != 2 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError("tokens: expected non-empty integers [windows, length], got "

@@ -147,12 +147,8 @@ class Tracked(KVMethod):
         return self.method.calibrated
 
     @property
-    def reads_fisher(self):
-        return self.method.reads_fisher
-
-    @property
-    def reads_votes(self):
-        return self.method.reads_votes
+    def reads(self):
+        return self.method.reads
 
     @property
     def bases_type(self):

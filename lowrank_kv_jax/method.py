@@ -83,14 +83,10 @@ class KVMethod(abc.ABC):
         del spec
 
     @property
-    def reads_fisher(self) -> bool:
-        """Whether `fit` reads the Fisher information of the projections, which takes a backward pass to collect."""
-        return False
-
-    @property
-    def reads_votes(self) -> bool:
-        """Whether `fit` reads the votes of a second reading (`layer_votes`)."""
-        return False
+    def reads(self) -> frozenset[str]:
+        """What `fit` reads of a calibration text, each at its price: "moments" (second moments of the taps), "fisher"
+        (information of the projections, a backward pass) and "votes" (of a second reading)."""
+        return frozenset({"moments"})
 
     def fit(self, spec: AttentionSpec, moments: Any) -> tuple[Any, ...]:
         """Bases of each group from calibration `Moments`; `default_bases` where a method needs none."""

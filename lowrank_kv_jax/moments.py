@@ -30,7 +30,8 @@ class Fisher(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Sums of outer products over a corpus, per layer; W = K * D, the heads of a layer side by side.
+    """Sums of outer products over a corpus, per layer; W = K * D, the heads of a layer side by side. They are None where
+    no method reads them.
 
     Attributes:
         tokens: number of tokens summed.
@@ -52,6 +53,12 @@ class Moments(NamedTuple):
     v_sum: np.ndarray | None = None
     fisher: Fisher | None = None
     votes: np.ndarray | None = None
+
+    @property
+    def held(self) -> frozenset[str]:
+        """What of `KVMethod.reads` is here."""
+        there = {"moments": self.k, "fisher": self.fisher, "votes": self.votes}
+        return frozenset(name for name, found in there.items() if found is not None)
 
     def mean(self, name: str) -> np.ndarray:
         """Mean token `[L, W]` of `k`, `k_pre` or `v`."""

@@ -49,12 +49,8 @@ class Composed(Staged):
         return self.selection is not None and self.selection.rereads
 
     @property
-    def reads_fisher(self):
-        return self._fitted is not None and self._fitted.reads_fisher
-
-    @property
-    def reads_votes(self):
-        return self._fitted is not None and self._fitted.reads_votes
+    def reads(self):
+        return frozenset() if self._fitted is None else self._fitted.reads
 
     @property
     def bases_type(self):

@@ -59,8 +59,8 @@ class KVzip(Selecting):
         return self.layered
 
     @property
-    def reads_votes(self):
-        return self.layered
+    def reads(self):
+        return frozenset({"votes"})
 
     def fit(self, spec, moments):
         if not self.layered:

@@ -111,7 +111,7 @@ class GroupedProjections(LowRank):
             raise ValueError(f"head_group={group}: must divide the model's {spec.kv_heads} kv heads: "
                              f"{', '.join(map(str, fit))}")
         super().validate(spec)
-        if self.reads_fisher:
+        if self.by_fisher:
             self._rank_table(spec, np.ones((spec.num_layers, 2)))
         if self.hadamard and self.energy is None:
             for rank in self.ranks(spec):
@@ -120,8 +120,13 @@ class GroupedProjections(LowRank):
     # ---- calibration --------------------------------------------------------------------------------------------
 
     @property
-    def reads_fisher(self):
+    def by_fisher(self) -> bool:
+        """Whether Fisher information decides the ranks."""
         return self.rank_by != "uniform"
+
+    @property
+    def reads(self):
+        return super().reads | ({"fisher"} if self.by_fisher else set())
 
     def fit(self, spec: AttentionSpec, moments: Moments) -> tuple[PaluBases, ...]:
         """Truncations of each layer's groups, float32.
@@ -132,7 +137,7 @@ class GroupedProjections(LowRank):
         """
         self.validate(spec)
         information = None
-        if self.reads_fisher:
+        if self.by_fisher:
             if moments.fisher is None:
                 raise ValueError(f"rank_by={self.rank_by!r}: these moments hold no Fisher information; calibrate with "
                                  "`calibrate`, or add that of `fisher.collect_fisher`")
@@ -206,7 +211,7 @@ class GroupedProjections(LowRank):
             "fit": "palu", "rope": self.rope, "head_group": self.group_of(spec), "rank_by": self.rank_by,
             "mean": self.mean, "hadamard": self.hadamard,
         }
-        if self.reads_fisher:
+        if self.by_fisher:
             key["rank_multiple"] = self.rank_multiple
         if self.energy:
             return key | {"energy": self.energy}
