@@ -2,10 +2,14 @@
 
 import gc
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import jax
 
 from lowrank_kv_jax.method import KVMethod
+
+MOST_MAPS = 40_000
+"""Memory maps of a process, of the 65,530 that Linux allows by default, at which programs are dropped."""
 
 
 def few_at_a_time(methods: Mapping[str, KVMethod], size: int) -> Iterator[dict[str, KVMethod]]:
@@ -17,5 +21,28 @@ def few_at_a_time(methods: Mapping[str, KVMethod], size: int) -> Iterator[dict[s
     specs = list(methods)
     for begin in range(0, len(specs), size):
         yield {spec: methods[spec] for spec in specs[begin : begin + size]}
-        jax.clear_caches()
-        gc.collect()
+        drop_programs()
+
+
+def drop_programs() -> None:
+    """Free what was compiled; what is called again is compiled again."""
+    jax.clear_caches()
+    gc.collect()
+
+
+def drop_programs_if_many() -> bool:
+    """`drop_programs` where they hold so many memory maps that the next ones might get none, which ends the process.
+
+    A method whose layers differ in shape has as many programs as layers, for every size of a batch. Where the operating
+    system does not say how many maps there are, nothing is done.
+
+    Returns:
+        Whether they were dropped.
+    """
+    try:
+        maps = Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:
+        return False
+    if maps > MOST_MAPS:
+        drop_programs()
+    return maps > MOST_MAPS

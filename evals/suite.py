@@ -14,6 +14,7 @@ from lowrank_kv_jax.evals.answer import answer
 from lowrank_kv_jax.evals.bases import conditions_of
 from lowrank_kv_jax.evals.batches import Batch, make_batches
 from lowrank_kv_jax.evals.clock import Clock, PrefillClock
+from lowrank_kv_jax.evals.few_at_a_time import drop_programs_if_many
 from lowrank_kv_jax.evals.prefill_many import pad_rows, prefill_many
 from lowrank_kv_jax.evals.prompts import PROTOCOLS, STYLES, Question
 from lowrank_kv_jax.evals.records import append_record, make_record
@@ -178,6 +179,8 @@ class _Runner:
                 yield from self._ask(batch, turn, spec, method, asked, prefill_s, len(methods))
             self.warm.add(shape)
             bar.advance(_answer_work(batch))
+            if drop_programs_if_many():
+                self.warm.clear()
         self.warm.add(layers)
 
     def _ask(

@@ -20,7 +20,7 @@ from helpers import model as tiny
 
 from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.cli.eval_options import print_scores
-from lowrank_kv_jax.evals import longbench, ruler, suite
+from lowrank_kv_jax.evals import few_at_a_time, longbench, ruler, suite
 from lowrank_kv_jax.evals.batches import coarse, make_batches
 from lowrank_kv_jax.evals.clock import PrefillClock
 from lowrank_kv_jax.evals.compare import parse_methods
@@ -142,6 +142,21 @@ def test_times_are_of_a_method_alone_once_it_is_compiled():
     records = evaluate(Loaded(), {"full": methods["full"]}, Suite("eval test", asked, rows=2), bases=fit)
     assert [r["ttft_s"] is not None for r in records] == [False, False, True, True]
     assert all((r["decode_tokens_per_s"] is None) == (r["ttft_s"] is None) for r in records)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="memory maps are only told on Linux")
+def test_programs_are_dropped_before_maps_run_out(monkeypatch, whole):
+    """Nothing but times changes; a batch after that is compiled anew and has none."""
+    dropped = []
+    monkeypatch.setattr(few_at_a_time, "drop_programs", lambda: dropped.append(1))
+    monkeypatch.setattr(few_at_a_time, "MOST_MAPS", 10)
+    again = evaluate(Loaded(), METHODS, some(), bases=fit)
+    assert without_times(again) == without_times(whole) and all(r["ttft_s"] is None for r in again)
+    assert len(dropped) >= 2 * len(METHODS)
+    monkeypatch.setattr(few_at_a_time, "MOST_MAPS", 10**9)
+    dropped.clear()
+    evaluate(Loaded(), METHODS, some(), bases=fit)
+    assert not dropped
 
 
 def test_a_prefill_clock_adds_up(monkeypatch):
