@@ -16,7 +16,7 @@ from lowrank_kv_jax.sharding import to_host
 def answer(
     method: KVMethod, model: Any, cache: Cache, questions: Sequence[Sequence[int]], max_new_tokens: int, *,
     bases: Any = None, enough: Callable[[int, str], bool] | None = None,
-    on_fewer_rows: Callable[[], None] | None = None,
+    on_fewer_rows: Callable[[], None] | None = None, nonempty: Sequence[bool] = (),
 ) -> list[str]:
     """Ingest one question a row and decode greedily.
 
@@ -29,12 +29,16 @@ def answer(
         max_new_tokens: at most so many a row; end-of-sequence tokens end a row before.
         enough: called with a row and its answer so far; a row ends when it says so.
         on_fewer_rows: called before the first step of a smaller batch.
+        nonempty: for each row, whether its first token can neither end it nor be a line break.
 
     Returns:
         The text of each row's answer.
     """
     config, params = model.config, model.params
     cache, logits = ingest(method, config, params, cache, questions, bases=bases)
+    if any(nonempty):
+        line_break = model.tokenizer("\n", add_special_tokens=False).input_ids[-1]
+        logits = logits.at[np.ix_(np.flatnonzero(nonempty), [*config.eos_ids, line_break])].set(-jnp.inf)
     ids: list[list[int]] = [[] for _ in questions]
     texts = [""] * len(questions)
     rows, done = np.arange(len(questions)), np.zeros(len(questions), bool)  # of the batch, which shrinks

@@ -26,6 +26,7 @@ class Question:
         complete: whether no further token can change the score of an answer.
         details: what its records keep beside that.
         style: the prompt style, where the task decides it and not the run.
+        nonempty: whether the first token of an answer can neither end it nor be a line break.
     """
 
     task: str
@@ -39,6 +40,7 @@ class Question:
     complete: Callable[[str], bool] = lambda answer: False
     details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     style: str | None = None
+    nonempty: bool = False
 
     @property
     def sha256(self) -> str:

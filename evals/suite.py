@@ -196,6 +196,7 @@ class _Runner:
         texts = answer(
             method, self.model, cache, ids, max(e[0].new_tokens for e in entries if e is not None),
             bases=self.bases.get(spec), enough=clock.enough, on_fewer_rows=clock.stop,
+            nonempty=[entry is not None and entry[0].nonempty for entry in entries],
         )
         size = self.sizes[spec, batch.width, batch.capacity]
         times = clock.times(prefill_s)

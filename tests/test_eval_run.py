@@ -185,6 +185,17 @@ def test_answers_end_at_their_own_limit_or_when_complete(whole):
     assert {r["answer_tokens"] for r in records} == {2}
 
 
+def test_the_first_token_of_some_answers_can_not_end_them(whole):
+    """Neither the end of the sequence nor a line break, in the rows that ask for it; later tokens can."""
+    first = {ord(r["prediction"][0]) - 64 for r in whole if r["method"] == "full"}
+    ending = Loaded(dataclasses.replace(PLAIN, eos_ids=tuple(first)))
+    asked = tuple(dataclasses.replace(q, nonempty=q.index % 2 == 0) for q in questions(4))
+    records = evaluate(ending, {"full": METHODS["full"]}, Suite("eval test", asked, rows=2))
+    for question, record in zip(asked, records, strict=True):
+        assert bool(record["prediction"]) == question.nonempty
+        assert not record["prediction"] or ord(record["prediction"][0]) - 64 not in first | {ord("\n")}
+
+
 def test_batches_have_few_shapes():
     many = [dataclasses.replace(q, index=i, context="x" * (100 + 3 * i)) for i, q in enumerate(questions(40))]
     batches = make_batches(Letters(), many, "query-agnostic", "base", 4, 512)

@@ -79,6 +79,7 @@ def test_published_samples_score_their_own_answers(task):
             "".join(longbench.find_task(task).split_prompt(sample.context, sample.question)).split()
         ))
         assert (question.style == "base") == (task in ("trec", "triviaqa", "samsum", "lcc", "repobench-p"))
+        assert question.nonempty == (task == "samsum")
 
 
 def test_the_middle_is_cut_out():

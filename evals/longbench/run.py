@@ -8,7 +8,7 @@ from lowrank_kv_jax.corpus import Corpus, load_corpus
 from lowrank_kv_jax.evals.bases import bases_of, calibration_settings
 from lowrank_kv_jax.evals.longbench.metrics import complete, score
 from lowrank_kv_jax.evals.longbench.samples import LongBenchSample, load_samples
-from lowrank_kv_jax.evals.longbench.tasks import BASE_PROMPT, all_tasks, find_task
+from lowrank_kv_jax.evals.longbench.tasks import BASE_PROMPT, NONEMPTY, all_tasks, find_task
 from lowrank_kv_jax.evals.prompts import Question
 from lowrank_kv_jax.evals.suite import Suite, evaluate
 from lowrank_kv_jax.method import KVMethod
@@ -73,6 +73,7 @@ def make_question(tokenizer: Any, sample: LongBenchSample, max_length: int) -> Q
         lambda answer: complete(sample.task, answer),
         {"outputs": list(sample.answers), "sample_id": sample.id, "truncated": cut},
         "base" if sample.task in BASE_PROMPT else None,
+        sample.task in NONEMPTY,
     )
 
 

@@ -23,6 +23,9 @@ BASE_PROMPT = frozenset({"trec", "triviaqa", "samsum", "lcc", "repobench-p"})
 FIRST_LINE = frozenset({"trec", "triviaqa", "samsum"})
 """Tasks whose predictions count up to their first line break."""
 
+NONEMPTY = frozenset({"samsum"})
+"""Tasks whose first token can neither end the prediction nor be a line break (`min_length` of the published script)."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Task:
