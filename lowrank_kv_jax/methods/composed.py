@@ -4,9 +4,10 @@ import dataclasses
 from typing import Any
 
 from lowrank_kv_jax.method import KVMethod
+from lowrank_kv_jax.methods.kivi import KIVI
 from lowrank_kv_jax.methods.lowrank import LowRank
 from lowrank_kv_jax.methods.staged import Staged
-from lowrank_kv_jax.methods.stages import BasisStage
+from lowrank_kv_jax.methods.stages import BasisStage, QuantisedStage
 from lowrank_kv_jax.summaries.component import Summary
 
 
@@ -17,7 +18,7 @@ class Composed(Staged):
     Sinks and recent tokens: the more of what codec and selection ask for.
 
     Attributes:
-        codec: a low-rank method, or None.
+        codec: a low-rank method, KIVI, or None.
         selection: a method that selects.
         summary: of what it evicts, or None.
     """
@@ -41,8 +42,8 @@ class Composed(Staged):
 
     @property
     def _fitted(self) -> KVMethod | None:
-        """The stage that bases belong to: budgets that differ by layer stand without a codec."""
-        return self.codec or self.selection
+        """The stage that bases belong to: budgets that differ by layer go with no codec that has some."""
+        return self.selection if self.codec is None or self.codec.bases_type is None else self.codec
 
     @property
     def rereads(self) -> bool:
@@ -62,7 +63,7 @@ class Composed(Staged):
                 part.validate(spec)
 
     def fit(self, spec, moments):
-        return (self.codec or self.selection).fit(spec, moments)
+        return self._fitted.fit(spec, moments)
 
     def fault(self, groups):
         return None if self.codec is None else self.codec.fault(tuple(group.held for group in groups))
@@ -72,10 +73,10 @@ class Composed(Staged):
             self._fitted.check_bases(spec, bases)
 
     def default_bases(self, spec):
-        return (self.codec or self.selection).default_bases(spec)
+        return self._fitted.default_bases(spec)
 
     def fit_key(self, spec):
-        return (self.codec or self.selection).fit_key(spec)
+        return self._fitted.fit_key(spec)
 
     # ---- stages -------------------------------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ class Composed(Staged):
     def codec_stage(self):
         if self.codec is None:
             return super().codec_stage()
-        return BasisStage(self.codec)
+        return QuantisedStage(self.codec) if isinstance(self.codec, KIVI) else BasisStage(self.codec)
 
     def summary_stage(self):
         return self.summary or self.selection_stage().summary_stage()
@@ -104,7 +105,7 @@ def compose(
     """One method from up to three stages.
 
     Args:
-        codec: a low-rank method: how selected tokens are stored; None stores them as they are.
+        codec: a low-rank method or KIVI: how selected tokens are stored; None stores them as they are.
         selection: which tokens stay.
         summary: what stands for the rest.
 
@@ -140,18 +141,29 @@ def compose(
 
 def _check_codec(codec: KVMethod, selection: KVMethod, rule: Any) -> None:
     names = f"{codec.name}+{selection.name}"
-    if not isinstance(codec, LowRank):
-        raise ValueError(f"{names}: {codec.name} does not store selected tokens")
     wrong = {
-        "heads with budgets of their own": rule.adaptive,
         "a selection that keeps nothing between sinks and recent tokens": rule.keeps_none,
         "positions='cache'": rule.positions == "cache",
         "schedule='paper'": rule.schedule == "paper",
-        "budgets that differ by layer": rule.layered,
-        f"decoded={codec.decoded!r}": codec.decoded == "exact" and rule.decoding == "evict",
-        "recent_of='prompt'": codec.recent_of == "prompt",
-        f"bits={codec.bits}": codec.bits is not None,
     }
+    if isinstance(codec, KIVI):
+        kind = "quantised storage"
+        wrong |= {
+            # what is chosen again would be coded again, and lose each time
+            "decoding='evict'": rule.decoding == "evict",
+            f"budget_bytes={rule.budget_bytes}": rule.budget_bytes is not None,
+        }
+    elif isinstance(codec, LowRank):
+        kind = "a low-rank codec"
+        wrong |= {
+            "heads with budgets of their own": rule.adaptive,
+            "budgets that differ by layer": rule.layered,
+            f"decoded={codec.decoded!r}": codec.decoded == "exact" and rule.decoding == "evict",
+            "recent_of='prompt'": codec.recent_of == "prompt",
+            f"bits={codec.bits}": codec.bits is not None,
+        }
+    else:
+        raise ValueError(f"{names}: {codec.name} does not store selected tokens")
     for what, there in wrong.items():
         if there:
-            raise ValueError(f"{names}: {what} cannot be combined with a low-rank codec")
+            raise ValueError(f"{names}: {what} cannot be combined with {kind}")

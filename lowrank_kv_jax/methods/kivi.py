@@ -14,6 +14,7 @@ from lowrank_kv_jax.partial import merge
 from lowrank_kv_jax.positions import Runs
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.segments import exact as exact_tokens
+from lowrank_kv_jax.spec import AttentionSpec
 from lowrank_kv_jax.state import state
 
 
@@ -41,6 +42,8 @@ class KIVI(KVMethod):
 
     `kivi:int8` is 8-bit KV, the usual baseline: one scale for each token and head.
 
+    It is a codec too: `kivi:bits=4+kvzip:keep=0.25` stores the tokens that a selection keeps of the prompt in 4 bits.
+
     Attributes:
         bits: 2, 4 or 8; None stores the cache's dtype.
         keys: "per_channel", or "per_token" as values are.
@@ -55,6 +58,7 @@ class KIVI(KVMethod):
     sinks: int = 0
     recent: int = 32
 
+    stage: ClassVar[str | None] = "codec"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "int8": {"bits": 8, "keys": "per_token", "group": None, "recent": 0}
     }
@@ -76,6 +80,11 @@ class KIVI(KVMethod):
         """Tokens that are quantised together."""
         return self.group if self.keys == "per_channel" and self.group is not None else 1
 
+    def tiles(self, spec: AttentionSpec) -> tuple[Tile, Tile]:
+        """What shares a scale, of keys and of values."""
+        by_token = Tile(1, None if self.group is None else min(self.group, spec.head_dim))
+        return Tile(self.unit, 1) if self.keys == "per_channel" else by_token, by_token
+
     def validate(self, spec):
         if self.group is not None and self.group > spec.head_dim and self.keys == "per_token":
             raise ValueError(f"group={self.group}: must lie in 1..{spec.head_dim}, the head's channels, or be None")
@@ -86,11 +95,9 @@ class KIVI(KVMethod):
             layout.batch, spec.kv_heads, self.sinks + self.recent + self.unit - 1 + layout.block, spec.head_dim,
             dtype, gaps=(self.sinks, self.sinks),
         )
-        by_token = Tile(1, None if self.group is None else min(self.group, spec.head_dim))
         coded = coded_tokens.empty_coded(
             layout.batch, (spec.kv_heads, spec.head_dim), (spec.kv_heads, spec.head_dim),
-            max(layout.capacity - self.sinks - self.recent, self._most(layout)), dtype, self.bits,
-            Tile(self.unit, 1) if self.keys == "per_channel" else by_token, by_token,
+            max(layout.capacity - self.sinks - self.recent, self._most(layout)), dtype, self.bits, *self.tiles(spec),
         )
         return QuantisedState(exact, coded)
 

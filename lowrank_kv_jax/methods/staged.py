@@ -94,12 +94,12 @@ class Staged(KVMethod):
 
     def shape_for(self, layout: Layout, bases: Any, tokens: int) -> Shape:
         """The shape with `tokens` selected tokens a head."""
-        rule, heads = self.selection_stage(), layout.spec.kv_heads
+        rule, codec, heads = self.selection_stage(), self.codec_stage(), layout.spec.kv_heads
         if rule.adaptive:
             # official allocations round: half a token a head
-            return Shape("packed", 1, heads * tokens + heads // 2, tokens)
-        buffers = self.codec_stage().heads(layout, self.codec_bases(bases))
-        return Shape("per_head" if buffers == heads else "joint", buffers, tokens, tokens)
+            return Shape("packed", 1, codec.slots(heads * tokens + heads // 2), tokens)
+        buffers = codec.heads(layout, self.codec_bases(bases))
+        return Shape("per_head" if buffers == heads else "joint", buffers, codec.slots(tokens), tokens)
 
     def shape(self, layout: Layout, bases: Any) -> Shape:
         """The shape that the budget asks for."""
@@ -297,9 +297,9 @@ class Staged(KVMethod):
         slots = compact(kept, shape.size)
         length = jnp.minimum(kept.sum(-1, dtype=jnp.int32)[:, 0], shape.size)
         owner = None if found.owner is None else take_slots(found.owner, slots)
-        coded = dataclasses.replace(
-            held.coded, k=take_slots(found.k, slots), v=take_slots(found.v, slots), length=length,
-            positions=PerHead(take_slots(found.position, slots), owner, heads),
+        coded = self.codec_stage().hold(
+            held.coded, take_slots(found.k, slots), take_slots(found.v, slots), length,
+            PerHead(take_slots(found.position, slots), owner, heads),
         )
         far = None if state.far_votes is None else take_slots(found.votes, slots)
         return dataclasses.replace(state, held=dataclasses.replace(held, coded=coded), far_votes=far), kept

@@ -1,5 +1,6 @@
-"""How selected tokens are stored: as they are, or as coefficients of a low-rank method."""
+"""How selected tokens are stored: as they are, in few bits, or as coefficients of a low-rank method."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -7,11 +8,13 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.codecs.basis import fold_query
 from lowrank_kv_jax.method import Layout, Place
+from lowrank_kv_jax.methods.kivi import KIVI
 from lowrank_kv_jax.methods.lowrank import LowRank
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
 from lowrank_kv_jax.partial import AttnPartial
 from lowrank_kv_jax.positions import PerHead
 from lowrank_kv_jax.rope import rope_angles, rotate
+from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.segments.coded import Coded
 from lowrank_kv_jax.segments.exact import Exact
 from lowrank_kv_jax.spec import Taps
@@ -19,16 +22,16 @@ from lowrank_kv_jax.state import state
 
 
 @state
-class Verbatim:
-    """Tokens stored as they are.
+class Selected:
+    """Tokens after RoPE, without a basis.
 
     Attributes:
         exact: sinks, recent tokens and those appended since the last refresh.
-        coded: the selected tokens between them; None where a selection keeps none.
+        coded: the selected tokens between them, as they are or quantised; None where a selection keeps none.
     """
 
     exact: Exact
-    coded: Exact | None
+    coded: Exact | Coded | None
 
 
 class Readable(NamedTuple):
@@ -38,7 +41,19 @@ class Readable(NamedTuple):
     keys: jax.Array
 
 
-class VerbatimStage:
+class Stage:
+    """What codecs share that store a token on its own."""
+
+    def slots(self, size: int) -> int:
+        """Slots of a buffer with room for `size` tokens."""
+        return size
+
+    def hold(self, coded: Any, k: jax.Array, v: jax.Array, length: jax.Array, positions: PerHead) -> Any:
+        """The segment `coded` with other tokens: codes `[B, J, S, R]`, of each row the first `length` `[B]`."""
+        return dataclasses.replace(coded, k=k, v=v, length=length, positions=positions)
+
+
+class VerbatimStage(Stage):
     """The codec that changes nothing."""
 
     def heads(self, layout: Layout, bases: Any) -> int:
@@ -46,13 +61,13 @@ class VerbatimStage:
         del bases
         return layout.spec.kv_heads
 
-    def empty(self, layout: Layout, bases: Any, exact: Exact, heads: int, size: int, positions: PerHead) -> Verbatim:
+    def empty(self, layout: Layout, bases: Any, exact: Exact, heads: int, size: int, positions: PerHead) -> Selected:
         """An empty state with room for `size` selected tokens in each of `heads` buffers."""
         del bases
         if not size:
-            return Verbatim(exact, None)
+            return Selected(exact, None)
         buffer = jnp.zeros((layout.batch, heads, size, layout.spec.head_dim), jnp.dtype(layout.dtype))
-        return Verbatim(exact, Exact(buffer, jnp.zeros_like(buffer), jnp.zeros((layout.batch,), jnp.int32), positions))
+        return Selected(exact, Exact(buffer, jnp.zeros_like(buffer), jnp.zeros((layout.batch,), jnp.int32), positions))
 
     def begin(self, layout: Layout, bases: Any, held: Any, tap: Taps, lengths: jax.Array) -> Any:
         """Fit whatever is fitted to the prompt."""
@@ -92,7 +107,28 @@ def attend_tokens(tokens: Exact, keys: jax.Array, q, positions, scale, window) -
     return coefficient_attention(q, cached, scale=scale, q_positions=positions, causal=False, window=window)
 
 
-class BasisStage:
+class QuantisedStage(VerbatimStage):
+    """The codec of KIVI. Tokens are quantised once: for selections that choose once, of the prompt."""
+
+    def __init__(self, method: KIVI):
+        self.method = method
+
+    def slots(self, size):
+        return -(-size // self.method.unit) * self.method.unit
+
+    def empty(self, layout, bases, exact, heads, size, positions):
+        if not size:
+            return Selected(exact, None)
+        shape, dtype = (heads, layout.spec.head_dim), jnp.dtype(layout.dtype)
+        tiles = self.method.tiles(layout.spec)
+        coded = coded_tokens.empty_coded(layout.batch, shape, shape, size, dtype, self.method.bits, *tiles)
+        return Selected(exact, dataclasses.replace(coded, positions=positions))
+
+    def hold(self, coded, k, v, length, positions):
+        return coded_tokens.hold(coded, k, v, length, positions)
+
+
+class BasisStage(Stage):
     """The codec of a low-rank method, its basis updates included; same functions as `VerbatimStage`."""
 
     def __init__(self, method: LowRank):

@@ -12,7 +12,7 @@ from lowrank_kv_jax.codecs.quantised import (
     map_tokens,
 )
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
-from lowrank_kv_jax.positions import Runs
+from lowrank_kv_jax.positions import PerHead, Runs
 from lowrank_kv_jax.state import leaf, state
 
 
@@ -24,13 +24,14 @@ class Coded:
         k: `[B, J, S, Rk]`.
         v: `[B, J', S, Rv]`.
         length: int32 `[B]`, tokens held by each row.
-        positions: a gap before the first token and one where the prompt's own exact tokens are missing.
+        positions: a gap before the first token and one where the prompt's own exact tokens are missing; one by one
+            where they were selected.
     """
 
     k: jax.Array | QuantisedTokens = leaf("batch", "kv_heads", "tokens", "rank", kind="coefficients")
     v: jax.Array | QuantisedTokens = leaf("batch", "kv_heads", "tokens", "rank", kind="coefficients")
     length: jax.Array = leaf("batch", kind="indices")
-    positions: Runs
+    positions: Runs | PerHead
 
 
 def empty_coded(
@@ -55,7 +56,7 @@ def empty_coded(
     return Coded(k, v, none, Runs(gaps, gaps))
 
 
-def hold(segment: Coded, k: jax.Array, v: jax.Array, counts: jax.Array, positions: Runs) -> Coded:
+def hold(segment: Coded, k: jax.Array, v: jax.Array, counts: jax.Array, positions: Runs | PerHead) -> Coded:
     """Fill an empty segment with the first `counts[b]` of T coefficients `[B, J, T, R]`."""
     return Coded(_fill(segment.k, k, counts), _fill(segment.v, v, counts), counts, positions)
 

@@ -27,8 +27,9 @@ def coefficient_attention(q, tokens, *, scale, q_positions, causal, window) -> A
     if _fits_one_block(tokens):
         slots = jnp.arange(size)
         mask, _ = visible_slots(tokens, slots, True, q_positions, causal, window, q.shape[2])
+        keys, values = (x.read_block(0, size) if hasattr(x, "read_block") else x for x in (tokens.keys, tokens.values))
         return blockwise_attention(
-            q, lambda i: (tokens.keys, tokens.values, mask), 0, 1, shared_heads=heads,
+            q, lambda i: (keys, values, mask), 0, 1, shared_heads=heads,
             value_dim=tokens.values.shape[-1], scale=scale,
         )
 
