@@ -15,6 +15,7 @@ from lowrank_kv_jax.cli.generate import _Stream
 from lowrank_kv_jax.cli.options import PLOT_SUFFIXES
 from lowrank_kv_jax.evals.records import check_writable
 from lowrank_kv_jax.methods import REGISTRY
+from lowrank_kv_jax.parse import parse_method
 
 ROOT = Path(lowrank_kv_jax.__file__).parents[1]
 
@@ -58,6 +59,9 @@ def test_methods_lists_all_with_fields_and_defaults(capsys):
     for name in REGISTRY:
         assert f"\n{name}\n" in "\n" + shown
     assert "eta_pre=1.0" in shown and "rank_k=none" in shown and "needs calibrated bases" in shown
+    assert "selection of compositions" in shown
+    for spec in shown.split("e.g. ")[1].split(", "):
+        assert "+" in parse_method(spec.strip()).name
     assert main(["methods", "ojakv"]) == 0
     assert "Attributes:" in capsys.readouterr().out
 

@@ -4,6 +4,10 @@ import argparse
 import dataclasses
 
 HELP = "list the methods, their fields and defaults"
+COMPOSITIONS = """compositions
+    Spelled codec+selection+summary: how tokens are stored, which stay, what stands for the rest. The summary is
+    moments[:order=0|1|gaussian]; codec and summary may be left out.
+    e.g. kivi:bits=4+kvzip:keep=0.25, ojakv:rank=0.6+snapkv:keep=0.5, h2o:keep=0.25+moments"""
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
@@ -27,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
         for name in args.names:
             print(describe(type(parse_method(name)), whole=True), end="\n\n")
         return 0
-    print("\n\n".join(describe(REGISTRY[name]) for name in sorted(REGISTRY)))
+    print("\n\n".join(describe(REGISTRY[name]) for name in sorted(REGISTRY)), COMPOSITIONS, sep="\n\n")
     return 0
 
 
@@ -45,6 +49,8 @@ def describe(cls, whole: bool = False) -> str:
     lines = [body, textwrap.fill(needs + fields, 106)]
     if cls.presets:
         lines.append(textwrap.fill("presets: " + ", ".join(cls.presets), 106, break_on_hyphens=False))
+    if cls.stage:
+        lines.append(f"{cls.stage} of compositions")
     return f"{cls.name}\n" + textwrap.indent("\n".join(lines), "    ")
 
 
