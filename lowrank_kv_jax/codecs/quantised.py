@@ -79,7 +79,7 @@ class QuantisedTokens:
 
     def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
         """Tokens `start` to `start + size`, float32 `[B, J, size, R]`."""
-        codes = _unpack(jax.lax.dynamic_slice_in_dim(self.codes, start, size, axis=2), self.bits, self.channels)
+        codes = unpack(jax.lax.dynamic_slice_in_dim(self.codes, start, size, axis=2), self.bits, self.channels)
         tiles = (start + jnp.arange(size)) // self.tile.tokens
         scales = self._by_channel(jnp.take(self.scales, tiles, axis=2))
         x = codes.astype(jnp.float32) * scales
@@ -98,7 +98,7 @@ class QuantisedTokens:
         scales, lows = (
             None if a is None else jax.lax.dynamic_slice_in_dim(a, begin, n, axis=2) for a in (self.scales, self.lows)
         )
-        fresh = _encode(x, self.bits, self.tile, valid)
+        fresh = encode_tiles(x, self.bits, self.tile, valid)
         old = QuantisedTokens(
             jax.lax.dynamic_slice_in_dim(self.codes, start, x.shape[2], axis=2), scales, lows, self.bits, self.tile,
             self.channels,
@@ -135,7 +135,7 @@ def store_tokens(x: jax.Array, bits: int | None, dtype, tile: Tile = COEFFICIENT
     room = -size % tile.tokens
     padded = jnp.pad(x, ((0, 0), (0, 0), (0, room), (0, 0)))
     valid = jnp.ones((x.shape[0], size + room), bool)
-    stored = _encode(padded, bits, tile, valid)
+    stored = encode_tiles(padded, bits, tile, valid)
     codes = stored.codes[:, :, :size]
     return QuantisedTokens(codes, stored.scales, stored.lows, bits, tile, x.shape[3])
 
@@ -213,7 +213,7 @@ def map_tokens(
     return jax.lax.fori_loop(*block_range(stored.shape[2], lengths), step, stored)
 
 
-def _encode(x: jax.Array, bits: int, tile: Tile, valid: jax.Array) -> QuantisedTokens:
+def encode_tiles(x: jax.Array, bits: int, tile: Tile, valid: jax.Array) -> QuantisedTokens:
     """Codes of whole tiles `[B, J, n * tile.tokens, R]`; slots that are not `valid` `[B, ..]` get the code of zero."""
     batch, heads, size, channels = x.shape
     each = channels if tile.channels is None else tile.channels
@@ -268,7 +268,8 @@ def _pack(codes: jax.Array, bits: int) -> jax.Array:
     return jnp.sum(codes, axis=-1, dtype=jnp.uint8)
 
 
-def _unpack(packed: jax.Array, bits: int, channels: int) -> jax.Array:
+def unpack(packed: jax.Array, bits: int, channels: int) -> jax.Array:
+    """Codes `[..., R]` of what `QuantisedTokens.codes` holds."""
     if bits == 8:
         return packed
     shifts = bits * jnp.arange(8 // bits, dtype=jnp.uint8)

@@ -15,7 +15,7 @@ from lowrank_kv_jax.summaries.component import Summary
 class Composed(Staged):
     """Made by `compose`, spelled `codec+selection+summary`.
 
-    Sinks and recent tokens: the more of what codec and selection ask for.
+    Sinks and recent tokens: the more of what a low-rank codec and the selection ask for; beside KIVI the selection's.
 
     Attributes:
         codec: a low-rank method, KIVI, or None.
@@ -86,7 +86,7 @@ class Composed(Staged):
     def ends(self, layout):
         rule = self.selection_stage()
         sinks, recent = rule.sinks, rule.recent_tokens(layout)
-        if self.codec is None:
+        if not isinstance(self.codec, LowRank):
             return sinks, recent
         return max(sinks, self.codec.sinks), max(recent, self.codec.recent)
 
@@ -152,6 +152,8 @@ def _check_codec(codec: KVMethod, selection: KVMethod, rule: Any) -> None:
             # what is chosen again would be coded again, and lose each time
             "decoding='evict'": rule.decoding == "evict",
             f"budget_bytes={rule.budget_bytes}": rule.budget_bytes is not None,
+            f"{codec.name}'s sinks={codec.sinks} (the selection has its own)": codec.sinks != 0,
+            f"{codec.name}'s recent={codec.recent} (the selection has its own)": codec.recent not in (0, KIVI.recent),
         }
     elif isinstance(codec, LowRank):
         kind = "a low-rank codec"

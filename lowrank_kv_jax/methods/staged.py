@@ -97,7 +97,7 @@ class Staged(KVMethod):
         rule, codec, heads = self.selection_stage(), self.codec_stage(), layout.spec.kv_heads
         if rule.adaptive:
             # official allocations round: half a token a head
-            return Shape("packed", 1, codec.slots(heads * tokens + heads // 2), tokens)
+            return Shape("packed", 1, heads * tokens + heads // 2, tokens)
         buffers = codec.heads(layout, self.codec_bases(bases))
         return Shape("per_head" if buffers == heads else "joint", buffers, codec.slots(tokens), tokens)
 

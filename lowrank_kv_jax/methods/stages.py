@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.codecs.basis import fold_query
+from lowrank_kv_jax.codecs.packed import PackedTokens, empty_packed, hold_packed
 from lowrank_kv_jax.method import Layout, Place
 from lowrank_kv_jax.methods.kivi import KIVI
 from lowrank_kv_jax.methods.lowrank import LowRank
@@ -45,7 +46,7 @@ class Stage:
     """What codecs share that store a token on its own."""
 
     def slots(self, size: int) -> int:
-        """Slots of a buffer with room for `size` tokens."""
+        """Slots of a head's buffer with room for `size` tokens."""
         return size
 
     def hold(self, coded: Any, k: jax.Array, v: jax.Array, length: jax.Array, positions: PerHead) -> Any:
@@ -119,13 +120,24 @@ class QuantisedStage(VerbatimStage):
     def empty(self, layout, bases, exact, heads, size, positions):
         if not size:
             return Selected(exact, None)
-        shape, dtype = (heads, layout.spec.head_dim), jnp.dtype(layout.dtype)
-        tiles = self.method.tiles(layout.spec)
-        coded = coded_tokens.empty_coded(layout.batch, shape, shape, size, dtype, self.method.bits, *tiles)
+        method, dim = self.method, layout.spec.head_dim
+        keys, values = method.tiles(layout.spec)
+        packed = positions.owner is not None and method.bits is not None and method.unit > 1
+        coded = coded_tokens.empty_coded(
+            layout.batch, (heads, dim), (heads, dim), size, jnp.dtype(layout.dtype), method.bits,
+            values if packed else keys, values,
+        )
+        if packed:
+            room = empty_packed(layout.batch, positions.kv_heads, size, dim, method.bits, method.unit)
+            coded = dataclasses.replace(coded, k=room)
         return Selected(exact, dataclasses.replace(coded, positions=positions))
 
     def hold(self, coded, k, v, length, positions):
-        return coded_tokens.hold(coded, k, v, length, positions)
+        if isinstance(coded.k, PackedTokens):
+            k = hold_packed(coded.k, k, positions.owner, length)
+        else:
+            k = coded_tokens.fill_tokens(coded.k, k, length)
+        return Coded(k, coded_tokens.fill_tokens(coded.v, v, length), length, positions)
 
 
 class BasisStage(Stage):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.codecs.packed import PackedTokens
 from lowrank_kv_jax.codecs.quantised import (
     COEFFICIENTS,
     QuantisedTokens,
@@ -28,7 +29,7 @@ class Coded:
             where they were selected.
     """
 
-    k: jax.Array | QuantisedTokens = leaf("batch", "kv_heads", "tokens", "rank", kind="coefficients")
+    k: jax.Array | QuantisedTokens | PackedTokens = leaf("batch", "kv_heads", "tokens", "rank", kind="coefficients")
     v: jax.Array | QuantisedTokens = leaf("batch", "kv_heads", "tokens", "rank", kind="coefficients")
     length: jax.Array = leaf("batch", kind="indices")
     positions: Runs | PerHead
@@ -58,10 +59,11 @@ def empty_coded(
 
 def hold(segment: Coded, k: jax.Array, v: jax.Array, counts: jax.Array, positions: Runs | PerHead) -> Coded:
     """Fill an empty segment with the first `counts[b]` of T coefficients `[B, J, T, R]`."""
-    return Coded(_fill(segment.k, k, counts), _fill(segment.v, v, counts), counts, positions)
+    return Coded(fill_tokens(segment.k, k, counts), fill_tokens(segment.v, v, counts), counts, positions)
 
 
-def _fill(stored, x: jax.Array, counts: jax.Array):
+def fill_tokens(stored: jax.Array | QuantisedTokens, x: jax.Array, counts: jax.Array) -> jax.Array | QuantisedTokens:
+    """An empty buffer with the first `counts[b]` of T tokens `[B, J, T, R]`, as many of them as it has slots."""
     size = min(x.shape[2], stored.shape[2])
     if not isinstance(stored, QuantisedTokens):
         return stored.at[:, :, :size].set(x[:, :, :size].astype(stored.dtype))
