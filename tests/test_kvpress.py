@@ -136,7 +136,7 @@ def test_kvzip(model, tmp_path, kept):
         press._perform_kvzip_compression(model, Silent())
     model.save_pretrained(tmp_path)
     mine = load_model(tmp_path, dtype="float32")
-    held, _ = prefill(parse_method(f"kvzip:budget={kept}"), mine.config, mine.params, tokens.numpy(), dtype="float32")
+    held, _ = prefill(parse_method(f"kvzip:budget={kept},layers=uniform"), mine.config, mine.params, tokens.numpy(), dtype="float32")
     for layer, state in zip(model.model.layers, held.groups, strict=True):
         _, heads, slots = layer.self_attn.masked_key_indices
         layer.self_attn.masked_key_indices = None
