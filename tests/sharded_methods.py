@@ -19,6 +19,7 @@ from lowrank_kv_jax.forward import prefill
 from lowrank_kv_jax.generate import Progress, decode_block
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.models.sharding import param_shardings
+from lowrank_kv_jax.parse import parse_method
 from lowrank_kv_jax.sharding import make_mesh
 from lowrank_kv_jax.state import walk
 
@@ -61,7 +62,7 @@ def main():
     sharded = jax.device_put(plain, param_shardings(CONFIG, mesh))
     lengths = jnp.asarray([96, 70, 96, 33], jnp.int32)
     for name in sys.argv[1:]:
-        method = small_configuration(REGISTRY[name])
+        method = small_configuration(REGISTRY[name]) if name in REGISTRY else parse_method(name)
         logits, tokens, _, _ = decode(method, plain, None, lengths)
         on_mesh, mesh_tokens, moved, placed = decode(method, sharded, mesh, lengths)
         print(json.dumps({

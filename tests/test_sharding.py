@@ -23,6 +23,7 @@ CASES = [
     pytest.param(name, marks=pytest.mark.slow if cls.stage == "selection" else ())
     for name, cls in sorted(REGISTRY.items())
 ]
+CASES.append(pytest.param("kivi:bits=8+kvzip:keep=0.5", marks=pytest.mark.slow))  # quantised heads in one buffer
 
 
 @functools.cache
