@@ -20,6 +20,7 @@ from lowrank_kv_jax.parse import parse_method
 from lowrank_kv_jax.spec import AttentionSpec
 
 RATIOS = (2, 4, 8)
+COMPOSITIONS = tuple(f"kivi:bits=4+kvzip:keep={1 / ratio}" for ratio in RATIOS)
 TASKS, LENGTHS, SAMPLES = ("ruler-6",), (1024, 2048), 10
 TOGETHER = 12  # methods that share a prefill; their caches of `ROWS` contexts of 2K tokens fit in 8 GB
 ROWS = 10  # contexts in a batch: answers that go on to the end are most of the work, and reading weights most of theirs
@@ -34,7 +35,7 @@ def peer_specs(ratios: Sequence[int] = RATIOS) -> list[str]:
 
 
 def method_specs(spec: AttentionSpec, ratios: Sequence[int] = RATIOS) -> list[str]:
-    """`full`, and every other registered method at those ratios that one of its fields sets.
+    """`full`, and every other registered method at those ratios that one of its fields sets; some `COMPOSITIONS`.
 
     A method without such a field, or whose field does not reach the ratio on paper, stands there with its defaults.
     """
@@ -42,7 +43,7 @@ def method_specs(spec: AttentionSpec, ratios: Sequence[int] = RATIOS) -> list[st
     for name in sorted(set(REGISTRY) - {"full"}):
         found = [text for ratio in ratios if (text := _at_ratio(name, ratio, spec)) is not None]
         specs += found or [name]
-    return specs
+    return specs + [text for text in COMPOSITIONS if _valid(text, spec) is not None]
 
 
 def _at_ratio(name: str, ratio: int, spec: AttentionSpec) -> str | None:

@@ -22,7 +22,7 @@ def test_every_method_stands_at_the_ratios_it_reaches():
     specs = method_specs(PLAIN.attention)
     assert specs[0] == "full" and {spec.partition(":")[0] for spec in specs} == set(REGISTRY)
     assert len(parse_methods(specs)) == len(specs)
-    assert {"snapkv:keep=0.5", "snapkv:keep=0.125", "static-pca:rank=0.25", "xkv:rank=0.25"} <= set(specs)
+    assert {"snapkv:keep=0.5", "snapkv:keep=0.125", "static-pca:rank=0.25", "xkv:rank=0.25", "kivi:bits=4+kvzip:keep=0.125"} <= set(specs)
     assert len(peer_specs()) == 1 + 3 * len(PRESSES)
 
 
