@@ -11,8 +11,10 @@ from helpers import full_configuration
 from lowrank_kv_jax.calibrate import fit_bases, moments_for
 from lowrank_kv_jax.corpus import load_corpus, token_windows
 from lowrank_kv_jax.forward import extend, prefill, refresh
+from lowrank_kv_jax.layer_votes import collect_votes
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.models.load import load_model
+from lowrank_kv_jax.selection.layer_shares import layer_shares
 
 PROMPT, STEPS, BLOCK = 512, 64, 32
 LOGITS = 1e-4  # they reach 40; float32 itself moves those of the full cache by 7e-5 from a float64 run of the model
@@ -60,3 +62,14 @@ def test_full_rank_and_budget_give_the_logits_and_greedy_tokens_of_the_full_cach
         logits, _ = decode(method, bases, follow=exact()[1])
     np.testing.assert_allclose(logits, exact()[0], atol=LOGITS, rtol=0)
     np.testing.assert_array_equal(logits[:-1].argmax(-1), exact()[1])
+
+
+def test_layers_get_much_the_same_shares_of_prose_and_of_source_code():
+    """What kvzip fits to one text holds for another, although layers differ by an order of magnitude."""
+    model, _, moments = setting()
+    code = token_windows(model.tokenizer, load_corpus("python").texts, 512, 2, 0)
+    prose, code = (
+        np.array([entry.share for entry in layer_shares(votes, 0.125)])
+        for votes in (moments.votes, collect_votes(model, np.asarray(code)))
+    )
+    assert np.minimum(prose, code).sum() > 0.9 * max(prose.sum(), code.sum()) and prose.max() > 10 * prose.min()

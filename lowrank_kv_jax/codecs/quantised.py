@@ -47,6 +47,10 @@ class Tile:
     tokens: int = TILE
     channels: int | None = 1
 
+    def within(self, channels: int) -> "Tile":
+        """The tile of tokens of so many channels."""
+        return self if self.channels is None else Tile(self.tokens, min(self.channels, channels))
+
 
 COEFFICIENTS = Tile()
 

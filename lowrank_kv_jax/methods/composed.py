@@ -4,10 +4,9 @@ import dataclasses
 from typing import Any
 
 from lowrank_kv_jax.method import KVMethod
-from lowrank_kv_jax.methods.kivi import KIVI
 from lowrank_kv_jax.methods.lowrank import LowRank
 from lowrank_kv_jax.methods.staged import Staged
-from lowrank_kv_jax.methods.stages import BasisStage, QuantisedStage
+from lowrank_kv_jax.methods.stages import BasisStage
 from lowrank_kv_jax.summaries.component import Summary
 
 
@@ -15,10 +14,10 @@ from lowrank_kv_jax.summaries.component import Summary
 class Composed(Staged):
     """Made by `compose`, spelled `codec+selection+summary`.
 
-    Sinks and recent tokens: the more of what a low-rank codec and the selection ask for; beside KIVI the selection's.
+    Sinks and recent tokens: the more of what a codec with bases and the selection ask for; else the selection's.
 
     Attributes:
-        codec: a low-rank method, KIVI, or None.
+        codec: a low-rank method, one that stores tokens in few bits (it has `as_codec`), or None.
         selection: a method that selects.
         summary: of what it evicts, or None.
     """
@@ -43,7 +42,7 @@ class Composed(Staged):
     @property
     def _fitted(self) -> KVMethod | None:
         """The stage that bases belong to: budgets that differ by layer go with no codec that has some."""
-        return self.selection if self.codec is None or self.codec.bases_type is None else self.codec
+        return self.selection if self.codec is None or hasattr(self.codec, "as_codec") else self.codec
 
     @property
     def rereads(self) -> bool:
@@ -86,14 +85,14 @@ class Composed(Staged):
     def ends(self, layout):
         rule = self.selection_stage()
         sinks, recent = rule.sinks, rule.recent_tokens(layout)
-        if not isinstance(self.codec, LowRank):
+        if self.codec is None or hasattr(self.codec, "as_codec"):
             return sinks, recent
         return max(sinks, self.codec.sinks), max(recent, self.codec.recent)
 
     def codec_stage(self):
         if self.codec is None:
             return super().codec_stage()
-        return QuantisedStage(self.codec) if isinstance(self.codec, KIVI) else BasisStage(self.codec)
+        return self.codec.as_codec() if hasattr(self.codec, "as_codec") else BasisStage(self.codec)
 
     def summary_stage(self):
         return self.summary or self.selection_stage().summary_stage()
@@ -105,7 +104,7 @@ def compose(
     """One method from up to three stages.
 
     Args:
-        codec: a low-rank method or KIVI: how selected tokens are stored; None stores them as they are.
+        codec: a low-rank or quantising method: how selected tokens are stored; None stores them as they are.
         selection: which tokens stay.
         summary: what stands for the rest.
 
@@ -146,15 +145,8 @@ def _check_codec(codec: KVMethod, selection: KVMethod, rule: Any) -> None:
         "positions='cache'": rule.positions == "cache",
         "schedule='paper'": rule.schedule == "paper",
     }
-    if isinstance(codec, KIVI):
-        kind = "quantised storage"
-        wrong |= {
-            # what is chosen again would be coded again, and lose each time
-            "decoding='evict'": rule.decoding == "evict",
-            f"budget_bytes={rule.budget_bytes}": rule.budget_bytes is not None,
-            f"{codec.name}'s sinks={codec.sinks} (the selection has its own)": codec.sinks != 0,
-            f"{codec.name}'s recent={codec.recent} (the selection has its own)": codec.recent not in (0, KIVI.recent),
-        }
+    if hasattr(codec, "as_codec"):  # without bases
+        kind, wrong = "quantised storage", wrong | codec.not_with(rule)
     elif isinstance(codec, LowRank):
         kind = "a low-rank codec"
         wrong |= {

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.codecs.quantised import TOKEN_BITS, Tile
 from lowrank_kv_jax.method import KVMethod, register
+from lowrank_kv_jax.methods.quantised_stage import QuantisedStage
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.partial import merge
 from lowrank_kv_jax.positions import Runs
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.segments import exact as exact_tokens
-from lowrank_kv_jax.spec import AttentionSpec
 from lowrank_kv_jax.state import state
 
 
@@ -80,14 +80,29 @@ class KIVI(KVMethod):
         """Tokens that are quantised together."""
         return self.group if self.keys == "per_channel" and self.group is not None else 1
 
-    def tiles(self, spec: AttentionSpec) -> tuple[Tile, Tile]:
+    @property
+    def tiles(self) -> tuple[Tile, Tile]:
         """What shares a scale, of keys and of values."""
-        by_token = Tile(1, None if self.group is None else min(self.group, spec.head_dim))
+        by_token = Tile(1, self.group)
         return Tile(self.unit, 1) if self.keys == "per_channel" else by_token, by_token
 
     def validate(self, spec):
         if self.group is not None and self.group > spec.head_dim and self.keys == "per_token":
             raise ValueError(f"group={self.group}: must lie in 1..{spec.head_dim}, the head's channels, or be None")
+
+    def as_codec(self) -> QuantisedStage:
+        """How it stores what a selection keeps."""
+        return QuantisedStage(self.bits, *self.tiles)
+
+    def not_with(self, rule: Any) -> dict[str, bool]:
+        """What of a composition with the selection `rule` cannot be, and whether it is there."""
+        return {
+            # what is chosen again would be coded again, and lose each time
+            "decoding='evict'": rule.decoding == "evict",
+            f"budget_bytes={rule.budget_bytes}": rule.budget_bytes is not None,
+            f"{self.name}'s sinks={self.sinks} (the selection has its own)": self.sinks != 0,
+            f"{self.name}'s recent={self.recent} (the selection has its own)": self.recent not in (0, type(self).recent),
+        }
 
     def init(self, layout, bases):
         spec, dtype = layout.spec, jnp.dtype(layout.dtype)
@@ -97,7 +112,8 @@ class KIVI(KVMethod):
         )
         coded = coded_tokens.empty_coded(
             layout.batch, (spec.kv_heads, spec.head_dim), (spec.kv_heads, spec.head_dim),
-            max(layout.capacity - self.sinks - self.recent, self._most(layout)), dtype, self.bits, *self.tiles(spec),
+            max(layout.capacity - self.sinks - self.recent, self._most(layout)), dtype, self.bits,
+            *(tile.within(spec.head_dim) for tile in self.tiles),
         )
         return QuantisedState(exact, coded)
 

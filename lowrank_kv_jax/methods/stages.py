@@ -1,4 +1,4 @@
-"""How selected tokens are stored: as they are, in few bits, or as coefficients of a low-rank method."""
+"""How selected tokens are stored: as they are or as coefficients; `quantised_stage` has few bits."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -7,15 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.codecs.basis import fold_query
-from lowrank_kv_jax.codecs.packed import PackedTokens, empty_packed, hold_packed
 from lowrank_kv_jax.method import Layout, Place
-from lowrank_kv_jax.methods.kivi import KIVI
 from lowrank_kv_jax.methods.lowrank import LowRank
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
 from lowrank_kv_jax.partial import AttnPartial
 from lowrank_kv_jax.positions import PerHead
 from lowrank_kv_jax.rope import rope_angles, rotate
-from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.segments.coded import Coded
 from lowrank_kv_jax.segments.exact import Exact
 from lowrank_kv_jax.spec import Taps
@@ -106,38 +103,6 @@ def attend_tokens(tokens: Exact, keys: jax.Array, q, positions, scale, window) -
     """Attention over selected tokens, read with `keys` in place of their own; all lie before every query."""
     cached = CachedTokens(keys, tokens.v, tokens.length, tokens.positions)
     return coefficient_attention(q, cached, scale=scale, q_positions=positions, causal=False, window=window)
-
-
-class QuantisedStage(VerbatimStage):
-    """The codec of KIVI. Tokens are quantised once: for selections that choose once, of the prompt."""
-
-    def __init__(self, method: KIVI):
-        self.method = method
-
-    def slots(self, size):
-        return -(-size // self.method.unit) * self.method.unit
-
-    def empty(self, layout, bases, exact, heads, size, positions):
-        if not size:
-            return Selected(exact, None)
-        method, dim = self.method, layout.spec.head_dim
-        keys, values = method.tiles(layout.spec)
-        packed = positions.owner is not None and method.bits is not None and method.unit > 1
-        coded = coded_tokens.empty_coded(
-            layout.batch, (heads, dim), (heads, dim), size, jnp.dtype(layout.dtype), method.bits,
-            values if packed else keys, values,
-        )
-        if packed:
-            room = empty_packed(layout.batch, positions.kv_heads, size, dim, method.bits, method.unit)
-            coded = dataclasses.replace(coded, k=room)
-        return Selected(exact, dataclasses.replace(coded, positions=positions))
-
-    def hold(self, coded, k, v, length, positions):
-        if isinstance(coded.k, PackedTokens):
-            k = hold_packed(coded.k, k, positions.owner, length)
-        else:
-            k = coded_tokens.fill_tokens(coded.k, k, length)
-        return Coded(k, coded_tokens.fill_tokens(coded.v, v, length), length, positions)
 
 
 class BasisStage(Stage):
