@@ -140,9 +140,9 @@ def test_moments_of_the_rest_and_lanes():
 
 
 @pytest.mark.parametrize("spec, message", [
-    ("kivi+snapkv:keep=0.5", r"kivi\+snapkv: decoding='evict' cannot be combined with quantised storage"),
+    ("kivi+snapkv:keep=0.5", r"decoding='evict' .give decoding=keep. cannot be combined with quantised"),
     ("kivi+streamingllm:keep=0.5", "a selection that keeps nothing"),
-    ("kivi+snapkv:budget_bytes=90000,decoding=keep", "budget_bytes=90000 cannot be combined"),
+    ("kivi+snapkv:budget_bytes=90000,decoding=keep", "budget_bytes=90000 .give keep or budget. cannot be combined"),
     ("kivi+snapkv:positions=cache,decoding=keep", "positions='cache'"),
     ("kivi:recent=8+snapkv:decoding=keep", "kivi's recent=8 .the selection has its own. cannot be"),
     ("kivi+ojakv", "kivi and ojakv are both a codec"),

@@ -98,8 +98,8 @@ class KIVI(KVMethod):
         """What of a composition with the selection `rule` cannot be, and whether it is there."""
         return {
             # what is chosen again would be coded again, and lose each time
-            "decoding='evict'": rule.decoding == "evict",
-            f"budget_bytes={rule.budget_bytes}": rule.budget_bytes is not None,
+            "decoding='evict' (give decoding=keep)": rule.decoding == "evict",
+            f"budget_bytes={rule.budget_bytes} (give keep or budget)": rule.budget_bytes is not None,
             f"{self.name}'s sinks={self.sinks} (the selection has its own)": self.sinks != 0,
             f"{self.name}'s recent={self.recent} (the selection has its own)": self.recent not in (0, type(self).recent),
         }

@@ -147,7 +147,7 @@ def select_for_groups(codec: KVMethod, selection: KVMethod, summary: Any) -> KVM
         "a selection that keeps nothing between sinks and recent tokens": rule.keeps_none,
         "positions='cache'": rule.positions == "cache",
         "decoding='evict' (give decoding=keep)": rule.decoding != "keep",
-        f"budget_bytes={rule.budget_bytes}": rule.budget_bytes is not None,
+        f"budget_bytes={rule.budget_bytes} (give keep or budget)": rule.budget_bytes is not None,
         "budgets that differ by layer": rule.layered,
         "statistics of its own": rule.statistics is not None or rule.summary_stage() is not None,
         f"recompress={codec.recompress}": codec.recompress is not None,  # type: ignore[attr-defined]
