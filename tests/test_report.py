@@ -132,6 +132,24 @@ def test_bytes_are_those_of_the_records_that_count(write):
     assert section.entries[0].smaller == 4 and len(section.records) == 1
 
 
+# ---- figures -----------------------------------------------------------------------------------------------
+
+
+def test_many_methods_are_drawn_by_family(write, tmp_path, monkeypatch):
+    """The settings of a method, and of a composition, are one line each; some masks store the same at every ratio."""
+    methods = ["full", "kivi:bits=4", *(f"kivi:bits=4+kvzip:keep={keep}" for keep in (0.5, 0.25)),
+               *(f"kvpress/kvzip:{ratio}x" for ratio in (2, 4, 8)), *(f"palu:rank=0.{i}" for i in range(1, 7))]
+    records = [score(method, index, 10.0 * index + number, task=task) for number, method in enumerate(methods)
+               for index in (0, 1) for task in ("vt", "cwe")]
+    legends = []
+    monkeypatch.setattr("lowrank_kv_jax.evals.report.figures._legend", lambda _, labels: legends.append(labels))
+    section, = read_sections([write(*records)])
+    (figures,) = draw_figures([section], tmp_path / "figures").values()
+    assert [path.name for _, path in figures] == ["1-pareto.png", "1-tasks.png"]
+    assert legends == [["full", "kivi", "kivi+kvzip", "kvpress/kvzip", "palu"]]
+    assert all(path.stat().st_size > 0 for _, path in figures)
+
+
 # ---- mistakes, and files in a bad state --------------------------------------------------------------------
 
 

@@ -102,7 +102,8 @@ def _families(methods: Sequence[str]) -> dict[str, list[int]]:
         return {method: [i] for i, method in enumerate(methods)}
     families: dict[str, list[int]] = {}
     for i, method in enumerate(methods):
-        families.setdefault(method.partition(":")[0], []).append(i)
+        name = "+".join(part.partition(":")[0] for part in method.split("+"))
+        families.setdefault(name, []).append(i)
     return families
 
 
@@ -113,7 +114,7 @@ def _pareto(plt, section: Section, _):
     families = _families([entry.method for entry in entries])
     figure, axis = plt.subplots(figsize=(6.4, 4.0 + 0.12 * len(families)), layout="constrained")
     for number, (family, members) in enumerate(families.items()):
-        own = sorted(((entries[i].bytes_per_token or 0) / 1024, entries[i].mean) for i in members)
+        own = sorted((((entries[i].bytes_per_token or 0) / 1024, entries[i].mean) for i in members), key=lambda at: at[0])
         means = [mean for _, mean in own]
         low = [mean.mean if mean.low is None else mean.low for mean in means]
         high = [mean.mean if mean.high is None else mean.high for mean in means]
