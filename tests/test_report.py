@@ -10,8 +10,10 @@ from scipy.stats import wilcoxon
 from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.evals.records import read_records
 from lowrank_kv_jax.evals.report import draw_figures, markdown, read_report, read_sections, statistics
+from lowrank_kv_jax.evals.report.figures import _settings
 from lowrank_kv_jax.evals.report.markdown import cells
 from lowrank_kv_jax.evals.report.statistics import EXACT, Interval, wilcoxon_p
+from lowrank_kv_jax.evals.report.times import times_by_rows
 
 
 def score(method="full", index=0, value=50.0, **fields):
@@ -136,10 +138,10 @@ def test_bytes_are_those_of_the_records_that_count(write):
 
 
 def test_many_methods_are_drawn_by_family(write, tmp_path, monkeypatch):
-    """The settings of a method, and of a composition, are one line each; some masks store the same at every ratio."""
+    """The settings of a method, and of a composition, are one line, the best first, also where all store the same."""
     methods = ["full", "kivi:bits=4", *(f"kivi:bits=4+kvzip:keep={keep}" for keep in (0.5, 0.25)),
                *(f"kvpress/kvzip:{ratio}x" for ratio in (2, 4, 8)), *(f"palu:rank=0.{i}" for i in range(1, 7))]
-    records = [score(method, index, 10.0 * index + number, task=task) for number, method in enumerate(methods)
+    records = [score(method, index, 10.0 * index - number, task=task) for number, method in enumerate(methods)
                for index in (0, 1) for task in ("vt", "cwe")]
     legends = []
     monkeypatch.setattr("lowrank_kv_jax.evals.report.figures._legend", lambda _, labels: legends.append(labels))
@@ -148,6 +150,23 @@ def test_many_methods_are_drawn_by_family(write, tmp_path, monkeypatch):
     assert [path.name for _, path in figures] == ["1-pareto.png", "1-tasks.png"]
     assert legends == [["full", "kivi", "kivi+kvzip", "kvpress/kvzip", "palu"]]
     assert all(path.stat().st_size > 0 for _, path in figures)
+    assert [_settings(method) for method in methods[:3]] == ["", "bits=4", "bits=4 keep=0.5"]
+
+
+def test_times_of_batches_of_other_sizes_stand_apart(write, tmp_path):
+    """A batch of three takes longer than one of one: neither a median nor a line has both."""
+    records = [score(method, i, length=length, rows=rows, ttft_s=seconds * rows + i) for method, seconds in (
+        ("full", 2.0), ("small", 1.0)) for length in (64, 128) for rows, i in ((1, 0), (1, 1), (1, 3), (3, 2))]
+    records += [score("alone", 0, length=64, rows=8, ttft_s=1.0), score("untimed", 0, length=64, rows=1, ttft_s=None)]
+    sections = read_sections([write(*records)])
+    assert times_by_rows(sections, "ttft_s") == {
+        1: {"full": [(64, 3.0), (128, 3.0)], "small": [(64, 2.0), (128, 2.0)]},
+        3: {"full": [(64, 8.0), (128, 8.0)], "small": [(64, 5.0), (128, 5.0)]},
+    }
+    captions = dict((path.name, caption) for figures in draw_figures(sections, tmp_path).values()
+                    for caption, path in figures)
+    assert captions["2-ttft-1.png"].endswith("1 row in a batch")
+    assert captions["2-ttft-3.png"].endswith("3 rows in a batch") and "2-throughput-1.png" not in captions
 
 
 # ---- mistakes, and files in a bad state --------------------------------------------------------------------

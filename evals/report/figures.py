@@ -10,6 +10,7 @@ import numpy as np
 
 from lowrank_kv_jax.evals.report.perplexities import PerplexitySection
 from lowrank_kv_jax.evals.report.sections import Section
+from lowrank_kv_jax.evals.report.times import Line, times_by_rows
 
 MARKERS = "osD^vP*Xh<>p8d"
 MANY = 10  # with more methods, the settings of one share a colour, and tasks are a map instead of bars
@@ -57,17 +58,12 @@ def draw_figures(
         ):
             for benchmark in dict.fromkeys(s.benchmark for s in scored):
                 same = [s for s in scored if s.benchmark == benchmark]
-                figure = _by_length(plt, same, field, label)
-                if figure is not None:
-                    path = folder / f"{1 + list(sections).index(same[-1])}-{name}.png"
-                    drawn[same[-1].title].append((caption + _rows_of(same), _save(plt, figure, path)))
+                for rows, lines in times_by_rows(same, field).items():
+                    figure = _by_length(plt, lines, label, f"{same[-1].command}, {same[-1].model}")
+                    path = folder / f"{1 + list(sections).index(same[-1])}-{name}{'' if rows is None else f'-{rows}'}.png"
+                    counted = "" if rows is None else f", {rows} row{'s'[:rows > 1]} in a batch"
+                    drawn[same[-1].title].append((caption + counted, _save(plt, figure, path)))
     return drawn
-
-
-def _rows_of(sections: Sequence[Section]) -> str:
-    """How many rows the batches had that times are of."""
-    rows = sorted({record["rows"] for section in sections for record in section.records if record.get("rows")})
-    return f", {' or '.join(map(str, rows))} rows" if rows else ""
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -86,8 +82,9 @@ def _save(plt, figure, path: Path) -> Path:
 
 
 def _style(number: int, method: str) -> dict:
-    return {"color": "black" if method == "full" else f"C{number % 10}",
-            "marker": MARKERS[number % len(MARKERS)]}
+    color = "black" if method == "full" else f"C{number % 10}"
+    # a peer's markers are hollow
+    return {"color": color, "marker": MARKERS[number % len(MARKERS)], "markerfacecolor": "w" if "/" in method else color}
 
 
 def _legend(figure, labels: Sequence[str]) -> None:
@@ -107,11 +104,18 @@ def _families(methods: Sequence[str]) -> dict[str, list[int]]:
     return families
 
 
+def _settings(method: str) -> str:
+    """What tells a method from others of its family."""
+    return " ".join(fields for part in method.split("+") if (fields := part.partition(":")[2]))
+
+
 def _pareto(plt, section: Section, _):
     entries = [entry for entry in section.entries if entry.bytes_per_token is not None]
     if not entries:
         return None
     families = _families([entry.method for entry in entries])
+    if len(entries) > MANY:  # so that the legend is read from the best down
+        families = dict(sorted(families.items(), key=lambda of: -max(entries[i].mean.mean for i in of[1])))
     figure, axis = plt.subplots(figsize=(6.4, 4.0 + 0.12 * len(families)), layout="constrained")
     for number, (family, members) in enumerate(families.items()):
         own = sorted((((entries[i].bytes_per_token or 0) / 1024, entries[i].mean) for i in members), key=lambda at: at[0])
@@ -122,7 +126,11 @@ def _pareto(plt, section: Section, _):
         axis.errorbar([x for x, _ in own], middle, [middle - low, high - middle], **_style(number, family),
                       markersize=8 if len(families) <= MANY else 5, alpha=0.85, linewidth=0.8,
                       capsize=3 if len(families) <= MANY else 0, linestyle=":" if len(own) > 1 else "none", label=family)
-    front = pareto_front([((entry.bytes_per_token or 0) / 1024, entry.mean.mean) for entry in entries])
+    points = {((entry.bytes_per_token or 0) / 1024, entry.mean.mean): entry.method for entry in entries}
+    front = pareto_front(list(points))
+    if len(entries) > MANY:  # a colour is of a method there: the front says which settings
+        for point in front:
+            axis.annotate(_settings(points[point]), point, (1, 4), textcoords="offset points", fontsize=6, rotation=60)
     axis.step(*zip(*front, strict=True), where="post", color="0.6", linewidth=1, linestyle="--", zorder=0)
     axis.set(xlabel="cache, KiB per token", ylabel="mean score", ylim=(-4, 104), title=section.title)
     axis.set_xlim(left=0)
@@ -172,13 +180,15 @@ def _tasks(plt, section: Section, _):
 
 
 def _task_map(plt, section: Section):
-    """Score of every method in every task as a map."""
-    grid = np.array([[entry.tasks.get(task, np.nan) for task in section.tasks] for entry in section.entries])
-    size = (3.2 + 0.75 * len(section.tasks), 1.6 + 0.2 * len(section.entries))
+    """Score of every method in every task as a map, the best first."""
+    entries = sorted(section.entries, key=lambda entry: -entry.mean.mean)
+    columns = [*section.tasks, "mean"]
+    grid = np.array([[*(entry.tasks.get(task, np.nan) for task in section.tasks), entry.mean.mean] for entry in entries])
+    size = (3.2 + 0.75 * len(columns), 1.6 + 0.2 * len(entries))
     figure, axis = plt.subplots(figsize=size, layout="constrained")
     axis.imshow(grid, vmin=0, vmax=100, cmap="viridis", aspect="auto")
-    axis.set_xticks(range(len(section.tasks)), section.tasks, rotation=30, ha="right")
-    axis.set_yticks(range(len(section.entries)), [entry.method for entry in section.entries], fontsize=7)
+    axis.set_xticks(range(len(columns)), columns, rotation=30, ha="right")
+    axis.set_yticks(range(len(entries)), [entry.method for entry in entries], fontsize=7)
     for (i, j), score in np.ndenumerate(grid):
         if np.isfinite(score):
             axis.text(j, i, f"{score:.0f}", ha="center", va="center", fontsize=6, color="w" if score < 60 else "k")
@@ -227,20 +237,15 @@ def _needle_maps(plt, records: Sequence[Mapping[str, Any]]):
     return figure
 
 
-def _by_length(plt, sections: Sequence[Section], field: str, label: str):
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for section in sections:
-        for entry in section.entries:
-            value = getattr(entry, field)
-            if value is not None and isinstance(section.length, int):
-                lines.setdefault(entry.method, []).append((section.length, value))
-    if len({length for points in lines.values() for length, _ in points}) < 2:
-        return None
+def _by_length(plt, lines: Mapping[str, Line], label: str, title: str):
     figure, axis = plt.subplots(figsize=(6.4, 3.8 + 0.07 * len(lines)), layout="constrained")
-    for number, (method, points) in enumerate(lines.items()):
-        axis.plot(*zip(*sorted(points), strict=True), **_style(number, method), label=method, alpha=0.85)
-    axis.set(xlabel="tokens", ylabel=label, title=f"{sections[0].command}, {sections[0].model}")
+    families = _families(list(lines))
+    for number, (family, members) in enumerate(families.items()):
+        for member in members:
+            axis.plot(*zip(*list(lines.values())[member], strict=True), **_style(number, family), alpha=0.85,
+                      label=family if member == members[0] else None)
+    axis.set(xlabel="tokens", ylabel=label, title=title)
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
-    _legend(figure, list(lines))
+    _legend(figure, list(families))
     return figure

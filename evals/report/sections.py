@@ -37,7 +37,7 @@ class Entry:
         difference: to the baseline over the samples that both answered, to the same prompt, with its paired interval.
         p: of the Wilcoxon test against the baseline.
         smaller, nominal_smaller: ratio of bytes to a 16-bit full cache, stored and as papers count.
-        bytes_per_token, ttft_s, decode_tokens_per_s: mean, and medians.
+        bytes_per_token: mean.
     """
 
     method: str
@@ -49,8 +49,6 @@ class Entry:
     smaller: float | None
     nominal_smaller: float | None
     bytes_per_token: float | None
-    ttft_s: float | None
-    decode_tokens_per_s: float | None
 
     @property
     def samples(self) -> int:
@@ -174,7 +172,7 @@ def _entry(method: str, asked: Mapping[str, Asked], baseline: str | None) -> Ent
         method, scores, {task: float(array.mean()) for task, array in zip(scores, arrays, strict=True)},
         interval(arrays), difference, p, full / stored if stored and full else None,
         _mean(own, "nominal_smaller"),
-        _mean(own, "bytes_per_token"), _median(own, "ttft_s"), _median(own, "decode_tokens_per_s"),
+        _mean(own, "bytes_per_token"),
     )
 
 
@@ -200,8 +198,3 @@ def _total(records: list[Record], field: str) -> float | None:
 def _mean(records: list[Record], field: str) -> float | None:
     values = _values(records, field)
     return float(np.mean(values)) if values else None
-
-
-def _median(records: list[Record], field: str) -> float | None:
-    values = _values(records, field)
-    return float(np.median(values)) if values else None
