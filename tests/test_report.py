@@ -10,7 +10,7 @@ from scipy.stats import wilcoxon
 from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.evals.records import read_records
 from lowrank_kv_jax.evals.report import draw_figures, markdown, read_report, read_sections, statistics
-from lowrank_kv_jax.evals.report.figures import _settings
+from lowrank_kv_jax.evals.report.figures import _far_apart, _settings
 from lowrank_kv_jax.evals.report.markdown import cells
 from lowrank_kv_jax.evals.report.statistics import EXACT, Interval, wilcoxon_p
 from lowrank_kv_jax.evals.report.times import times_by_rows
@@ -150,6 +150,7 @@ def test_many_methods_are_drawn_by_family(write, tmp_path, monkeypatch):
     assert [path.name for _, path in figures] == ["1-pareto.png", "1-tasks.png"]
     assert legends == [["full", "kivi", "kivi+kvzip", "kvpress/kvzip", "palu"]]
     assert all(path.stat().st_size > 0 for _, path in figures)
+    assert _far_apart([(1.0, 10.0), (1.01, 20.0), (1.5, 30.0), (2.0, 40.0)]) == [(2.0, 40.0), (1.5, 30.0), (1.01, 20.0)]
     assert [_settings(method) for method in methods[:3]] == ["", "bits=4", "bits=4 keep=0.5"]
 
 

@@ -104,6 +104,15 @@ def _families(methods: Sequence[str]) -> dict[str, list[int]]:
     return families
 
 
+def _far_apart(front: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Points of a front, from the best down, whose texts do not lie on each other."""
+    shown = [front[-1]]
+    for point in reversed(front):
+        if shown[-1][0] - point[0] > 0.03 * front[-1][0]:
+            shown.append(point)
+    return shown
+
+
 def _settings(method: str) -> str:
     """What tells a method from others of its family."""
     return " ".join(fields for part in method.split("+") if (fields := part.partition(":")[2]))
@@ -129,7 +138,7 @@ def _pareto(plt, section: Section, _):
     points = {((entry.bytes_per_token or 0) / 1024, entry.mean.mean): entry.method for entry in entries}
     front = pareto_front(list(points))
     if len(entries) > MANY:  # a colour is of a method there: the front says which settings
-        for point in front:
+        for point in _far_apart(front):
             axis.annotate(_settings(points[point]), point, (1, 4), textcoords="offset points", fontsize=6, rotation=60)
     axis.step(*zip(*front, strict=True), where="post", color="0.6", linewidth=1, linestyle="--", zorder=0)
     axis.set(xlabel="cache, KiB per token", ylabel="mean score", ylim=(-4, 104), title=section.title)
