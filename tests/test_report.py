@@ -166,8 +166,8 @@ def test_times_of_batches_of_other_sizes_stand_apart(write, tmp_path):
     }
     captions = dict((path.name, caption) for figures in draw_figures(sections, tmp_path).values()
                     for caption, path in figures)
-    assert captions["2-ttft-1.png"].endswith("1 row in a batch")
-    assert captions["2-ttft-3.png"].endswith("3 rows in a batch") and "2-throughput-1.png" not in captions
+    assert captions["2-ttft-1.png"].endswith("rows in a batch: 1")
+    assert captions["2-ttft-3.png"].endswith("rows in a batch: 3") and "2-throughput-1.png" not in captions
 
 
 # ---- mistakes, and files in a bad state --------------------------------------------------------------------

@@ -60,8 +60,8 @@ def draw_figures(
                 same = [s for s in scored if s.benchmark == benchmark]
                 for rows, lines in times_by_rows(same, field).items():
                     figure = _by_length(plt, lines, label, f"{same[-1].command}, {same[-1].model}")
-                    path = folder / f"{1 + list(sections).index(same[-1])}-{name}{'' if rows is None else f'-{rows}'}.png"
-                    counted = "" if rows is None else f", {rows} row{'s'[:rows > 1]} in a batch"
+                    suffix, counted = ("", "") if rows is None else (f"-{rows}", f", rows in a batch: {rows}")
+                    path = folder / f"{1 + list(sections).index(same[-1])}-{name}{suffix}.png"
                     drawn[same[-1].title].append((caption + counted, _save(plt, figure, path)))
     return drawn
 
