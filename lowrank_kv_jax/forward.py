@@ -19,7 +19,7 @@ from lowrank_kv_jax.method import KVMethod, Layout, Place
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import block_output, block_prefill, block_taps, embed, unembed
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import causal_attention
-from lowrank_kv_jax.selection.reread import CHUNK, reread_attention, reread_positions
+from lowrank_kv_jax.selections.reread import CHUNK, reread_attention, reread_positions
 from lowrank_kv_jax.sharding import check_mesh, constrain, replicate, shard_rows
 from lowrank_kv_jax.spec import Taps
 from lowrank_kv_jax.token_layout import lay_out

@@ -7,7 +7,7 @@ import numpy as np
 
 from lowrank_kv_jax.forward import read_layer, start_reading
 from lowrank_kv_jax.progress import ProgressBar
-from lowrank_kv_jax.selection.reread import CHUNK, SINKS
+from lowrank_kv_jax.selections.reread import CHUNK, SINKS
 from lowrank_kv_jax.sharding import to_host
 
 LENGTH = 1024

@@ -80,6 +80,13 @@ class PerHead:
         """Positions int32 `[B, J, S]` of `slots` `[S]`."""
         return jnp.take(self.position, slots, axis=2)
 
+    def with_slots(self, size: int) -> "PerHead":
+        """Positions of more slots."""
+        def more(x):
+            return None if x is None else jnp.pad(x, ((0, 0), (0, 0), (0, size - x.shape[2])))
+
+        return PerHead(more(self.position), more(self.owner), self.kv_heads)
+
     def owned(self, slots: jax.Array, q_heads: int) -> jax.Array | None:
         """Which query heads read `slots` `[S]`: bool `[B, 1, 1, N, S]`, or None where all do."""
         if self.owner is None:

@@ -1,9 +1,13 @@
 """Tokens kept as coefficients in a basis that lives outside the segment."""
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.codecs.packed import PackedTokens
+from lowrank_kv_jax.codecs.packed import PackedTokens, empty_packed, hold_packed
 from lowrank_kv_jax.codecs.quantised import (
     COEFFICIENTS,
     QuantisedTokens,
@@ -11,6 +15,7 @@ from lowrank_kv_jax.codecs.quantised import (
     append_tokens,
     empty_tokens,
     map_tokens,
+    read_tokens,
 )
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
 from lowrank_kv_jax.positions import PerHead, Runs
@@ -30,41 +35,56 @@ class Coded:
     """
 
     k: jax.Array | QuantisedTokens | PackedTokens = leaf("batch", "kv_heads", "tokens", "rank", kind="coefficients")
-    v: jax.Array | QuantisedTokens = leaf("batch", "kv_heads", "tokens", "rank", kind="coefficients")
+    v: jax.Array | QuantisedTokens | PackedTokens = leaf("batch", "kv_heads", "tokens", "rank", kind="coefficients")
     length: jax.Array = leaf("batch", kind="indices")
     positions: Runs | PerHead
 
 
 def empty_coded(
     batch: int, k_shape: tuple[int, int], v_shape: tuple[int, int], size: int, dtype, bits: int | None = None,
-    k_tile: Tile = COEFFICIENTS, v_tile: Tile = COEFFICIENTS,
+    k_tile: Tile = COEFFICIENTS, v_tile: Tile = COEFFICIENTS, positions: PerHead | None = None,
 ) -> Coded:
     """An empty segment of `size` slots; shapes are (heads, rank) of the coefficients.
 
     Args:
         bits: 2, 4 or 8 for quantised storage, whose size is rounded up to whole tiles; None stores `dtype`.
         k_tile, v_tile: what shares a scale there.
+        positions: of selected tokens, of which the heads' lie packed in one buffer if they have an owner; by default
+            those of a run.
     """
     none = jnp.zeros((batch,), jnp.int32)
-    gaps = jnp.zeros((batch, 2), jnp.int32)
-    if bits is not None:
+    packed = positions is not None and positions.owner is not None
+    if bits is not None and not packed:
         most = max(k_tile.tokens, v_tile.tokens)
         size = -(-size // most) * most
-    k, v = (
-        empty_tokens((batch, heads, size, rank), bits, dtype, tile)
-        for (heads, rank), tile in ((k_shape, k_tile), (v_shape, v_tile))
-    )
-    return Coded(k, v, none, Runs(gaps, gaps))
+
+    def empty(heads: int, rank: int, tile: Tile):
+        if packed and bits is not None and tile.tokens > 1:
+            return empty_packed(batch, positions.kv_heads, size, rank, bits, tile.tokens)
+        return empty_tokens((batch, 1 if packed else heads, size, rank), bits, dtype, tile)
+
+    k, v = (empty(*shape, tile) for shape, tile in ((k_shape, k_tile), (v_shape, v_tile)))
+    gaps = jnp.zeros((batch, 2), jnp.int32)
+    return Coded(k, v, none, Runs(gaps, gaps) if positions is None else positions.with_slots(size))
 
 
-def hold(segment: Coded, k: jax.Array, v: jax.Array, counts: jax.Array, positions: Runs | PerHead) -> Coded:
-    """Fill an empty segment with the first `counts[b]` of T coefficients `[B, J, T, R]`."""
-    return Coded(fill_tokens(segment.k, k, counts), fill_tokens(segment.v, v, counts), counts, positions)
+def hold(segment: Any, k: jax.Array, v: jax.Array, counts: jax.Array, positions: Runs | PerHead) -> Any:
+    """Put the first `counts[b]` of T coefficients `[B, J, T, R]` in the place of what a segment holds."""
+    owner = positions.owner if isinstance(positions, PerHead) else None
+    k, v = (fill_tokens(stored, x, counts, owner) for stored, x in ((segment.k, k), (segment.v, v)))
+    return dataclasses.replace(segment, k=k, v=v, length=counts, positions=positions)
 
 
-def fill_tokens(stored: jax.Array | QuantisedTokens, x: jax.Array, counts: jax.Array) -> jax.Array | QuantisedTokens:
-    """An empty buffer with the first `counts[b]` of T tokens `[B, J, T, R]`, as many of them as it has slots."""
+def fill_tokens(stored: Any, x: jax.Array, counts: jax.Array, owner: jax.Array | None = None) -> Any:
+    """A buffer with the first `counts[b]` of T tokens `[B, J, T, R]`, as many of them as it has slots.
+
+    Args:
+        owner: `[B, 1, T]`, the heads of packed tokens, which come head after head.
+    """
     size = min(x.shape[2], stored.shape[2])
+    if isinstance(stored, PackedTokens):
+        assert owner is not None
+        return hold_packed(stored, x.astype(jnp.float32), owner, counts)
     if not isinstance(stored, QuantisedTokens):
         return stored.at[:, :, :size].set(x[:, :, :size].astype(stored.dtype))
     whole = -(-size // stored.tile.tokens) * stored.tile.tokens
@@ -74,14 +94,10 @@ def fill_tokens(stored: jax.Array | QuantisedTokens, x: jax.Array, counts: jax.A
     return stored.write_block(0, x, valid, touch)
 
 
-def append(segment: Coded, k: jax.Array, v: jax.Array, counts: jax.Array) -> Coded:
+def append(segment: Any, k: jax.Array, v: jax.Array, counts: jax.Array) -> Any:
     """Append the first `counts[b]` of T coefficients `[B, J, T, R]`; O(T)."""
-    return Coded(
-        append_tokens(segment.k, k, segment.length, counts),
-        append_tokens(segment.v, v, segment.length, counts),
-        segment.length + counts,
-        segment.positions,
-    )
+    k, v = (append_tokens(stored, x, segment.length, counts) for stored, x in ((segment.k, k), (segment.v, v)))
+    return dataclasses.replace(segment, k=k, v=v, length=segment.length + counts)
 
 
 def cached_tokens(segment: Coded) -> CachedTokens:
@@ -89,20 +105,43 @@ def cached_tokens(segment: Coded) -> CachedTokens:
     return CachedTokens(segment.k, segment.v, segment.length, segment.positions)
 
 
-def transport(
-    coefficients: jax.Array | QuantisedTokens, lengths: jax.Array, old: jax.Array, new: jax.Array
-) -> jax.Array | QuantisedTokens:
-    """Coefficients read in a basis that has moved: C <- C U_old^T U_new, `[B, J, S, R]`; bases `[B, J, W, R]`.
+def transport(segment: Any, side: str, old: jax.Array, new: jax.Array) -> Any:
+    """Coefficients of "k" or "v", to be read in a basis that has moved: C <- C U_old^T U_new; bases `[B, J, W, R]`.
 
     What the old basis had kept and the new one does not is lost; nothing is silently reinterpreted. Block by block in
-    place up to the longest of `lengths` `[B]`: O(length) work, and no second copy of the cache. A row whose basis has not
-    moved keeps its coefficients. Quantised ones of a row that did are quantised anew, which adds half a step of error
-    each time: negligible in 8 bits, not in 4 or 2.
+    place up to the longest row: O(length) work, and no second copy of the cache. A row whose basis has not moved keeps
+    its coefficients. Quantised ones of a row that did are quantised anew, which adds half a step of error each time:
+    negligible in 8 bits, not in 4 or 2.
     """
     old, new = old.astype(jnp.float32), new.astype(jnp.float32)
     # Bases are rounded to the dtype that they are stored in, after which U^T U is not quite 1, an error that would grow
     # with every refresh: the least-squares coefficients divide by it, here by one Newton step.
     correction = 2 * jnp.eye(new.shape[-1]) - jnp.einsum("bjwr,bjwp->bjrp", new, new)
     move = jnp.einsum("bjwr,bjwp,bjpq->bjrq", old, new, correction)
-    moved = jnp.broadcast_to(jnp.any(old != new, axis=(1, 2, 3)), lengths.shape)
-    return map_tokens(coefficients, lengths, lambda x: jnp.einsum("bjsr,bjrp->bjsp", x.astype(jnp.float32), move), moved)
+    moved = jnp.broadcast_to(jnp.any(old != new, axis=(1, 2, 3)), segment.length.shape)
+    return change_tokens(segment, side, lambda x: jnp.einsum("bjsr,bjrp->bjsp", x.astype(jnp.float32), move), moved)
+
+
+def change_tokens(segment: Any, side: str, change: Callable[[jax.Array], jax.Array], rows: jax.Array) -> Any:
+    """Coefficients of "k" or "v" of the `rows` bool `[B]` by `change`, from `[B, J, T, R]` to the same shape.
+
+    Those of packed heads are changed as every head would, and each slot takes what its owner did.
+    """
+    stored, where = getattr(segment, side), segment.positions
+    owner = where.owner if isinstance(where, PerHead) else None
+    if owner is None:
+        return map_tokens(stored, segment.length, change, rows)
+    x = read_tokens(stored) if hasattr(stored, "read_block") else stored.astype(jnp.float32)
+    x = jnp.broadcast_to(x, (x.shape[0], where.kv_heads, *x.shape[2:]))
+    changed = fill_tokens(stored, owned_rows(change(x), owner), segment.length, owner)
+    return jax.tree.map(
+        lambda new, old: jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old), changed, stored
+    )
+
+
+def owned_rows(x: jax.Array, owner: jax.Array) -> jax.Array:
+    """Of `[B, K, S, R]` the row of each slot's owner `[B, 1, S]`: `[B, 1, S, R]`; what is `[B, 1, S, R]` stays."""
+    if x.shape[1] == 1:
+        return x
+    index = jnp.broadcast_to(owner[..., None].astype(jnp.int32), (*owner.shape, x.shape[-1]))
+    return jnp.take_along_axis(x, index, axis=1)

@@ -1,0 +1,429 @@
+"""Online Subspace Projection: coefficients in chunks with bases of their own (papers/online_subspace_projection)."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowrank_kv_jax.codecs.basis import project
+from lowrank_kv_jax.codecs.chunk_bases import ChunkBases, store_bases
+from lowrank_kv_jax.codecs.quantised import BASIS_STORAGE, COEFFICIENTS, read_tokens
+from lowrank_kv_jax.estimators import Estimator, make_estimator
+from lowrank_kv_jax.method import Layout, register
+from lowrank_kv_jax.codecs.subspace import Subspace, SubspaceBases
+from lowrank_kv_jax.pallas_kernels.chunked_attention import chunked_attention
+from lowrank_kv_jax.partial import merge
+from lowrank_kv_jax.positions import Runs
+from lowrank_kv_jax.rope import rope_angles, rotate
+from lowrank_kv_jax.segments import coded as coded_tokens
+from lowrank_kv_jax.segments import exact as exact_tokens
+from lowrank_kv_jax.state import leaf, state, take_tokens
+
+
+@state
+class Chunks:
+    """Which basis each coded token is read in, and what decides about the next one.
+
+    Attributes:
+        k_bases, v_bases: `[B, C, J, W, R]`; those of values by rows, which are summed over when they are expanded.
+        owner: int32 `[B, S / page]`, the basis of each page.
+        used: int32 `[B]`, bases stored so far.
+        begun: int32 `[B]`, the slot where the open chunk began.
+        missed: float32 `[B, 2, J]`, relative residuals of keys and values, summed over the open page.
+        k_learned, v_learned: what the estimator knows.
+    """
+
+    k_bases: ChunkBases
+    v_bases: ChunkBases
+    k_learned: Any
+    v_learned: Any
+    owner: jax.Array = leaf("batch", "tokens", kind="indices")
+    used: jax.Array = leaf("batch", kind="indices")
+    begun: jax.Array = leaf("batch", kind="indices")
+    missed: jax.Array = leaf("batch", None, "kv_heads", kind="moments")
+
+
+@state
+class SubspaceState:
+    """One layer's cache: sinks, recent and fresh tokens exact, the rest coded in chunks."""
+
+    exact: exact_tokens.Exact
+    coded: coded_tokens.Coded
+    chunks: Chunks
+
+
+@register("osp")
+@dataclasses.dataclass(frozen=True)
+class OnlineSubspaceProjection(Subspace):
+    """Adaptive subspaces (section 5): tokens are coded in the basis of their chunk, and a new chunk takes a new basis.
+
+    An estimator learns keys and values as they are coded. Where a chunk begins, its basis is taken from what was
+    learned of the tokens before it (weighted as a trailing window) and of those after it that are there already, and
+    stays. A chunk ends when it is `chunk_length` tokens long, or when the mean relative residual of its last page
+    exceeds a threshold; the residual costs nothing, ||x||^2 - ||c||^2. Pages of `min_chunk` tokens are the smallest
+    chunks: a basis costs as much as head_dim tokens, which a trigger for each token would spend every few tokens.
+
+    All bases are one array of `chunks` slots. When they are used up, the last basis is kept for all further chunks.
+
+    Attributes:
+        chunk_length: L, the most tokens of a chunk.
+        min_chunk: tokens of a page; None is half of `chunk_length`, at most 128. `chunk_length` must be a multiple of it.
+        chunks: bases that there is room for, C; None is what the capacity needs at `chunk_length` tokens each.
+        tau_k, tau_v: thresholds in [0, 1] on the mean relative residual of a page; None never triggers. See
+            `lowrank-kv falsify --thresholds` for those of a residual percentile.
+        reuse: a chunk keeps the basis before it if that overlaps with the new one by this much in every head
+            (Tr(U1^T U2 U2^T U1) / r, in [0, 1]); None always takes the new one.
+        window: W, the time constant in tokens of the weight of past tokens; None weighs all alike.
+        prior: tokens that calibration counts for when a basis is taken. 0 is the paper's. Post-RoPE keys of the last few
+            hundred tokens say little of the next: a trailing window alone loses more than the static basis.
+        lookahead: tokens after the start of a chunk that its basis may be learned from, as far as they have been seen:
+            all of them in a prompt, `recent` while decoding. 0 is the paper's streaming mode.
+        estimator: a name of `estimators.ESTIMATORS`.
+        sketch: what it keeps: a multiple of the rank (float), or rows (int), at least the rank.
+        rotary: the paper's rotation-aware basis: complex directions of the frequency pairs, which the rotation carries
+            along from the chunk's anchor to each token. That is a basis of the keys before RoPE, held to contain i
+            times each of its directions. Needs rope="pre" and even ranks.
+        basis_dtype: of stored bases, "bfloat16", "float16", "float32", "float8_e4m3fn" or "int8"; None is the cache's.
+    """
+
+    chunk_length: int = 512
+    min_chunk: int | None = None
+    chunks: int | None = None
+    tau_k: float | None = None
+    tau_v: float | None = None
+    reuse: float | None = None
+    window: int | None = 64
+    prior: float = 64.0
+    lookahead: int = 512
+    estimator: str = "covariance"
+    sketch: int | float = 2.0
+    rotary: bool = False
+    basis_dtype: str | None = None
+
+    stage: ClassVar[str | None] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        for field, least in (("chunk_length", 1), ("min_chunk", 1), ("chunks", 1), ("window", 1), ("lookahead", 0)):
+            value = getattr(self, field)
+            optional = field in ("min_chunk", "chunks", "window")
+            if not (value is None and optional) and (type(value) is not int or value < least):
+                raise ValueError(f"{field}={value!r}: must be an int of at least {least}")
+        if self.chunk_length % self.page:
+            raise ValueError(f"chunk_length={self.chunk_length}: must be a multiple of min_chunk={self.page}")
+        if not (math.isfinite(self.prior) and self.prior >= 0):
+            raise ValueError(f"prior={self.prior!r}: must be a finite number of at least 0")
+        for field in ("tau_k", "tau_v", "reuse"):
+            value = getattr(self, field)
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"{field}={value!r}: must lie in [0, 1]")
+        if self.basis_dtype not in (None, *BASIS_STORAGE):
+            raise ValueError(f"basis_dtype={self.basis_dtype!r}: allowed are None, {', '.join(BASIS_STORAGE)}")
+        for field, only in (("order", "reduced"), ("recent_of", "ring"), ("decoded", "coded")):
+            if getattr(self, field) != only:
+                raise ValueError(f"{field}={getattr(self, field)!r}: {self.name} has {field}={only!r} only")
+        if self.rotary and self.rope != "pre":
+            raise ValueError(f"rotary=True, rope={self.rope!r}: bases that rotate are of keys before RoPE, rope='pre'")
+        make_estimator(self.estimator)
+
+    def layer_moments(self, spec, moments):
+        k, v = super().layer_moments(spec, moments)
+        if self.rotary:
+            turn = quarter_turn(k.shape[-1], spec.head_dim)
+            k = k + turn.T @ k @ turn
+        return k, v
+
+    def fit_key(self, spec):
+        return super().fit_key(spec) | ({"rotary": True} if self.rotary else {})
+
+    # ---- shapes -------------------------------------------------------------------------------------------------
+
+    @property
+    def page(self) -> int:
+        return max(1, min(self.chunk_length // 2, 128)) if self.min_chunk is None else self.min_chunk
+
+    def validate(self, spec):
+        super().validate(spec)
+        if self.rotary and (spec.rope is None or spec.rope.rotary_dim != spec.head_dim):
+            raise ValueError("rotary=True: this model does not rotate all channels of a head; use rotary=False")
+        if self.energy is None:
+            width = spec.kv_heads // self.basis_heads(spec) * spec.head_dim
+            for rank in self.ranks(spec):
+                self.learner(rank).check_rank(rank, width)
+                if self.rotary and rank % 2:
+                    raise ValueError(f"rank={rank}: rotary=True needs even ranks, a complex direction has two columns")
+
+    def learner(self, rank: int) -> Estimator:
+        """The estimator of bases of this rank."""
+        size = math.ceil(self.sketch * rank) if isinstance(self.sketch, float) else self.sketch
+        if size < rank:
+            raise ValueError(f"sketch={self.sketch!r}: keeps {size} directions, fewer than the rank {rank}")
+        return make_estimator(self.estimator, size=size)
+
+    def slots(self, layout: Layout) -> int:
+        """Slots of coded tokens: whole pages, and whole tiles of quantised ones."""
+        unit = self.page if self.bits is None else math.lcm(self.page, COEFFICIENTS.tokens)
+        size = max(layout.capacity - self.sinks - self.recent, layout.block, 1)
+        return -(-size // unit) * unit
+
+    def most_chunks(self, layout: Layout) -> int:
+        """C. Raises ValueError for more chunks than there are pages."""
+        pages = self.slots(layout) // self.page
+        if self.chunks is None:
+            return -(-self.slots(layout) // self.chunk_length)
+        if self.chunks > pages:
+            raise ValueError(f"chunks={self.chunks}: a capacity of {layout.capacity} tokens has at most {pages} chunks "
+                             f"of min_chunk={self.page}")
+        return self.chunks
+
+    # ---- the contract -------------------------------------------------------------------------------------------
+
+    def init(self, layout, bases):
+        spec, dtype = layout.spec, jnp.dtype(layout.dtype)
+        exact = exact_tokens.empty_exact(
+            layout.batch, spec.kv_heads, self.sinks + self.recent + layout.block, spec.head_dim, dtype,
+            gaps=(self.sinks, self.sinks),
+        )
+        size = self.slots(layout)
+        coded = coded_tokens.empty_coded(
+            layout.batch, (bases.k.shape[0], bases.k.shape[-1]), (bases.v.shape[0], bases.v.shape[-1]), size, dtype,
+            self.bits,
+        )
+        room, learned = [], []
+        for u, by_rows in ((bases.k, False), (bases.v, True)):
+            u = jnp.broadcast_to(u.astype(jnp.float32), (layout.batch, *u.shape))
+            empty = jnp.zeros((layout.batch, self.most_chunks(layout), *u.shape[1:]), jnp.float32)
+            room.append(store_bases(empty.at[:, 0].set(u), self.basis_dtype or layout.dtype, by_rows))
+            learned.append(self.learner(u.shape[-1]).init(u.shape[:2], u.shape[2], u))
+        none = jnp.zeros((layout.batch,), jnp.int32)
+        return SubspaceState(exact, coded, Chunks(
+            *room, *learned, jnp.zeros((layout.batch, size // self.page), jnp.int32), none, none,
+            jnp.zeros((layout.batch, 2, bases.k.shape[0]), jnp.float32),
+        ))
+
+    def compress(self, layout, bases, state, taps, lengths):
+        (tap,) = taps
+        exact = exact_tokens.hold_prompt(state.exact, tap.k, tap.v, lengths, self.sinks, self.recent)
+        counts = jnp.maximum(lengths - self.sinks - self.recent, 0)
+        zero = jnp.zeros_like(counts)
+        positions = Runs(jnp.stack([zero, counts], axis=1), jnp.stack([zero + self.sinks, zero], axis=1))
+        state = SubspaceState(exact, dataclasses.replace(state.coded, positions=positions), state.chunks)
+        if layout.prompt <= self.sinks + self.recent:
+            return state
+        keys = tap.k_pre if self.rope == "pre" else tap.k
+        k, v = (x[:, self.sinks :].swapaxes(1, 2) for x in (keys, tap.v))
+        # the coded tokens first, then those that stay exact: bases may look at them
+        return self.take_in(layout, bases, state, k, v, counts, jnp.maximum(lengths - self.sinks, 0))
+
+    def append(self, layout, bases, state, taps, counts, positions, place):
+        return dataclasses.replace(state, exact=exact_tokens.append(state.exact, taps.k, taps.v, counts))
+
+    def attend(self, layout, bases, state, q, positions, place):
+        spec = layout.spec
+        near = exact_tokens.attend(state.exact, q, positions, scale=spec.scale, window=place.window)
+        far = chunked_attention(
+            self.scaled(spec, bases, q), coded_tokens.cached_tokens(state.coded), state.chunks.owner,
+            state.chunks.k_bases, state.chunks.v_bases, page=self.page, rope=spec.rope if self.rope == "pre" else None,
+            kv_heads=spec.kv_heads, scale=spec.scale, q_positions=positions, window=place.window,
+        )
+        return merge([near, far])
+
+    def refresh(self, layout, bases, state):
+        tail = slice(self.sinks, None)  # what is coded now, and behind it what bases may look at
+        k, v = state.exact.k[:, :, tail], state.exact.v[:, :, tail]
+        if self.rope == "pre" and layout.spec.rope is not None:
+            at = state.exact.positions.at(jnp.arange(self.sinks, state.exact.k.shape[2]))
+            cos, sin = rope_angles(layout.spec.rope, at[:, None])
+            k = rotate(k.astype(jnp.float32), cos, -sin)
+        seen = jnp.maximum(state.exact.length - self.sinks, 0)
+        exact, flushed = exact_tokens.flush(state.exact, self.sinks, self.recent, layout.block)
+        state = dataclasses.replace(state, exact=exact)
+        return self.take_in(layout, bases, state, k, v, flushed.counts, seen, most=layout.block)
+
+    def rebuilt(self, layout, bases, state):
+        heads, dim = layout.spec.kv_heads, layout.spec.head_dim
+        sides = ((state.coded.k, state.chunks.k_bases), (state.coded.v, state.chunks.v_bases))
+        out = []
+        for stored, room in sides:
+            c = read_tokens(stored)
+            c = c.reshape(*c.shape[:2], -1, self.page, c.shape[-1])
+            x = jnp.einsum("bjpsr,bpjwr->bjpsw", c, room.take(state.chunks.owner))
+            x = x.reshape(*x.shape[:2], -1, heads // x.shape[1], dim).swapaxes(2, 3)
+            out.append(x.reshape(len(x), heads, -1, dim))
+        return self.with_gamma(layout.spec, bases, out[0]), out[1]
+
+    def bases_of(self, bases, state):
+        raise ValueError(f"{self.name} reads each chunk in a basis of its own: there is no one basis of a layer")
+
+    # ---- coding -------------------------------------------------------------------------------------------------
+
+    def take_in(
+        self, layout: Layout, bases: SubspaceBases, state: SubspaceState, k: jax.Array, v: jax.Array, counts: jax.Array,
+        seen: jax.Array, most: int | None = None,
+    ) -> SubspaceState:
+        """Code tokens page by page, with a new basis wherever a chunk begins.
+
+        Args:
+            k, v: `[B, K, T, D]`, the keys as they are coded.
+            counts: int32 `[B]`, how many of the first tokens to code.
+            seen: int32 `[B]`, how many of the T are tokens at all; bases may look at those behind `counts`.
+            most: static bound of `counts`, T by default.
+        """
+        heads = self.basis_heads(layout.spec)
+        most = k.shape[2] if most is None else most
+        turn = functools.partial(with_quarter_turns, layout.spec.head_dim) if self.rotary else _as_they_are
+        sides = (
+            Side(_side_by_side(k, heads), turn, _prior_tokens(bases.k, bases.k_energy)),
+            Side(_side_by_side(v, heads), _as_they_are, _prior_tokens(bases.v, bases.v_energy)),
+        )
+
+        def step(_, carry):
+            chunks, coded, done = carry
+            chunks = self._begin(chunks, coded.length, sides, done, counts, seen)
+            room = self.page - coded.length % self.page
+            take = jnp.clip(counts - done, 0, room)
+            chunks, coded = self._code(chunks, coded, sides, done, take)
+            return chunks, coded, done + take
+
+        # a row may begin in the middle of a page: one step more than there are pages
+        steps = -(-(most + self.page - 1) // self.page)
+        chunks, coded, _ = jax.lax.fori_loop(0, steps, step, (state.chunks, state.coded, jnp.zeros_like(counts)))
+        return SubspaceState(state.exact, coded, chunks)
+
+    def _begin(self, chunks: Chunks, length, sides, done, counts, seen) -> Chunks:
+        """Where a page begins: decide whether a chunk does, and find its basis."""
+        begins = (length % self.page == 0) & (done < counts)
+        last = self._current(chunks)
+        mean = chunks.missed / self.page
+        fired = jnp.zeros_like(begins)
+        for side, threshold in enumerate((self.tau_k, self.tau_v)):
+            if threshold is not None:
+                fired = fired | jnp.any(mean[:, side] > threshold, axis=1)
+        wanted = begins & ((length == 0) | (length - chunks.begun >= self.chunk_length) | fired)
+
+        def find():
+            return tuple(
+                self._basis(u.shape[-1], learned, side, done, seen)
+                for u, learned, side in zip(last, (chunks.k_learned, chunks.v_learned), sides, strict=True)
+            )
+
+        take = wanted & (chunks.used < chunks.k_bases.capacity)
+        found = jax.lax.cond(jnp.any(take), find, lambda: last)
+        if self.reuse is not None:
+            overlap = jnp.stack([_overlap(u, new) for u, new in zip(last, found, strict=True)])
+            take = take & ((length == 0) | jnp.any(overlap < self.reuse, axis=(0, 2)))
+        k_bases, v_bases = (
+            bases.put(jnp.minimum(chunks.used, bases.capacity - 1), new, take)
+            for bases, new in zip((chunks.k_bases, chunks.v_bases), found, strict=True)
+        )
+        used = chunks.used + take
+        return Chunks(
+            k_bases, v_bases, chunks.k_learned, chunks.v_learned,
+            _put_page(chunks.owner, length // self.page, jnp.maximum(used - 1, 0), begins), used,
+            jnp.where(wanted, length, chunks.begun), jnp.where(begins[:, None, None], 0.0, chunks.missed),
+        )
+
+    def _basis(self, rank: int, learned: Any, side: "Side", done: jax.Array, seen: jax.Array) -> jax.Array:
+        """What was learned, the tokens ahead and calibration, as a basis `[B, J, W, R]`."""
+        ahead, learner = min(self.lookahead, side.x.shape[2]), self.learner(rank)
+        if ahead:
+            weight = (done[:, None] + jnp.arange(ahead)[None] < seen[:, None]).astype(jnp.float32)
+            learned = learner.update(learned, *side.turned(take_tokens(side.x, done, ahead), weight[:, None]))
+        if self.prior:
+            prior = jnp.broadcast_to(side.prior, (side.x.shape[0], *side.prior.shape))
+            learned = learner.update(learned, *side.turned(prior, jnp.full(prior.shape[:-1], self.prior)))
+        return learner.basis(learned, rank)
+
+    def _code(self, chunks: Chunks, coded: coded_tokens.Coded, sides, done, take):
+        """Code the next `take` tokens of each row, at most to the end of its page, and learn them."""
+        width = min(self.page, sides[0].x.shape[2])
+        slots = jnp.arange(width)[None]
+        valid = (slots < take[:, None])[:, None].astype(jnp.float32)
+        codes, missed, learned = [], [], []
+        for u, side, known in zip(
+            self._current(chunks), sides, (chunks.k_learned, chunks.v_learned), strict=True
+        ):
+            x = take_tokens(side.x, done, width).astype(jnp.float32) * valid[..., None]
+            c = project(u, x.swapaxes(1, 2))
+            codes.append(c)
+            total = jnp.sum(x * x, axis=-1)
+            left = jnp.maximum(total - jnp.sum(c * c, axis=-1), 0.0)
+            missed.append(jnp.sum(jnp.sqrt(left / jnp.where(total > 0, total, 1.0)), axis=-1))
+            learner, weight = self.learner(u.shape[-1]), valid
+            if self.window is not None:
+                known = learner.forget(known, jnp.exp(-take / self.window)[:, None])
+                weight = valid * jnp.exp(-(take[:, None] - 1 - slots) / self.window)[:, None]
+            learned.append(learner.update(known, *side.turned(x, weight)))
+        chunks = dataclasses.replace(
+            chunks, k_learned=learned[0], v_learned=learned[1], missed=chunks.missed + jnp.stack(missed, axis=1)
+        )
+        return chunks, coded_tokens.append(coded, *codes, take)
+
+    def _current(self, chunks: Chunks) -> tuple[jax.Array, jax.Array]:
+        """The newest bases as they are stored, `[B, J, W, R]`."""
+        index = jnp.maximum(chunks.used - 1, 0)[:, None]
+        return chunks.k_bases.take(index)[:, 0], chunks.v_bases.take(index)[:, 0]
+
+
+class Side(NamedTuple):
+    """Keys or values.
+
+    Attributes:
+        x: `[B, J, T, W]`.
+        turned: what is learned of tokens and their weights, `turned(x, weight)`.
+        prior: `[J, R, W]`, tokens whose second moment is the calibrated one of a token.
+    """
+
+    x: jax.Array
+    turned: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    prior: jax.Array
+
+
+def _prior_tokens(basis: jax.Array, energy: jax.Array) -> jax.Array:
+    return (basis.astype(jnp.float32) * jnp.sqrt(energy.astype(jnp.float32))[:, None]).mT
+
+
+def _as_they_are(x, weight):
+    return x, jnp.broadcast_to(weight, x.shape[:-1])
+
+
+def quarter_turn(width: int, dim: int) -> np.ndarray:
+    """Orthogonal `[W, W]` that turns each frequency pair (i, i + D / 2) of every head by a right angle."""
+    half = np.eye(dim // 2)
+    return np.kron(np.eye(width // dim), np.block([[0 * half, half], [-half, 0 * half]]))
+
+
+def with_quarter_turns(dim: int, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Tokens `[B, J, T, W]`, and the same times i, each frequency pair read as a complex number.
+
+    What is learned from both has principal directions in twos, u and i u: one complex direction.
+    """
+    turned = x.astype(jnp.float32) @ quarter_turn(x.shape[-1], dim).astype(np.float32)
+    weight = jnp.broadcast_to(weight, x.shape[:-1])
+    return jnp.concatenate([x.astype(jnp.float32), turned], axis=-2), jnp.concatenate([weight, weight], axis=-1)
+
+
+def _side_by_side(x: jax.Array, groups: int) -> jax.Array:
+    """Tokens `[B, J, T, W]` of tokens `[B, K, T, D]`."""
+    batch, heads, tokens, dim = x.shape
+    x = x.reshape(batch, groups, heads // groups, tokens, dim).swapaxes(2, 3)
+    return x.reshape(batch, groups, tokens, -1)
+
+
+def _overlap(first: jax.Array, second: jax.Array) -> jax.Array:
+    """Tr(U1^T U2 U2^T U1) / r, `[B, J]`."""
+    return jnp.sum(jnp.matmul(first.mT, second) ** 2, axis=(-2, -1)) / first.shape[-1]
+
+
+def _put_page(owner: jax.Array, page: jax.Array, number: jax.Array, where: jax.Array) -> jax.Array:
+    """`owner[b, page[b]] = number[b]` in the rows of `where`; pages that do not exist are left out."""
+
+    def row(buffer, at, new, wanted):
+        return buffer.at[at].set(jnp.where(wanted, new, buffer[jnp.minimum(at, buffer.shape[0] - 1)]), mode="drop")
+
+    return jax.vmap(row)(owner, page, number, where)

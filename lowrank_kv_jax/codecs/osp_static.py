@@ -1,0 +1,68 @@
+"""Online Subspace Projection, static: calibrated bases for all tokens."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowrank_kv_jax.method import register
+from lowrank_kv_jax.codecs.static_pca import StaticBasis
+from lowrank_kv_jax.codecs.subspace import Subspace, SubspaceBases, least_squares_gamma
+from lowrank_kv_jax.rank import rank_for_energy
+
+
+def _side_by_side_bases(u: jax.Array, energy: jax.Array, ranks: list[int]) -> tuple[jax.Array, jax.Array]:
+    """The leading columns of each head of `[K, D, R]` as one block-diagonal basis `[1, K * D, sum of ranks]`."""
+    heads, dim, _ = u.shape
+    joint = np.zeros((1, heads * dim, sum(ranks)), np.float32)
+    begin = 0
+    for head, rank in enumerate(ranks):
+        joint[0, head * dim : (head + 1) * dim, begin : begin + rank] = u[head, :, :rank]
+        begin += rank
+    kept = jnp.concatenate([energy[head, :rank] for head, rank in enumerate(ranks)])
+    return jnp.asarray(joint), kept[None]
+
+
+@register("osp-static")
+@dataclasses.dataclass(frozen=True)
+class StaticSubspace(Subspace, StaticBasis):
+    """The paper's static variant (section 10): calibrated bases for all tokens, sinks and recent tokens exact.
+
+    Attributes:
+        head_ranks: where `energy` chooses the rank: "max", one for all heads of a layer, or "own", one for each head and
+            side. Coefficients of the heads then lie side by side, as many as are needed and no padding; their basis is
+            the block-diagonal joint one, so that a query is multiplied with the coefficients of all heads.
+    """
+
+    head_ranks: str = "max"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.head_ranks not in ("max", "own"):
+            raise ValueError(f"head_ranks={self.head_ranks!r}: allowed are max, own")
+        if self.head_ranks == "own" and (self.energy is None or self.heads != "per_head"):
+            raise ValueError(f"head_ranks='own', energy={self.energy!r}, heads={self.heads!r}: ranks of each head come "
+                             "from an energy, with heads='per_head'")
+
+    def basis_heads(self, spec):
+        return 1 if self.head_ranks == "own" else super().basis_heads(spec)
+
+    def fit(self, spec, moments):
+        if self.head_ranks == "max" or self.energy is None:
+            return super().fit(spec, moments)
+        widest = dataclasses.replace(self, head_ranks="max").fit(spec, moments)
+        out = []
+        for bases, *sides in zip(widest, *self.layer_moments(spec, moments), strict=True):
+            joined = []
+            for u, energy, moment in zip(bases[:2], bases[2:4], sides, strict=True):
+                values = np.linalg.eigvalsh(moment.astype(np.float64))[..., ::-1]
+                joined.append(_side_by_side_bases(u, energy, [rank_for_energy(x, self.energy) for x in values]))
+            (k, k_energy), (v, v_energy) = joined
+            queries, keys = (x[len(out)] for x in self._gamma_moments(spec, moments))
+            gain = jnp.asarray(least_squares_gamma(k, queries, keys) - 1, jnp.float32)
+            out.append(SubspaceBases(k, v, k_energy, v_energy, gain))
+        return tuple(out)
+
+    def fit_key(self, spec):
+        return super().fit_key(spec) | ({"head_ranks": "own"} if self.head_ranks == "own" else {})

@@ -1,0 +1,283 @@
+"""Palu: static low-rank projections of groups of heads, cached before RoPE (Chang et al., ICLR 2025)."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowrank_kv_jax.codecs.basis import expand_values, project, reconstruct
+from lowrank_kv_jax.estimators.whitening import truncate
+from lowrank_kv_jax.method import register
+from lowrank_kv_jax.codecs.lowrank import LowRank
+from lowrank_kv_jax.moments import Moments, head_blocks
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
+from lowrank_kv_jax.partial import AttnPartial
+from lowrank_kv_jax.rank import rank_for_energy
+from lowrank_kv_jax.rank_allocation import allocate_ranks
+from lowrank_kv_jax.segments.coded import cached_tokens
+from lowrank_kv_jax.spec import AttentionSpec
+
+RANK_BY = ("uniform", "fisher", "fisher-sqrt")
+MEAN_PAYS = 0.05
+"""Share of the truncation loss that means must save for `mean=None` to keep them."""
+SIDES = ("k", "v")
+
+
+class PaluBases(NamedTuple):
+    """Of one layer.
+
+    Attributes:
+        k, v: decoders, orthonormal `[J, W, R]`; the encoder is the same matrix.
+        k_mean, v_mean: `[K, D]`, taken off before coding; None where there are none.
+        k_tail, v_tail: encoder's last columns `[J, W, p]` where they are not the decoder's: what a sequence learned,
+            carried over to the next one.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    k_mean: jax.Array | None = None
+    v_mean: jax.Array | None = None
+    k_tail: jax.Array | None = None
+    v_tail: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedProjections(LowRank):
+    """Abstract. Latents of groups of heads in calibrated bases.
+
+    The projections W_k, W_v ~ A B that Palu puts in the place of the weights are an encoder and a decoder of the taps
+    k_pre and v here, so that the model needs no special case. Nothing is lost by that: x W V V^T is the truncation of
+    W whitened by x's second moment, with V the principal directions of x W itself (`estimators.whitening`, tested), so
+    calibration records no hidden states. The latent is x W V = x A. What a bias adds to x W is the affine mean. Behind
+    Qwen3's norm of the keys there is no factor of W_k any more: the normed keys are coded, which is what RoPE reads.
+
+    Attributes:
+        head_group: kv heads that share a latent: 1 is M-LRD, all kv heads J-LRD, a divisor between them G-LRD. None is
+            the largest divisor up to 4 (the paper's group size).
+        rank_by: "uniform"; or ranks in proportion to the Fisher information of each layer's W_k and W_v ("fisher"), or
+            to its root ("fisher-sqrt", as Palu's code has it), whose mean over all of them is the rank asked for.
+        rank_multiple: of all ranks that Fisher information decides.
+        mean: code around the calibrated mean token (Qwen2's bias); None decides by whether it saves at least 5% of the
+            truncation loss.
+        jitter: of the whitening, a share of the mean diagonal.
+        hadamard: turn each latent by Hadamard blocks, which spreads outliers over the components of a scale before they
+            are quantised (`bits`); without `bits` nothing changes.
+    """
+
+    rope: str = "pre"
+    head_group: int | None = None
+    rank_by: str = "uniform"
+    rank_multiple: int = 8
+    mean: bool | None = None
+    jitter: float = 1e-6
+    hadamard: bool = False
+
+    calibrated: ClassVar[bool] = True
+    bases_type: ClassVar[type | None] = PaluBases
+    foldable: ClassVar[bool] = False  # rebuilt keys may have a mean
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.rank_by not in RANK_BY:
+            raise ValueError(f"rank_by={self.rank_by!r}: allowed are {', '.join(RANK_BY)}")
+        if self.heads != "per_head":
+            raise ValueError(f"heads={self.heads!r}: give head_group, 1 for each head alone, all kv heads for joint")
+        for field in ("rank_multiple", "head_group"):
+            value = getattr(self, field)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{field}={value!r}: must be an int of at least 1")
+        if not 0 <= self.jitter <= 1e-2:
+            raise ValueError(f"jitter={self.jitter!r}: must lie in [0, 0.01]")
+        if self.energy is not None and self.rank_by != "uniform":
+            raise ValueError(f"rank_by={self.rank_by!r}: not together with energy, which chooses ranks itself")
+
+    # ---- shapes -------------------------------------------------------------------------------------------------
+
+    def group_of(self, spec: AttentionSpec) -> int:
+        """Kv heads that share a latent."""
+        if self.head_group is None:
+            return max(g for g in range(1, min(4, spec.kv_heads) + 1) if spec.kv_heads % g == 0)
+        return self.head_group
+
+    def basis_heads(self, spec):
+        return spec.kv_heads // self.group_of(spec)
+
+    def validate(self, spec):
+        group = self.group_of(spec)
+        if spec.kv_heads % group:
+            fit = [g for g in range(1, spec.kv_heads + 1) if spec.kv_heads % g == 0]
+            raise ValueError(f"head_group={group}: must divide the model's {spec.kv_heads} kv heads: "
+                             f"{', '.join(map(str, fit))}")
+        super().validate(spec)
+        if self.by_fisher:
+            self._rank_table(spec, np.ones((spec.num_layers, 2)))
+        if self.hadamard and self.energy is None:
+            for rank in self.ranks(spec):
+                hadamard_blocks(rank)
+
+    # ---- calibration --------------------------------------------------------------------------------------------
+
+    @property
+    def by_fisher(self) -> bool:
+        """Whether Fisher information decides the ranks."""
+        return self.rank_by != "uniform"
+
+    @property
+    def reads(self):
+        return super().reads | ({"fisher"} if self.by_fisher else set())
+
+    def fit(self, spec: AttentionSpec, moments: Moments) -> tuple[PaluBases, ...]:
+        """Truncations of each layer's groups, float32.
+
+        Raises:
+            ValueError: a calibration that is singular at the ranks asked for, not finite, or without the Fisher
+                information that `rank_by` reads; layer and tap are named.
+        """
+        self.validate(spec)
+        information = None
+        if self.by_fisher:
+            if moments.fisher is None:
+                raise ValueError(f"rank_by={self.rank_by!r}: these moments hold no Fisher information; calibrate with "
+                                 "`calibrate`, or add that of `fisher.collect_fisher`")
+            information = moments.fisher.information
+            information = np.sqrt(information) if self.rank_by == "fisher-sqrt" else information
+        table = self._rank_table(spec, information)
+        groups, taps = self.basis_heads(spec), {"k": "k_pre" if self.rope == "pre" else "k", "v": "v"}
+        moment = {side: getattr(moments, tap) / moments.tokens for side, tap in taps.items()}
+        mean = {side: moments.mean(tap) for side, tap in taps.items()}
+        centred = {side: moment[side] - mean[side][:, :, None] * mean[side][:, None] for side in SIDES}
+        sides = {side: [taps[side], head_blocks(moment[side], groups), table] for side in SIDES}
+        around = {side: [taps[side], head_blocks(centred[side], groups), table] for side in SIDES}
+        with_means = self.mean
+        if with_means is None:
+            energy = {side: float(np.trace(moment[side], axis1=1, axis2=2).sum()) for side in SIDES}
+            with_means = self._loss(around, energy) < (1 - MEAN_PAYS) * self._loss(sides, energy)
+        fitted = self._decoders(around if with_means else sides)
+        out = []
+        for layer, decoders in enumerate(fitted):
+            means = tuple(jnp.asarray(mean[side][layer].reshape(spec.kv_heads, -1), jnp.float32) for side in SIDES)
+            out.append(PaluBases(*decoders, *(means if with_means else (None, None))))
+        return tuple(out)
+
+    def _rank_table(self, spec: AttentionSpec, information: np.ndarray | None) -> np.ndarray | None:
+        """Ranks `[L, 2]` of keys and values; None where `energy` decides."""
+        if self.energy is not None:
+            return None
+        uniform = np.tile(self.ranks(spec), (spec.num_layers, 1))
+        if information is None:
+            return uniform
+        width = self.group_of(spec) * spec.head_dim
+        if (uniform == width).all():
+            return uniform
+        return allocate_ranks(information, int(uniform.sum()), self.rank_multiple, width)
+
+    def _rank_of(self, values: np.ndarray, table: np.ndarray | None, layer: int, side: str) -> int:
+        """Rank of a layer whose groups have these eigenvalues `[J, W]`, descending."""
+        if table is None:
+            assert self.energy is not None
+            return rank_for_energy(values, self.energy)
+        return int(table[layer, SIDES.index(side)])
+
+    def _loss(self, sides: dict[str, Any], energy: dict[str, float]) -> float:
+        """Share of the `energy` of keys that all truncations lose, and of values, added."""
+        total = 0.0
+        for side, (_, blocks, table) in sides.items():
+            values = np.linalg.eigvalsh(blocks)[..., ::-1]
+            lost = [value[:, self._rank_of(value, table, layer, side) :].sum() for layer, value in enumerate(values)]
+            total += float(np.sum(lost)) / max(energy[side], np.finfo(np.float64).tiny)
+        return total
+
+    def _decoders(self, sides: dict[str, Any]) -> list[list[jax.Array]]:
+        """Of each layer the decoders `[J, W, R]` of keys and values."""
+        layers = len(sides["k"][1])
+        out: list[list[jax.Array]] = [[] for _ in range(layers)]
+        for side, (tap, blocks, table) in sides.items():
+            for layer in range(layers):
+                values = np.linalg.eigvalsh(blocks[layer])[..., ::-1] if table is None else np.empty(0)
+                rank = self._rank_of(values, table, layer, side)
+                turn = hadamard_blocks(rank) if self.hadamard else np.eye(rank)
+                found = [truncate(block, rank, jitter=self.jitter, what=f"tap {tap!r} in layer {layer}").decoder @ turn
+                         for block in blocks[layer]]
+                out[layer].append(jnp.asarray(np.stack(found), jnp.float32))
+        return out
+
+    def check_bases(self, spec, bases):
+        """Nothing: Fisher information may choose any ranks."""
+
+    def fit_key(self, spec):
+        key: dict[str, Any] = {
+            "fit": "palu", "rope": self.rope, "head_group": self.group_of(spec), "rank_by": self.rank_by,
+            "mean": self.mean, "hadamard": self.hadamard,
+        }
+        if self.by_fisher:
+            key["rank_multiple"] = self.rank_multiple
+        if self.energy:
+            return key | {"energy": self.energy}
+        return key | dict(zip(("rank_k", "rank_v"), self.ranks(spec), strict=True))
+
+    # ---- the contract -------------------------------------------------------------------------------------------
+
+    def bases_of(self, bases, store) -> Any:
+        """Decoders and means."""
+        del store
+        return bases
+
+    def centred(self, bases: PaluBases, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values `[B, T, K, D]` without their means."""
+        if bases.k_mean is None or bases.v_mean is None:
+            return k, v
+        return k - bases.k_mean.astype(k.dtype), v - bases.v_mean.astype(v.dtype)
+
+    def coefficients(self, bases, store, k, v):
+        k, v = self.centred(bases, k, v)
+        return project(bases.k, k), project(bases.v, v)
+
+    def rebuild(self, use, side, coefficients, kv_heads):
+        rebuilt, mean = reconstruct(getattr(use, side), coefficients, kv_heads), getattr(use, f"{side}_mean")
+        return rebuilt if mean is None else rebuilt + mean.astype(rebuilt.dtype)[:, None]
+
+    def attend(self, layout, bases, store, q, positions, place):
+        """Keys rebuilt and rotated block by block; values attended as latents and expanded once."""
+        spec, reduced, own = layout.spec, self.order == "reduced", self.bases_of(bases, store)
+        use = self.read_in(bases, store, store.tokens.positions)
+        out, lse = rotary_coefficient_attention(
+            q, cached_tokens(store.tokens), use.k, rope=spec.rope if self.rope == "pre" else None,
+            kv_heads=spec.kv_heads, scale=spec.scale, q_positions=positions, causal=False, window=place.window,
+            value_basis=None if reduced else use.v, key_mean=use.k_mean,
+        )
+        out = expand_values(own.v, out, spec.kv_heads) if reduced else out
+        if own.v_mean is not None:
+            mean = jnp.repeat(own.v_mean.astype(out.dtype), spec.group_size, axis=0)
+            out = jnp.where(jnp.isneginf(lse)[..., None], out, out + mean)  # an empty part stays zero
+        return AttnPartial(out, lse)
+
+
+@register("palu")
+@dataclasses.dataclass(frozen=True)
+class Palu(GroupedProjections):
+    """Whitened truncations of W_k and W_v, fixed after calibration.
+
+    The preset `palu:paper` keeps no token exact and takes ranks by Fisher information.
+    """
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "paper": {"sinks": 0, "recent": 0, "rank_by": "fisher-sqrt", "rank_multiple": 32}
+    }
+
+
+def hadamard_blocks(rank: int) -> np.ndarray:
+    """Orthogonal `[R, R]`: normalised Hadamard matrices of the largest power of two that divides R on the diagonal.
+
+    Raises:
+        ValueError: an odd rank.
+    """
+    size = rank & -rank
+    if size < 2:
+        raise ValueError(f"hadamard: rank {rank} is odd, there is no Hadamard matrix; choose an even rank")
+    block = np.ones((1, 1))
+    while len(block) < size:
+        block = np.kron(np.array([[1.0, 1.0], [1.0, -1.0]]), block)
+    return np.kron(np.eye(rank // size), block / np.sqrt(size))

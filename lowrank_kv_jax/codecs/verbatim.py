@@ -1,0 +1,64 @@
+"""Tokens as they are: the uncompressed cache, and how a selection stores what it keeps by default."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from lowrank_kv_jax.method import register
+from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
+from lowrank_kv_jax.segments.exact import Exact
+from lowrank_kv_jax.state import state
+
+
+@state
+class Verbatim:
+    """Selected tokens of a layer, keys after RoPE."""
+
+    tokens: Exact
+
+
+@register("full")
+@dataclasses.dataclass(frozen=True)
+class Full(TokenCodec):
+    """Exact keys and values of every token."""
+
+    latents: ClassVar[bool] = True
+    implied: ClassVar[bool] = True
+
+    def ends(self, layout, bases):
+        return Ends(layout.capacity, 0, flushes=False)
+
+    def units(self, spec, bases):
+        return spec.kv_heads
+
+    def empty(self, layout, bases, size, positions=None):
+        if positions is None:  # alone, all tokens belong to the ends
+            return None
+        buffer = jnp.zeros((*positions.position.shape, layout.spec.head_dim), jnp.dtype(layout.dtype))
+        return Verbatim(Exact(buffer, jnp.zeros_like(buffer), jnp.zeros((layout.batch,), jnp.int32), positions))
+
+    def learn(self, layout, bases, store, taps, lengths, weight):
+        return store
+
+    def adapt(self, layout, bases, store, tokens, weight):
+        return store
+
+    def encode(self, layout, bases, store, tokens):
+        (one,) = tokens
+        k, v = (x.swapaxes(1, 2).astype(layout.dtype) for x in (one.k, one.v))
+        return k, v
+
+    def decode(self, layout, bases, store, k, v, positions, index):
+        return k, v
+
+    def attend(self, layout, bases, store, q, positions, place):
+        kept = store.tokens
+        return coefficient_attention(
+            q, CachedTokens(kept.k, kept.v, kept.length, kept.positions), scale=layout.spec.scale, q_positions=positions,
+            causal=False, window=place.window,
+        )
+
+    def logits(self, layout, bases, store, q, place):
+        return Logits(q, store.tokens.k)

@@ -1,0 +1,84 @@
+"""Budgets of a selection as numbers of slots."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lowrank_kv_jax.method.codec import Ends
+from lowrank_kv_jax.method.layout import Layout
+from lowrank_kv_jax.method.selection import Selection
+from lowrank_kv_jax.positions import PerHead
+from lowrank_kv_jax.state import walk
+
+OF_THE_CACHE = 12  # bytes of a row that belong to no group: length, limit and pending
+TILE = 128  # slots by which the bytes of quantised storage grow at the least
+
+
+class Room(NamedTuple):
+    """For selected tokens: whether all heads' lie packed in one buffer, J buffers of `slots`, tokens that a unit keeps."""
+
+    packed: bool
+    buffers: int
+    slots: int
+    tokens: int
+
+    def nowhere(self, layout: Layout) -> PerHead:
+        """Positions of tokens that are still to come."""
+        shape = (layout.batch, self.buffers, self.slots)
+        return PerHead(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int8) if self.packed else None,
+                       layout.spec.kv_heads)
+
+
+def selected_tokens(rule: Selection, layout: Layout, ends: Ends, tokens: int, layers: Sequence[Any]) -> int:
+    """Tokens between the ends of a group of layers.
+
+    Args:
+        tokens: between the ends, where every layer of the model keeps as many.
+        layers: what the selection knows of each of the group's layers.
+    """
+    if rule.keeps_none:
+        return 0
+    room = max(layout.capacity - ends.sinks - ends.recent, 1)
+    most = room if ends.flushes else layout.prompt - ends.recent
+    each = [rule.of_layer(tokens, most, own) for own in layers]
+    return min(max(round(sum(each) / len(each)), 1), room)
+
+
+def tokens_for_bytes(
+    rule: Selection, layout: Layout, ends: Ends, groups: Sequence[Sequence[Any]], empty: Callable[[Layout, int], Any]
+) -> int:
+    """Tokens between the ends of every layer, on average, such that a row of the cache takes at most `budget_bytes`.
+
+    Args:
+        groups: what the selection knows of the layers of every group of the model.
+        empty: from a layout and the selected tokens of a group to the group's empty state, or its shapes.
+
+    Raises:
+        ValueError: the exact ends alone take more.
+    """
+    row = dataclasses.replace(layout, batch=1, mesh=None)
+
+    def bytes_with(tokens: int) -> int:
+        shapes = jax.eval_shape(lambda: empty(row, tokens))
+        return sum(math.prod(x.shape) * x.dtype.itemsize for _, x, _ in walk(shapes))
+
+    one, two, later = bytes_with(1), bytes_with(2), bytes_with(1 + TILE)
+    step = 1 if (two - one) * TILE == later - one else TILE
+    slope = (later - one) * step // TILE
+
+    def spent(tokens: int) -> int:
+        each = (selected_tokens(rule, row, ends, tokens, group) for group in groups)
+        return OF_THE_CACHE + sum(one + slope * -(-(found - 1) // step) for found in each)
+
+    low, high = 0, max(layout.capacity - ends.sinks - ends.recent, 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if spent(middle) <= rule.budget_bytes else (low, middle - 1)
+    if low == 0:
+        raise ValueError(f"budget_bytes={rule.budget_bytes}: sinks, recent tokens, room for a block and statistics take "
+                         f"{one * len(groups) + OF_THE_CACHE}")
+    return low

@@ -1,0 +1,252 @@
+"""The contract of a codec: how the tokens between the exact ends are stored, and read."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lowrank_kv_jax.codecs.quantised import read_tokens
+from lowrank_kv_jax.method.layout import Layout, Place
+from lowrank_kv_jax.method.part import Part
+from lowrank_kv_jax.partial import AttnPartial
+from lowrank_kv_jax.positions import PerHead, Runs
+from lowrank_kv_jax.segments import coded as coded_tokens
+from lowrank_kv_jax.spec import AttentionSpec, Taps
+
+
+@dataclasses.dataclass(frozen=True)
+class Ends:
+    """The exact tokens of a cache.
+
+    Attributes:
+        sinks: first tokens that stay for good.
+        recent: last tokens; of the prompt (`pinned`), or at any time.
+        pinned: the prompt's last `recent` tokens stay for good, and what is appended leaves at the next refresh.
+        flushes: whether appended tokens ever leave.
+        unit: they leave in whole groups of so many.
+        wait: they leave once so many have gathered; 0 at every refresh.
+    """
+
+    sinks: int
+    recent: int
+    pinned: bool = False
+    flushes: bool = True
+    unit: int = 1
+    wait: int = 0
+
+    @property
+    def first(self) -> int:
+        """Slots at the front that never leave."""
+        return self.sinks + (self.recent if self.pinned or not self.flushes else 0)
+
+    @property
+    def stay(self) -> int:
+        """Tokens behind the first that stay at a refresh."""
+        return 0 if self.pinned else self.recent
+
+    def most(self, layout: Layout) -> int:
+        """Most tokens that leave at once."""
+        return (self.unit - 1 + self.wait + layout.block) // self.unit * self.unit
+
+    def slots(self, layout: Layout) -> int:
+        """Slots of an exact segment."""
+        if self.flushes:
+            return self.sinks + self.recent + self.unit - 1 + self.wait + layout.block
+        return max(layout.capacity - max(layout.prompt - self.sinks - self.recent, 0), layout.block)
+
+    def coded(self, layout: Layout) -> int:
+        """Tokens that may come to lie between the ends."""
+        if self.flushes:
+            return max(layout.capacity - self.sinks - self.recent, self.most(layout))
+        return max(layout.prompt - self.sinks - self.recent, 1)
+
+
+class Tokens(NamedTuple):
+    """Tokens of one layer.
+
+    Attributes:
+        k: keys after RoPE `[B, T, K, D]`.
+        k_pre: keys before RoPE.
+        v: values.
+        positions: int32 `[B, T]`.
+    """
+
+    k: jax.Array
+    k_pre: jax.Array
+    v: jax.Array
+    positions: jax.Array
+
+
+class Logits(NamedTuple):
+    """Queries and stored keys whose products are the logits: q `[B, T, N, R]`, keys `[B, J, S, R]`."""
+
+    q: jax.Array
+    keys: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec(Part):
+    """Abstract. How tokens are stored: a transform and a storage, with bases that may move.
+
+    `bases` is what `fit` or `default_bases` gave for the group, `store` the codec's own state of it; a group is a tuple
+    of layers, of one for most codecs. Stores declare their leaves (`state.leaf`).
+    """
+
+    stage: ClassVar[str | None] = "codec"
+
+    per_token: ClassVar[bool] = True
+    """Whether each token is coded on its own, so that a selection may stand before it; then a `TokenCodec`."""
+
+    implied: ClassVar[bool] = False
+    """Whether a composition without a codec means this one."""
+
+    def group_size(self, bases: Any) -> int:
+        """Layers of a group."""
+        del bases
+        return 1
+
+    @abc.abstractmethod
+    def ends(self, layout: Layout, bases: Any) -> Ends:
+        """Exact tokens of a cache of this codec alone."""
+
+    def ahead(self, layout: Layout) -> int:
+        """Tokens behind those to be coded that `fill` and `extend` see too."""
+        del layout
+        return 0
+
+    def settled(self, layout: Layout, bases: Any, weigh: Callable[[Any], Any]) -> Any:
+        """The bases with everything settled that follows from a wanted size.
+
+        Args:
+            weigh: from such bases to the shapes of the whole group's state.
+        """
+        del layout, weigh
+        return bases
+
+    @abc.abstractmethod
+    def empty(self, layout: Layout, bases: Any, size: int) -> Any:
+        """An empty store with room for `size` tokens, or None."""
+
+    @abc.abstractmethod
+    def learn(
+        self, layout: Layout, bases: Any, store: Any, taps: tuple[Taps, ...], lengths: jax.Array, weight: jax.Array
+    ) -> Any:
+        """Move an empty store's bases towards a prompt.
+
+        Args:
+            taps: of each layer, T = layout.prompt.
+            lengths: int32 `[B]`.
+            weight: float32 `[B, T]`, 1 for the tokens that will be coded.
+        """
+
+    @abc.abstractmethod
+    def fill(
+        self, layout: Layout, bases: Any, store: Any, tokens: tuple[Tokens, ...], counts: jax.Array, seen: jax.Array,
+        positions: Runs,
+    ) -> Any:
+        """Code a prompt's tokens.
+
+        Args:
+            tokens: of each layer `[B, T, ...]`.
+            counts: int32 `[B]`, how many of the first to code.
+            seen: int32 `[B]`, how many of the T there are, those ahead included.
+            positions: of the store's slots.
+        """
+
+    @abc.abstractmethod
+    def extend(
+        self, layout: Layout, bases: Any, store: Any, tokens: tuple[Tokens, ...], counts: jax.Array, seen: jax.Array
+    ) -> Any:
+        """Code tokens that leave the exact ends, behind those that are stored; bases may move before. See `fill`."""
+
+    @abc.abstractmethod
+    def attend(
+        self, layout: Layout, bases: Any, store: Any, q: jax.Array, positions: jax.Array, place: Place
+    ) -> AttnPartial:
+        """Attention of one layer's queries over its stored tokens, all of which lie before every query."""
+
+    def fault(self, stores: tuple[Any, ...]) -> str | None:
+        """As `KVMethod.fault`, of the stores of all groups."""
+        del stores
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenCodec(Codec):
+    """Abstract. A codec of one token at a time; its store has `tokens`, a segment with k, v, length and positions.
+
+    The kv heads of a group's layers fall into U units that share a code: every head its own, groups of heads, or all.
+    """
+
+    @abc.abstractmethod
+    def units(self, spec: AttentionSpec, bases: Any) -> int:
+        """U; it divides the kv heads."""
+
+    def exact_ends(self) -> tuple[int, int]:
+        """Sinks and recent tokens that it asks of a selection to keep exact."""
+        return 0, 0
+
+    @abc.abstractmethod
+    def empty(self, layout: Layout, bases: Any, size: int, positions: PerHead | None = None) -> Any:
+        """An empty store with room for `size` tokens of each unit, or packed where `positions` have an owner.
+
+        Args:
+            positions: of tokens that are selected; by default those of a run. Storage that rounds `size` up to whole
+                tiles pads them.
+        """
+
+    @abc.abstractmethod
+    def encode(
+        self, layout: Layout, bases: Any, store: Any, tokens: tuple[Tokens, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Codes of keys and values `[B, U, T, R]`, before storage rounds them."""
+
+    @abc.abstractmethod
+    def adapt(self, layout: Layout, bases: Any, store: Any, tokens: tuple[Tokens, ...], weight: jax.Array) -> Any:
+        """Move the store's bases towards tokens that are about to be coded; `weight` `[B, T]` is 0 where there is none.
+
+        What is stored already is transported.
+        """
+
+    @abc.abstractmethod
+    def decode(
+        self, layout: Layout, bases: Any, store: Any, k: jax.Array, v: jax.Array, positions: PerHead, index: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Keys after RoPE and values `[B, K, S, D]` of one layer from codes `[B, J, S, R]`.
+
+        Of packed codes (`positions.owner`), `[B, K, S, D]` or `[B, 1, S, D]`; slots of other heads hold anything.
+        """
+
+    @abc.abstractmethod
+    def logits(self, layout: Layout, bases: Any, store: Any, q: jax.Array, place: Place) -> Logits:
+        """What the logits of one layer's queries over the stored tokens are products of, for votes."""
+
+    def fill(self, layout, bases, store, tokens, counts, seen, positions):
+        del seen
+        if not tokens[0].k.shape[1]:
+            return dataclasses.replace(store, tokens=dataclasses.replace(store.tokens, positions=positions))
+        codes = self.encode(layout, bases, store, tokens)
+        return hold(store, *codes, counts, positions)
+
+    def extend(self, layout, bases, store, tokens, counts, seen):
+        del seen
+        weight = jnp.arange(tokens[0].k.shape[1])[None] < counts[:, None]
+        store = self.adapt(layout, bases, store, tokens, weight.astype(jnp.float32))
+        codes = self.encode(layout, bases, store, tokens)
+        return dataclasses.replace(store, tokens=coded_tokens.append(store.tokens, *codes, counts))
+
+
+def hold(store: Any, k: jax.Array, v: jax.Array, counts: jax.Array, positions: Runs | PerHead) -> Any:
+    """The store with the first `counts[b]` of codes `[B, J, T, R]` in the place of its tokens."""
+    return dataclasses.replace(store, tokens=coded_tokens.hold(store.tokens, k, v, counts, positions))
+
+
+def codes_of(store: Any) -> tuple[jax.Array, jax.Array]:
+    """Stored codes `[B, J, S, R]`: as they are, or widened where they are quantised."""
+    def read(stored):
+        return read_tokens(stored) if hasattr(stored, "read_block") else stored
+
+    return read(store.tokens.k), read(store.tokens.v)

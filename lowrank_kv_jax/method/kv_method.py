@@ -1,0 +1,76 @@
+"""A compressed cache as pure functions: what a model needs of it."""
+
+import abc
+import dataclasses
+from typing import Any
+
+import jax
+
+from lowrank_kv_jax.method.layout import Layout, Place
+from lowrank_kv_jax.method.part import Part
+from lowrank_kv_jax.partial import AttnPartial
+from lowrank_kv_jax.spec import Taps
+
+
+@dataclasses.dataclass(frozen=True)
+class KVMethod(Part):
+    """What `prefill`, `extend` and `refresh` call; `method.machine` implements it for every composition.
+
+    Three kinds of thing are kept apart: the method itself (static configuration, hashable by value), `bases`
+    (read-only arrays from calibration) and `state` (donated, threaded through jit). All functions are traceable.
+    """
+
+    @abc.abstractmethod
+    def init(self, layout: Layout, bases: Any) -> Any:
+        """An empty state of one group."""
+
+    @abc.abstractmethod
+    def compress(self, layout: Layout, bases: Any, state: Any, taps: tuple[Taps, ...], lengths: jax.Array) -> Any:
+        """The state of an exactly prefilled prompt.
+
+        Args:
+            bases: of this group.
+            state: empty.
+            taps: of each layer of the group, T = layout.prompt, rows padded on the right.
+            lengths: int32 `[B]`.
+        """
+
+    @abc.abstractmethod
+    def append(
+        self, layout: Layout, bases: Any, state: Any, taps: Taps, counts: jax.Array, positions: jax.Array, place: Place
+    ) -> Any:
+        """Append the first `counts[b]` of T >= 1 new tokens of one layer, in O(T).
+
+        At most `layout.block` tokens are appended between two calls of `refresh`.
+        """
+
+    @abc.abstractmethod
+    def attend(
+        self, layout: Layout, bases: Any, state: Any, q: jax.Array, positions: jax.Array, place: Place
+    ) -> AttnPartial:
+        """Attention of T >= 1 queries `[B, T, N, D]` (after RoPE, appended before) at `positions` `[B, T]`."""
+
+    @abc.abstractmethod
+    def observe(
+        self, layout: Layout, bases: Any, state: Any, q: jax.Array, lse: jax.Array, positions: jax.Array, place: Place
+    ) -> Any:
+        """See the total `lse` `[B, T, N]` after the merge: probabilities are exp(s - lse)."""
+
+    @abc.abstractmethod
+    def refresh(self, layout: Layout, bases: Any, state: Any) -> Any:
+        """Periodic work between blocks of steps: flushes, evictions, basis updates."""
+
+    @abc.abstractmethod
+    def fault(self, groups: tuple[Any, ...]) -> str | None:
+        """What went wrong inside of jit, where nothing can be raised; asked on the host between blocks of steps.
+
+        Args:
+            groups: the states of a cache.
+
+        Returns:
+            A message that names layer and row, or None.
+        """
+
+
+class Fault(ValueError):
+    """A cache can no longer be trusted; generation stops. The message says where, when and why."""

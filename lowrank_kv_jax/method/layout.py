@@ -1,0 +1,40 @@
+"""What a method may know of the cache that it lives in."""
+
+import dataclasses
+
+import jax
+
+from lowrank_kv_jax.spec import AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Static shape of a cache, hashable by value.
+
+    Attributes:
+        spec: the model's attention.
+        batch: B, rows.
+        prompt: length that the prompts are padded to; 0 for a cache that is filled by appending.
+        capacity: longest sequence in tokens, the padded prompt included.
+        block: tokens that may be appended between two refreshes.
+        dtype: name of the dtype of the cache's floating leaves.
+        mesh: devices that the cache is laid out over, with the axes "data" and "model"; None for one device.
+        tokens: how coded tokens lie in memory, "rows" or "lanes" (see `token_layout`).
+    """
+
+    spec: AttentionSpec
+    batch: int
+    prompt: int
+    capacity: int
+    block: int
+    dtype: str
+    mesh: jax.sharding.Mesh | None = None
+    tokens: str = "rows"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a layer stands: its index within its group, and its sliding window."""
+
+    index: int = 0
+    window: int | None = None

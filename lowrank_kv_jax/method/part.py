@@ -1,0 +1,74 @@
+"""What every part of a method is: a configuration that knows its name, suits a model and may be fitted to a text."""
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from lowrank_kv_jax.spec import AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Part(abc.ABC):
+    """A codec, a selection, or a whole method; frozen dataclasses, hashable by value."""
+
+    name: ClassVar[str]
+    """The registered name, set by `register`."""
+
+    stage: ClassVar[str | None] = None
+    """What it is in a composition: "codec" or "selection"; None for a whole method."""
+
+    calibrated: ClassVar[bool] = False
+    """Whether `fit` must have been called: `bases` is then required."""
+
+    latents: ClassVar[bool] = False
+    """Whether it can hold the cache of latent attention (MLA), whose keys are their own values."""
+
+    rereads: ClassVar[bool] = False
+    """Whether prefill reads the prompt a second time, for `Taps.reread`: about three times the work."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Named settings, say of a paper: field values that `name:preset` stands for."""
+
+    bases_type: ClassVar[type | None] = None
+    """The NamedTuple of arrays, or the `@state` class of numbers, that holds the bases of one group, where `fit` returns
+    any; what is saved on disk."""
+
+    def layer_groups(self, spec: AttentionSpec) -> tuple[tuple[int, ...], ...]:
+        """Layers that share one state, in order; one layer each unless a codec works across layers."""
+        return tuple((layer,) for layer in range(spec.num_layers))
+
+    def validate(self, spec: AttentionSpec) -> None:
+        """Raise ValueError, naming field, value and what is allowed, where the configuration does not suit a model."""
+        del spec
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """What `fit` reads of a calibration text, each at its price: "moments" (second moments of the taps), "fisher"
+        (information of the projections, a backward pass) and "votes" (of a second reading)."""
+        return frozenset({"moments"})
+
+    def fit(self, spec: AttentionSpec, moments: Any) -> tuple[Any, ...]:
+        """Bases of each group from calibration `Moments`; `default_bases` where none are needed."""
+        del moments
+        return self.default_bases(spec)
+
+    def default_bases(self, spec: AttentionSpec) -> tuple[Any, ...]:
+        """What stands for the bases of each group where none were calibrated.
+
+        None, or a pytree without arrays that tells `init` what group it makes an empty state of.
+        """
+        return (None,) * len(self.layer_groups(spec))
+
+    def check_bases(self, spec: AttentionSpec, bases: Any) -> None:
+        """Raise ValueError where bases of a group that were handed in are not of this configuration. Default: nothing."""
+        del spec, bases
+
+    def fit_key(self, spec: AttentionSpec) -> dict[str, Any]:
+        """What decides the outcome of `fit`, as values that JSON holds.
+
+        Saved bases are read by every method whose key equals that of the method they were fitted for. By default the
+        name and all fields; a part whose other fields do not touch `fit` leaves those out.
+        """
+        del spec
+        return {"method": self.name, **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)}}

@@ -1,0 +1,40 @@
+"""Parts by name: what the command line, the evaluations and the contract tests find."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from lowrank_kv_jax.method.part import Part
+
+REGISTRY: dict[str, type[Part]] = {}
+
+
+_Part = TypeVar("_Part", bound=Part)
+
+
+def register(name: str) -> Callable[[type[_Part]], type[_Part]]:
+    """Class decorator: make a part known to the CLI, the evals and the contract tests under `name`."""
+
+    def add(cls: type[_Part]) -> type[_Part]:
+        if name in REGISTRY:
+            raise ValueError(f"method name {name!r} is taken by {REGISTRY[name].__qualname__}")
+        cls.name = name
+        cls.__eq__, cls.__hash__ = _equal, _hash
+        REGISTRY[name] = cls
+        return cls
+
+    return add
+
+
+def _value(part: Part) -> tuple[Any, ...]:
+    """All that a method is. Types count: rank=1 is one column and rank=1.0 all of them, though 1 == 1.0."""
+    values = (getattr(part, field.name) for field in dataclasses.fields(part))
+    return type(part), *((type(value), value) for value in values)
+
+
+def _equal(self: Part, other: object) -> bool:
+    return isinstance(other, Part) and _value(self) == _value(other)
+
+
+def _hash(self: Part) -> int:
+    return hash(_value(self))

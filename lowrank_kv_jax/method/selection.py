@@ -1,0 +1,95 @@
+"""The contract of a selection: which tokens stay between the exact ends, by scores and budgets."""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+
+from lowrank_kv_jax.method.layout import Layout
+from lowrank_kv_jax.method.part import Part
+from lowrank_kv_jax.method.votes import total_attention
+from lowrank_kv_jax.spec import Taps
+from lowrank_kv_jax.summaries.component import Summary
+
+@dataclasses.dataclass(frozen=True)
+class Selection(Part):
+    """Abstract. Scores and budgets; what is a plain attribute here may be a field of a selection."""
+
+    stage: ClassVar[str | None] = "selection"
+
+    sinks: ClassVar[int] = 0
+    """First tokens that stay."""
+
+    budget_bytes: ClassVar[int | None] = None
+    """Bytes of a row of the whole cache, which decide how many tokens stay; None: `tokens` does."""
+
+    decoding: ClassVar[str] = "evict"
+    """"evict", whatever exceeds the budget leaves at every refresh; "keep", only the prompt is compressed."""
+
+    positions: ClassVar[str] = "original"
+    """"original" positions in the text, or "cache": keys are turned to their index in the cache."""
+
+    keeps_none: ClassVar[bool] = False
+    """Whether nothing stays between sinks and recent tokens."""
+
+    adaptive: ClassVar[bool] = False
+    """Whether heads have budgets of their own."""
+
+    decay: ClassVar[float] = 1.0
+    """Share of the votes that survives a refresh."""
+
+    schedule: ClassVar[str] = "block"
+    """"block" evicts at every refresh; "paper" one token a head for each decoded token, before it attends."""
+
+    prefill: ClassVar[str] = "literal"
+    """What `statistics` of a prompt's first eviction are: "literal", of nothing; "informed", of all candidates."""
+
+    statistics: ClassVar[str | None] = None
+    """Order of the moment statistics that the rule itself reads, with or without a summary; None: none."""
+
+    # ---- budgets ------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def tokens(self, layout: Layout) -> int:
+        """Tokens that a kv head keeps, the exact ends included; not asked where bytes decide."""
+
+    @abc.abstractmethod
+    def recent_tokens(self, layout: Layout) -> int:
+        """Last tokens that stay."""
+
+    def of_layer(self, tokens: int, room: int, bases: Any) -> int:
+        """Selected tokens of one layer, of at most `room`, where every layer has `tokens` on average."""
+        del room, bases
+        return tokens
+
+    def allocation_of(self, tokens: int, sinks: int, recent: int) -> tuple[int, float, str]:
+        """floor, share and kind of `method.head_budgets`; only asked of adaptive rules."""
+        raise NotImplementedError(type(self).__name__)
+
+    def check_prompt(self, layout: Layout) -> None:
+        """Raise ValueError where a prompt is too short to select from."""
+
+    # ---- scores -------------------------------------------------------------------------------------------------
+
+    @property
+    def votes(self) -> bool:
+        """Whether decoded queries vote."""
+        return self.decoding == "evict"
+
+    def summary(self) -> Summary | None:
+        """The summary of what it evicts that belongs to the rule itself."""
+        return None
+
+    @abc.abstractmethod
+    def prompt_scores(self, layout: Layout, tap: Taps, lengths: jax.Array) -> jax.Array:
+        """Scores float32 `[B, K, S]` of the prompt's tokens, those beyond `lengths` zero; high ones stay."""
+
+    def vote(self, p: jax.Array, positions: jax.Array) -> jax.Array:
+        """Votes `[B, J, S]` of decoded queries from probabilities `[B, J, T, G, S]`."""
+        return total_attention(p, positions)
+
+    def informed(self, score: jax.Array, evicted, k, v, owner, scale: float) -> jax.Array:
+        """The score `[B, J, S]` in the light of `statistics`."""
+        del evicted, k, v, owner, scale
+        return score

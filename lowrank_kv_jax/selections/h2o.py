@@ -1,0 +1,29 @@
+"""H2O: heavy hitters, the tokens with most attention so far, and recent ones."""
+
+import dataclasses
+
+from lowrank_kv_jax.method import register
+from lowrank_kv_jax.selections.budgeted import Budgeted
+from lowrank_kv_jax.method.votes import prompt_votes, total_attention
+
+
+@register("h2o")
+@dataclasses.dataclass(frozen=True)
+class H2O(Budgeted):
+    """Accumulated attention over all past queries, of the prompt and while decoding (Zhang et al., 2023).
+
+    Attributes:
+        recent: half of the budget by default.
+    """
+
+    recent: int | None = None
+
+    def recent_tokens(self, layout):
+        if self.recent is not None:
+            return self.recent
+        if self.budget_bytes is not None:
+            raise ValueError(f"budget_bytes={self.budget_bytes}: give recent too; its default is half of a token budget")
+        return max(min(self.tokens(layout) // 2, layout.capacity // 2), 1)
+
+    def prompt_scores(self, layout, tap, lengths):
+        return prompt_votes(tap.q, tap.k, lengths, layout.spec.scale, total_attention)

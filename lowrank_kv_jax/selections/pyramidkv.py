@@ -1,0 +1,84 @@
+"""PyramidKV: SnapKV with budgets that shrink with depth."""
+
+import dataclasses
+
+from lowrank_kv_jax.method import register
+from lowrank_kv_jax.selections.snapkv import Windowing
+from lowrank_kv_jax.state import state, static
+
+
+@state
+class Depth:
+    """Which of how many layers a group is: without arrays, so that `init` has its shape."""
+
+    layer: int = static()
+    layers: int = static()
+
+
+@register("pyramidkv")
+@dataclasses.dataclass(frozen=True)
+class PyramidKV(Windowing):
+    """Lower layers keep more (Cai et al., 2024); budgets are averages over the layers.
+
+    Attributes:
+        beta: the top layer keeps a beta-th of the average.
+        allocation: "official", as in KVCache-Factory, or "kvpress", which counts the window into the pyramid.
+    """
+
+    beta: int = 20
+    allocation: str = "official"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not isinstance(self.beta, int) or self.beta < 1:
+            raise ValueError(f"beta={self.beta!r}: must be an int of at least 1")
+        if self.allocation not in ("official", "kvpress"):
+            raise ValueError(f"allocation={self.allocation!r}: allowed are official, kvpress")
+
+    @property
+    def layered(self):
+        return True
+
+    def default_bases(self, spec):
+        return tuple(Depth(layer, spec.num_layers) for layer in range(spec.num_layers))
+
+    def of_layer(self, tokens, room, bases):
+        if self.allocation == "kvpress":
+            ends = self.sinks + (self.recent or 0)
+            length = room + (self.recent or 0)
+            return kvpress_layer_budget(
+                tokens + ends, length, self.voters, bases.layer, bases.layers, self.beta) - ends
+        return layer_budget(tokens, room, bases.layer, bases.layers, self.beta)
+
+
+def layer_budget(budget: int, length: int, layer: int, layers: int, beta: int = 20) -> int:
+    """Tokens that a layer keeps beside its window.
+
+    Args:
+        budget: tokens a layer keeps on average, B.
+        length: most tokens that a layer can keep.
+        layer, layers: index and number of layers.
+        beta: the top layer keeps B // beta.
+    """
+    least = budget // beta
+    most = 2 * budget - least
+    if most >= length:
+        most, least = length, 2 * budget - length
+    return most - layer * ((most - least) // max(layers - 1, 1))
+
+
+def kvpress_layer_budget(budget: int, length: int, window: int, layer: int, layers: int, beta: int = 20) -> int:
+    """Tokens that a layer keeps, its window included, as kvpress divides them: in fractions, flat where it is too flat.
+
+    Args:
+        budget: tokens that a layer keeps on average, the window included.
+        length: of the prompt.
+        window: of the observation.
+    """
+    least = budget / beta
+    most = 2 * budget - least
+    if most >= length - window:
+        most, least = length - window, 2 * budget - (length - window)
+    if not length >= most >= least >= window:
+        return max(1, budget)
+    return round(most - layer * (most - least) / max(layers - 1, 1))
