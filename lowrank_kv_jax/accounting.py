@@ -1,14 +1,16 @@
 """Bytes that exist: sums over the real leaves of a cache, by what they are spent on."""
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from lowrank_kv_jax.cache import Cache
 from lowrank_kv_jax.spec import AttentionSpec
 from lowrank_kv_jax.state import KINDS, walk
+
+if TYPE_CHECKING:
+    from lowrank_kv_jax.cache import Cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,7 @@ def full_cache_bytes(spec: AttentionSpec, tokens: int) -> int:
     return 2 * spec.num_layers * spec.cached_channels * tokens
 
 
-def cache_bytes(cache: Cache, bases: Any = None) -> CacheBytes:
+def cache_bytes(cache: "Cache", bases: Any = None) -> CacheBytes:
     """Account for every leaf of `cache` (arrays, or their shapes from `jax.eval_shape`) and of `bases`.
 
     Buffers count in full, the slots still free included: they are what the device has to hold.

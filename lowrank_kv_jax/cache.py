@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.method import REGISTRY, KVMethod, Layout
+from lowrank_kv_jax.method import REGISTRY, Layout, Part
+from lowrank_kv_jax.methods.compose import as_method
 from lowrank_kv_jax.state import leaf, map_leaves, state, static
 
 
@@ -28,33 +29,23 @@ class Cache:
     length: jax.Array = leaf("batch", kind="indices")
     limit: jax.Array = leaf("batch", kind="indices")
     pending: jax.Array = leaf(kind="indices")
-    method: KVMethod = static()
+    method: Part = static()
     layout: Layout = static()
 
 
-def bases_of_group(method: KVMethod, spec, bases: Sequence[Any] | None) -> tuple[Any, ...]:
+def bases_of_group(method: Part, spec, bases: Sequence[Any] | None) -> tuple[Any, ...]:
     """The bases of every group, checked.
 
     Raises:
         ValueError: the method needs calibrated bases and there are none, or their number is wrong.
     """
     check_latents(method, spec)
-    groups = method.layer_groups(spec)
-    if bases is None:
-        if method.calibrated:
-            raise ValueError(f"method {method.name!r} needs calibrated bases: pass bases=calibrate(model, method)")
-        return method.default_bases(spec)
-    if not method.calibrated and all(b is None for b in bases):
-        bases = method.default_bases(spec)
-    if len(bases) != len(groups):
-        raise ValueError(f"bases hold {len(bases)} groups, method {method.name!r} has {len(groups)} on this model")
-    if method.calibrated:
-        for group in bases:
-            method.check_bases(spec, group)
-    return tuple(bases)
+    if bases is None and method.calibrated:
+        raise ValueError(f"method {method.name!r} needs calibrated bases: pass bases=calibrate(model, method)")
+    return as_method(method).group_bases(spec, bases)
 
 
-def check_latents(method: KVMethod, spec) -> None:
+def check_latents(method: Part, spec) -> None:
     """Raise ValueError where a model caches latents and `method` has no form for them."""
     if spec.latent is not None and not method.latents:
         able = sorted(name for name, cls in REGISTRY.items() if cls.latents)
@@ -62,7 +53,7 @@ def check_latents(method: KVMethod, spec) -> None:
                          f"one of {able}")
 
 
-def check_method(cache: Cache, method: KVMethod) -> None:
+def check_method(cache: Cache, method: Part) -> None:
     """Raise ValueError unless `method` made `cache`."""
     if cache.method != method:
         raise ValueError(f"this cache was made by {cache.method!r}; it cannot be read by {method!r}")

@@ -15,7 +15,7 @@ from lowrank_kv_jax.corpus import Corpus, load_corpus, token_windows
 from lowrank_kv_jax.fisher import collect_fisher
 from lowrank_kv_jax.forward import embed_tokens, layer_prefill
 from lowrank_kv_jax.layer_votes import collect_votes
-from lowrank_kv_jax.method import KVMethod
+from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.moments import Moments, layer_moments
 from lowrank_kv_jax.progress import ProgressBar
@@ -83,7 +83,7 @@ def collect_moments(
 
 
 def calibrate(
-    model: Any, method: KVMethod, texts: Corpus | Sequence[str] | None = None, length: int = 2048,
+    model: Any, method: Part, texts: Corpus | Sequence[str] | None = None, length: int = 2048,
     windows: int = 4, seed: int = 0, dtype: Any = jnp.bfloat16, progress: bool = False,
     resume: str | os.PathLike | None = None,
 ) -> tuple[Any, ...]:
@@ -122,10 +122,10 @@ def calibrate(
 
 
 def moments_for(
-    model: Any, methods: Sequence[KVMethod], tokens: np.ndarray, progress: bool = False,
+    model: Any, methods: Sequence[Part], tokens: np.ndarray, progress: bool = False,
     sums: tuple[CheckpointedSums, CheckpointedSums] | None = None,
 ) -> Moments:
-    """What the `fit` of all of these methods reads of a corpus (see `KVMethod.reads`).
+    """What the `fit` of all of these methods reads of a corpus (see `Part.reads`).
 
     Args:
         sums: of moments and of Fisher information, to go on from; see `collect_moments`.
@@ -157,7 +157,7 @@ def _checkpoints(model: Any, tokens: np.ndarray, prefix: str | os.PathLike | Non
     )
 
 
-def fit_bases(model: Any, method: KVMethod, moments: Moments, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
+def fit_bases(model: Any, method: Part, moments: Moments, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
     """`method.fit` in the given dtype: several methods can share the moments of one run of the model."""
     bases = method.fit(model.config.attention, moments)
     return jax.tree.map(lambda u: jnp.asarray(u, dtype), bases)

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.estimators.linalg import eigenvalues
-from lowrank_kv_jax.method import KVMethod, Layout
-from lowrank_kv_jax.methods.lowrank import LowRank
+from lowrank_kv_jax.method import Layout
+from lowrank_kv_jax.method.machine import Machine
 from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.spec import Taps
 
@@ -45,7 +45,7 @@ class AttentionErrors(NamedTuple):
 
 
 def attention_errors(
-    method: LowRank, layout: Layout, bases: Any, state: Any, taps: Taps, lengths: jax.Array, queries: int = 16
+    method: Any, layout: Layout, bases: Any, state: Any, taps: Taps, lengths: jax.Array, queries: int = 16
 ) -> AttentionErrors:
     """Errors of a layer's last `queries` queries of each prompt; pure and traceable, O(queries * S).
 
@@ -59,7 +59,7 @@ def attention_errors(
     Raises:
         ValueError: a method that codes no tokens in a basis, or more queries than the prompt has tokens.
     """
-    if not isinstance(method, LowRank):
+    if not method.rebuilds:
         raise ValueError(f"{method.name}: codes no tokens in a basis whose errors could be tracked")
     size = taps.k.shape[1]
     if not 1 <= queries <= size:
@@ -90,15 +90,15 @@ def attention_errors(
 
 def _as_attended(method, layout, bases, state, k, v):
     """Keys after RoPE and values `[B, K, S, D]` as the cache gives them back, and which tokens are coded `[B, S]`."""
-    seen_k, seen_v = method.rebuilt(layout, bases, state)
+    seen_k, seen_v = method.rebuilt(layout, bases, state.store)
     slots = jnp.arange(seen_k.shape[2])
-    positions = state.coded.positions.at(slots)
+    positions = state.store.tokens.positions.at(slots)
     if method.rope == "pre" and layout.spec.rope is not None:
         cos, sin = rope_angles(layout.spec.rope, positions[:, None])
         seen_k = rotate(seen_k, cos, sin)
     # a token's slot lies so many behind its position as there are sinks
     tokens = jnp.arange(k.shape[2])
-    coded = (tokens >= method.sinks) & (tokens - method.sinks < state.coded.length[:, None])
+    coded = (tokens >= method.sinks) & (tokens - method.sinks < state.store.tokens.length[:, None])
     room = ((0, 0), (0, 0), (method.sinks, k.shape[2]), (0, 0))
     seen = (jnp.pad(x, room)[:, :, : k.shape[2]] for x in (seen_k, seen_v))
     mask = coded[:, None, :, None]
@@ -131,81 +131,32 @@ def _operator_norm(x: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tracked(KVMethod):
-    """A low-rank method that reports the errors of every prompt it compresses; see `track_errors`."""
+class _Report:
+    """A watch that calls `see` with the errors of every prompt."""
 
-    method: LowRank
+    codec: Any
     see: Callable[[AttentionErrors], None]
-    queries: int = 16
+    queries: int
 
-    @property
-    def name(self) -> str:
-        return self.method.name
-
-    @property
-    def calibrated(self) -> bool:
-        return self.method.calibrated
-
-    @property
-    def reads(self):
-        return self.method.reads
-
-    @property
-    def bases_type(self):
-        return self.method.bases_type
-
-    def layer_groups(self, spec):
-        return self.method.layer_groups(spec)
-
-    def validate(self, spec):
-        self.method.validate(spec)
-
-    def fit(self, spec, moments):
-        return self.method.fit(spec, moments)
-
-    def default_bases(self, spec):
-        return self.method.default_bases(spec)
-
-    def fit_key(self, spec):
-        return self.method.fit_key(spec)
-
-    def init(self, layout, bases):
-        return self.method.init(layout, bases)
-
-    def compress(self, layout, bases, state, taps, lengths):
-        state = self.method.compress(layout, bases, state, taps, lengths)
+    def __call__(self, layout, bases, state, taps, lengths):
         queries = min(self.queries, layout.prompt)
-        jax.debug.callback(
-            self.see, attention_errors(self.method, layout, bases, state, taps[0], lengths, queries), ordered=True
-        )
-        return state
-
-    def append(self, *args):
-        return self.method.append(*args)
-
-    def attend(self, *args):
-        return self.method.attend(*args)
-
-    def observe(self, *args):
-        return self.method.observe(*args)
-
-    def refresh(self, *args):
-        return self.method.refresh(*args)
+        errors = attention_errors(self.codec, layout, bases, state, taps[0], lengths, queries)
+        jax.debug.callback(self.see, errors, ordered=True)
 
 
-def track_errors(method: LowRank, see: Callable[[AttentionErrors], None], queries: int = 16) -> Tracked:
+def track_errors(method: Any, see: Callable[[AttentionErrors], None], queries: int = 16) -> Machine:
     """A method that does the same, and calls `see` with each layer's `AttentionErrors` as prompts are compressed.
 
-    Layers are reported in order. It works inside of jit; a method that is not wrapped compiles to what it was.
+    Layers are reported in order. It works inside of jit; a method that is not tracked compiles to what it was.
 
     Args:
-        method: low-rank, coding one layer at a time.
+        method: a low-rank codec of one layer at a time.
         see: called on the host with NumPy arrays.
         queries: how many of the last queries of each prompt are compared.
 
     Raises:
         TypeError: another kind of method.
     """
-    if not isinstance(method, LowRank):
+    if not method.rebuilds:
         raise TypeError(f"method={method!r}: only methods that code tokens in a basis have errors to track")
-    return Tracked(method, see, queries)
+    return Machine(method, watch=_Report(method, see, queries))

@@ -15,7 +15,8 @@ import numpy as np
 from jax.core import Tracer
 
 from lowrank_kv_jax.cache import Cache, bases_of_group, check_method
-from lowrank_kv_jax.method import KVMethod, Layout, Place
+from lowrank_kv_jax.method import Layout, Part, Place
+from lowrank_kv_jax.methods.compose import as_method
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import block_output, block_prefill, block_taps, embed, unembed
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import causal_attention
@@ -55,8 +56,9 @@ def layer_prefill_twice(
 
 
 @functools.partial(jax.jit, static_argnames=("method", "layout"))
-def compress_group(method: KVMethod, layout: Layout, bases: Any, taps: tuple[Taps, ...], lengths: jax.Array):
+def compress_group(method: Part, layout: Layout, bases: Any, taps: tuple[Taps, ...], lengths: jax.Array):
     """The compressed state of a group of layers whose prompt was prefilled."""
+    method = as_method(method)
     empty = constrain(layout.mesh, method.init(layout, bases))
     return constrain(layout.mesh, method.compress(layout, bases, empty, taps, lengths))
 
@@ -64,7 +66,7 @@ def compress_group(method: KVMethod, layout: Layout, bases: Any, taps: tuple[Tap
 @functools.partial(jax.jit, static_argnames=("config", "method", "layout", "place"), donate_argnames=("state",))
 def layer_extend(config, method, layout, place, layer, bases, state, x, positions, counts):
     """Append T tokens to one layer's cache and attend through it."""
-    taps = block_taps(config, layer, x, positions)
+    method, taps = as_method(method), block_taps(config, layer, x, positions)
     state = method.append(layout, bases, state, taps, counts, positions, place)
     partial = method.attend(layout, bases, state, taps.q, positions, place)
     state = method.observe(layout, bases, state, taps.q, partial.lse, positions, place)
@@ -73,7 +75,7 @@ def layer_extend(config, method, layout, place, layer, bases, state, x, position
 
 @functools.partial(jax.jit, static_argnames=("method", "layout"), donate_argnames=("state",))
 def refresh_group(method, layout, bases, state):
-    refreshed = method.refresh(layout, bases, lay_out(state, "rows"))
+    refreshed = as_method(method).refresh(layout, bases, lay_out(state, "rows"))
     return constrain(layout.mesh, lay_out(refreshed, layout.tokens))
 
 
@@ -118,7 +120,7 @@ def make_layout(
 
 
 def prefill(
-    method: KVMethod, config: ModelConfig, params: Any, tokens: jax.Array, lengths: jax.Array | None = None, *,
+    method: Part, config: ModelConfig, params: Any, tokens: jax.Array, lengths: jax.Array | None = None, *,
     bases: Any = None, capacity: int | None = None, block: int = DEFAULT_BLOCK, dtype: Any = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[Cache, jax.Array]:
@@ -208,7 +210,7 @@ def read_layer(config: ModelConfig, params: Any, layer: int, reading: Reading) -
 
 
 def extend(
-    method: KVMethod, config: ModelConfig, params: Any, cache: Cache, tokens: jax.Array,
+    method: Part, config: ModelConfig, params: Any, cache: Cache, tokens: jax.Array,
     counts: jax.Array | None = None, *, bases: Any = None, all_logits: bool = False,
 ) -> tuple[Cache, jax.Array]:
     """Append a block of T <= `block` tokens (a question, a turn, a text to score) and attend through the cache.
@@ -259,7 +261,7 @@ def extend(
 
 
 def decode_step(
-    method: KVMethod, config: ModelConfig, params: Any, cache: Cache, token: jax.Array, *, bases: Any = None,
+    method: Part, config: ModelConfig, params: Any, cache: Cache, token: jax.Array, *, bases: Any = None,
     active: jax.Array | None = None,
 ) -> tuple[Cache, jax.Array]:
     """Append one token `[B]` to every row; returns the cache and logits `[B, V]`.
@@ -273,7 +275,7 @@ def decode_step(
     return extend(method, config, params, cache, token[:, None], counts, bases=bases)
 
 
-def refresh(method: KVMethod, cache: Cache, *, bases: Any = None) -> Cache:
+def refresh(method: Part, cache: Cache, *, bases: Any = None) -> Cache:
     """Periodic work of the method (flush, evict, move bases), after at most `layout.block` appended tokens."""
     check_method(cache, method)
     bases = bases_of_group(method, cache.layout.spec, replicate(cache.layout.mesh, bases))

@@ -11,7 +11,8 @@ import numpy as np
 
 from lowrank_kv_jax.cache import Cache, fork
 from lowrank_kv_jax.forward import DEFAULT_BLOCK, decode_step, extend, prefill, refresh
-from lowrank_kv_jax.method import Fault, KVMethod
+from lowrank_kv_jax.method import Fault, Part
+from lowrank_kv_jax.methods.compose import as_method
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.sampling import Sampler, sample
 from lowrank_kv_jax.sharding import to_host
@@ -49,7 +50,7 @@ class Progress(NamedTuple):
     jax.jit, static_argnames=("method", "config", "sampler", "eos"), donate_argnames=("cache", "progress")
 )
 def decode_block(
-    method: KVMethod, config: ModelConfig, params: Any, cache: Cache, progress: Progress, keys: jax.Array,
+    method: Part, config: ModelConfig, params: Any, cache: Cache, progress: Progress, keys: jax.Array,
     steps: jax.Array, *, bases: Any = None, sampler: Sampler = GREEDY, eos: tuple[int, ...] = (),
 ) -> tuple[Cache, Progress, jax.Array]:
     """Up to `steps` decode steps on the device, then `refresh`; ends early when every row has ended.
@@ -87,7 +88,7 @@ def decode_block(
 
 
 def ingest(
-    method: KVMethod, config: ModelConfig, params: Any, cache: Cache, tokens: Sequence[Sequence[int]], *,
+    method: Part, config: ModelConfig, params: Any, cache: Cache, tokens: Sequence[Sequence[int]], *,
     bases: Any = None,
 ) -> tuple[Cache, jax.Array]:
     """Append a turn of any length to every row, block by block, refreshing in between.
@@ -126,7 +127,7 @@ def ingest(
 
 
 def decode(
-    method: KVMethod, config: ModelConfig, params: Any, cache: Cache, logits: jax.Array, max_new_tokens: int, *,
+    method: Part, config: ModelConfig, params: Any, cache: Cache, logits: jax.Array, max_new_tokens: int, *,
     bases: Any = None, sampler: Sampler = GREEDY, seeds: Sequence[int] | int = 0, eos: Sequence[int] = (),
 ) -> Iterator[tuple[np.ndarray, Cache, Progress]]:
     """Generate after a prefill or a turn, yielding a block of new tokens `[B, n]` (-1: none) at a time.
@@ -162,7 +163,7 @@ def decode(
 
 def stop_on_fault(cache: Cache, progress: Progress, step: int) -> None:
     """Raise `Fault` where logits were NaN or the method found that its state broke, `step` steps after the prompt."""
-    found = cache.method.fault(cache.groups)
+    found = as_method(cache.method).fault(cache.groups)
     broken = to_host(progress.broken)
     if found is None and broken.any():
         found = f"the logits of row {int(np.argmax(broken))} are NaN"
@@ -185,7 +186,7 @@ def row_seeds(seeds: Sequence[int] | int, rows: int) -> np.ndarray:
 
 
 def generate(
-    model: Any, method: KVMethod, prompts: str | Sequence[str] | Sequence[Sequence[int]], *, bases: Any = None,
+    model: Any, method: Part, prompts: str | Sequence[str] | Sequence[Sequence[int]], *, bases: Any = None,
     max_new_tokens: int = 64, temperature: float = 0.0, top_k: int | None = None, top_p: float = 1.0,
     seeds: Sequence[int] | int = 0, stop_at_eos: bool = True, cache: Cache | Generation | None = None,
     block: int | None = None, capacity: int | None = None, dtype: Any = None, mesh: jax.sharding.Mesh | None = None,

@@ -6,15 +6,16 @@ import types
 import typing
 from typing import Any
 
-from lowrank_kv_jax.method import KVMethod
+from lowrank_kv_jax.method import Part
+from lowrank_kv_jax.method.machine import Machine
 from lowrank_kv_jax.methods import REGISTRY
-from lowrank_kv_jax.methods.composed import Composed, compose
+from lowrank_kv_jax.methods.compose import compose
 from lowrank_kv_jax.summaries.component import SUMMARIES
 
 BUDGETS = ("budget", "budget_bytes", "keep")  # fields of which one counts: giving it unsets the defaults of the others
 
 
-def parse_method(text: str) -> KVMethod:
+def parse_method(text: str) -> Part:
     """A method from its spec, e.g. `ojakv:rank=0.5,rope=pre`.
 
     Values are read by the type of the field: `rank=32` counts columns, `rank=0.5` is a fraction, `none` is None. A word
@@ -26,7 +27,7 @@ def parse_method(text: str) -> KVMethod:
             method itself refuses; stages that do not go together, or the same stage twice.
     """
     parts = [_parse_part(part) for part in text.split("+")]
-    if len(parts) == 1 and isinstance(parts[0], KVMethod):
+    if len(parts) == 1 and isinstance(parts[0], Part):
         return parts[0]
     stages: dict[str, Any] = {}
     for part in parts:
@@ -74,9 +75,9 @@ def _configure(cls: Any, name: str, rest: str, text: str) -> Any:
     return cls(**{**preset, **values})
 
 
-def spell_method(method: KVMethod) -> str:
+def spell_method(method: Part) -> str:
     """A spec that parses to `method`."""
-    if isinstance(method, Composed):
+    if isinstance(method, Machine):
         return "+".join(spell_method(part) for part in method.parts)
     given = []
     for field in dataclasses.fields(method):

@@ -10,14 +10,14 @@ import jax
 from lowrank_kv_jax import __version__
 from lowrank_kv_jax.checkpoint import METADATA, load_arrays, load_metadata, save_arrays
 from lowrank_kv_jax.corpus import Corpus
-from lowrank_kv_jax.method import KVMethod
+from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.parse import spell_method
 
 KIND = "bases"
 
 
 def save_bases(
-    path: str | Path, bases: tuple[Any, ...], model: Any, method: KVMethod, corpus: Corpus | None = None,
+    path: str | Path, bases: tuple[Any, ...], model: Any, method: Part, corpus: Corpus | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Save calibrated bases to the directory `path`; nothing half-written is ever left there.
@@ -60,11 +60,11 @@ def check_replaceable(path: str | Path) -> None:
         raise FileExistsError(f"{path} exists and does not hold saved {KIND}: choose another place")
 
 
-def load_bases(path: str | Path, model: Any, method: KVMethod) -> tuple[Any, ...]:
+def load_bases(path: str | Path, model: Any, method: Part) -> tuple[Any, ...]:
     """Load bases that were calibrated for this model and for a method that fits the same ones.
 
     Fields that `fit` does not depend on may differ: the bases of a static method serve an adaptive one of the
-    same ranks (see `KVMethod.fit_key`).
+    same ranks (see `Part.fit_key`).
 
     Raises:
         FileNotFoundError: nothing was saved there.
@@ -89,7 +89,7 @@ def describe_bases(path: str | Path) -> dict[str, Any]:
     return load_metadata(path, KIND)
 
 
-def _rebuild(path: str | Path, method: KVMethod, groups: list[dict[str, Any] | None]) -> tuple[Any, ...]:
+def _rebuild(path: str | Path, method: Part, groups: list[dict[str, Any] | None]) -> tuple[Any, ...]:
     kind: Any = method.bases_type
     like = {
         f"{i}.{name}": jax.ShapeDtypeStruct(tuple(entry["shape"]), jax.numpy.dtype(entry["dtype"]))

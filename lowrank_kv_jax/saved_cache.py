@@ -11,7 +11,8 @@ import numpy as np
 
 from lowrank_kv_jax.cache import Cache, bases_of_group
 from lowrank_kv_jax.checkpoint import load_arrays, load_metadata, save_arrays
-from lowrank_kv_jax.method import KVMethod, Layout
+from lowrank_kv_jax.method import Layout, Part
+from lowrank_kv_jax.methods.compose import as_method
 from lowrank_kv_jax.sharding import check_mesh, leaf_sharding
 from lowrank_kv_jax.state import map_leaves, walk
 from lowrank_kv_jax.token_layout import lay_out
@@ -39,7 +40,7 @@ def save_cache(path: str | Path, cache: Cache, model: Any, *, bases: Any = None)
 
 
 def load_cache(
-    path: str | Path, method: KVMethod, model: Any, *, bases: Any = None, mesh: jax.sharding.Mesh | None = None
+    path: str | Path, method: Part, model: Any, *, bases: Any = None, mesh: jax.sharding.Mesh | None = None
 ) -> Cache:
     """Load a cache that `method` made for `model`.
 
@@ -78,10 +79,10 @@ def _digest(bases: Any) -> str | None:
     return digest.hexdigest()
 
 
-def abstract_cache(method: KVMethod, layout: Layout, bases: Any = None) -> Cache:
+def abstract_cache(method: Part, layout: Layout, bases: Any = None) -> Cache:
     """The shapes, dtypes and shardings of a cache, nothing allocated; `cache_bytes` reads it as it reads a cache."""
     bases = bases_of_group(method, layout.spec, bases)
-    groups = tuple(jax.eval_shape(lambda b=b: lay_out(method.init(layout, b), layout.tokens)) for b in bases)
+    groups = tuple(jax.eval_shape(lambda b=b: lay_out(as_method(method).init(layout, b), layout.tokens)) for b in bases)
     rows: Any = jax.ShapeDtypeStruct((layout.batch,), jnp.int32)
     scalar: Any = jax.ShapeDtypeStruct((), jnp.int32)
     cache = Cache(groups, rows, rows, scalar, method, layout)

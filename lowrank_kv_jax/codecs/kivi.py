@@ -98,7 +98,10 @@ class KIVI(TokenCodec):
         each = (spec.kv_heads, spec.head_dim)
         tiles = (tile.within(spec.head_dim) for tile in self.tiles)
         return Quantised(
-            coded_tokens.empty_coded(layout.batch, each, each, size, jnp.dtype(layout.dtype), self.bits, *tiles, positions)
+            coded_tokens.empty_coded(
+                layout.batch, each, each, size, jnp.dtype(layout.dtype), self.bits, *tiles, positions,
+                whole_tiles=positions is None,
+            )
         )
 
     def learn(self, layout, bases, store, taps, lengths, weight):

@@ -80,6 +80,7 @@ class LowRank(TokenCodec):
     order: str = "reduced"
     bits: int | None = None
 
+    rebuilds: ClassVar[bool] = True
     adapts: ClassVar[bool] = False
     """Whether rows own their bases (a prompt-fitted or moving basis)."""
 

@@ -1,17 +1,18 @@
 """MiniCache: adjacent layers share the directions of their tokens (Liu et al., 2024, "MiniCache")."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.layer_groups import LayerGroup, stride_groups
-from lowrank_kv_jax.method import KVMethod, Layout, register
+from lowrank_kv_jax.method import Layout, register
+from lowrank_kv_jax.method.codec import Codec, Ends, Tokens
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
 from lowrank_kv_jax.partial import merge
-from lowrank_kv_jax.segments import exact as exact_tokens
 from lowrank_kv_jax.segments.merged import Listed, Merged, angle, empty_merged, layer_tokens, slerp
-from lowrank_kv_jax.spec import AttentionSpec, Taps
+from lowrank_kv_jax.spec import AttentionSpec
 from lowrank_kv_jax.state import leaf, state
 
 
@@ -28,18 +29,16 @@ class Retained:
 
 
 @state
-class MiniCachePair:
-    """The cache of two merged layers.
+class MergedStore:
+    """The prompt's tokens of two merged layers.
 
     Attributes:
-        tails: of each layer, the tokens appended after the prompt.
         retained: of each layer, the prompt's tokens that were not merged.
         counts: int32 `[B]`, retained tokens of each row.
         positions: of the retained tokens.
         merged: all other tokens of the prompt.
     """
 
-    tails: tuple[exact_tokens.Exact, exact_tokens.Exact]
     retained: tuple[Retained, Retained]
     counts: jax.Array = leaf("batch", kind="indices")
     positions: Listed
@@ -48,7 +47,7 @@ class MiniCachePair:
 
 @register("minicache")
 @dataclasses.dataclass(frozen=True)
-class MiniCache(KVMethod):
+class MiniCache(Codec):
     """SLERP merge of each pair of adjacent layers from the middle of the model up.
 
     Of a token and head in two layers one direction is kept, interpolated on the sphere, with both
@@ -74,6 +73,8 @@ class MiniCache(KVMethod):
     keep: float | None = None
     budget: int | None = None
     retain: str = "distant"
+
+    per_token: ClassVar[bool] = False
 
     def __post_init__(self):
         if (
@@ -117,26 +118,22 @@ class MiniCache(KVMethod):
 
     # ---- the contract --------------------------------------------------------------------------------------
 
-    def init(self, layout: Layout, bases: LayerGroup):
-        spec, dtype = layout.spec, jnp.dtype(layout.dtype)
+    def group_size(self, bases):
+        return bases.layers
 
-        def exact(size):
-            return exact_tokens.empty_exact(
-                layout.batch, spec.kv_heads, size, spec.head_dim, dtype, gaps=(0, size)
-            )
+    def ends(self, layout, bases):
+        """Layers that are not merged hold all of their tokens exactly; of the others what is appended is exact."""
+        return Ends(layout.capacity if bases.layers == 1 else 0, 0, flushes=False)
 
+    def empty(self, layout, bases, size):
         if bases.layers == 1:
-            return exact(layout.capacity)
-        tail = exact(max(layout.capacity - layout.prompt, layout.block))
-        kept = self._slots(layout)
+            return None
+        spec, dtype, kept = layout.spec, jnp.dtype(layout.dtype), self._slots(layout)
         buffer = jnp.zeros((layout.batch, spec.kv_heads, max(kept, 1), spec.head_dim), dtype)
         merged = empty_merged(layout.batch, spec.kv_heads, max(layout.prompt - kept, 1), spec.head_dim, dtype)
-        return MiniCachePair(
-            (tail, tail),
-            (Retained(buffer, buffer),) * 2,
-            jnp.zeros((layout.batch,), jnp.int32),
-            Listed(jnp.zeros(buffer.shape[::2][:2], jnp.int32)),
-            merged,
+        return MergedStore(
+            (Retained(buffer, buffer),) * 2, jnp.zeros((layout.batch,), jnp.int32),
+            Listed(jnp.zeros((layout.batch, max(kept, 1)), jnp.int32)), merged,
         )
 
     def _slots(self, layout: Layout) -> int:
@@ -145,32 +142,25 @@ class MiniCache(KVMethod):
             return min(self.budget, layout.prompt)
         return int((0.05 if self.keep is None else self.keep) * layout.prompt + 1e-4)
 
-    def compress(self, layout, bases, state, taps, lengths):
-        if len(taps) == 1:
-            return exact_tokens.hold_prompt(
-                state, taps[0].k, taps[0].v, lengths, sinks=layout.capacity, recent=0
-            )
-        kept, rest = self._choose(taps, lengths)
-        counts = self._retained(lengths)
-        retained = tuple(
-            Retained(
-                *(
-                    _gather(x, kept, old)
-                    for x, old in ((tap.k, state.retained[0].k), (tap.v, state.retained[0].v))
-                )
-            )
-            for tap in taps
-        )
-        tails = tuple(dataclasses.replace(t, positions=t.positions.skip(0, lengths)) for t in state.tails)
-        slots = state.positions.position.shape[1]
-        positions = Listed(kept[:, :slots].astype(jnp.int32))
-        return MiniCachePair(
-            tails, retained, counts, positions, self._merge(state.merged, taps, rest, lengths - counts)
-        )
+    def learn(self, layout, bases, store, taps, lengths, weight):
+        return store
 
-    def _choose(self, taps: tuple[Taps, ...], lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def fill(self, layout, bases, store, tokens, counts, seen, positions):
+        kept, rest = self._choose(tokens, counts)
+        retained = self._retained(counts)
+        held = tuple(
+            Retained(_gather(one.k, kept, old.k), _gather(one.v, kept, old.v))
+            for one, old in zip(tokens, store.retained, strict=True)
+        )
+        listed = Listed(kept[:, : store.positions.position.shape[1]].astype(jnp.int32))
+        return MergedStore(held, retained, listed, self._merge(store.merged, tokens, rest, counts - retained))
+
+    def extend(self, layout, bases, store, tokens, counts, seen):
+        return store  # what is appended stays exact
+
+    def _choose(self, tokens: tuple[Tokens, ...], lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Token indices `[B, S]`: retained ones first, and merged ones first, in the order of the text."""
-        first, second = taps
+        first, second = tokens
         distance = (angle(first.k, second.k) + angle(first.v, second.v)).sum(-1)
         valid = jnp.arange(distance.shape[1])[None] < lengths[:, None]
         score = jnp.where(valid, distance if self.retain == "distant" else -distance, -jnp.inf)
@@ -179,37 +169,24 @@ class MiniCache(KVMethod):
         rest = valid & ~kept
         return jnp.argsort(~kept, axis=1, stable=True), jnp.argsort(~rest, axis=1, stable=True)
 
-    def _merge(self, segment: Merged, taps: tuple[Taps, ...], index: jax.Array, counts: jax.Array) -> Merged:
+    def _merge(self, segment: Merged, tokens: tuple[Tokens, ...], index: jax.Array, counts: jax.Array) -> Merged:
         sides = {}
         for side in ("k", "v"):
-            x, y = (getattr(tap, side).astype(jnp.float32) for tap in taps)
+            x, y = (getattr(tap, side).astype(jnp.float32) for tap in tokens)
             norms = jnp.stack([jnp.linalg.norm(z, axis=-1) for z in (x, y)], axis=-1)
             sides[side] = _gather(slerp(x, y, self.t), index, getattr(segment, side))
             sides[f"{side}_norm"] = _gather(norms, index, getattr(segment, f"{side}_norm"))
         positions = index[:, : segment.k.shape[2]].astype(jnp.int32)
         return Merged(**sides, length=counts, positions=Listed(positions))
 
-    def append(self, layout, bases, state, taps, counts, positions, place):
-        if isinstance(state, exact_tokens.Exact):
-            return exact_tokens.append(state, taps.k, taps.v, counts)
-        tails = list(state.tails)
-        tails[place.index] = exact_tokens.append(tails[place.index], taps.k, taps.v, counts)
-        return dataclasses.replace(state, tails=tuple(tails))
-
-    def attend(self, layout, bases, state, q, positions, place):
-        scale, window = layout.spec.scale, place.window
-        if isinstance(state, exact_tokens.Exact):
-            return exact_tokens.attend(state, q, positions, scale=scale, window=window)
-        held = state.retained[place.index]
-        retained = CachedTokens(held.k, held.v, state.counts, state.positions)
-        parts = [exact_tokens.attend(state.tails[place.index], q, positions, scale=scale, window=window)]
-        for tokens in (retained, layer_tokens(state.merged, place.index)):
-            parts.append(
-                coefficient_attention(
-                    q, tokens, scale=scale, q_positions=positions, causal=False, window=window
-                )
-            )
-        return merge(parts)
+    def attend(self, layout, bases, store, q, positions, place):
+        held = store.retained[place.index]
+        retained = CachedTokens(held.k, held.v, store.counts, store.positions)
+        return merge([
+            coefficient_attention(q, tokens, scale=layout.spec.scale, q_positions=positions, causal=False,
+                                  window=place.window)
+            for tokens in (retained, layer_tokens(store.merged, place.index))
+        ])
 
 
 def _gather(x: jax.Array, index: jax.Array, like: jax.Array) -> jax.Array:

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
+from lowrank_kv_jax.codecs.lowrank import Bases, LowRank, LowRankStore
 from lowrank_kv_jax.estimators import Estimator, make_estimator
 from lowrank_kv_jax.estimators.oja import NORMALIZATIONS, oja_update
 from lowrank_kv_jax.importance import most_important, window_attention
 from lowrank_kv_jax.method import register
-from lowrank_kv_jax.codecs.lowrank import Bases, LowRank, LowRankStore
 from lowrank_kv_jax.segments.coded import transport
 from lowrank_kv_jax.state import state
 

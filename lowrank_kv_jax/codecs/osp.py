@@ -13,15 +13,12 @@ import numpy as np
 from lowrank_kv_jax.codecs.basis import project
 from lowrank_kv_jax.codecs.chunk_bases import ChunkBases, store_bases
 from lowrank_kv_jax.codecs.quantised import BASIS_STORAGE, COEFFICIENTS, read_tokens
+from lowrank_kv_jax.codecs.subspace import Subspace, SubspaceBases
 from lowrank_kv_jax.estimators import Estimator, make_estimator
 from lowrank_kv_jax.method import Layout, register
-from lowrank_kv_jax.codecs.subspace import Subspace, SubspaceBases
+from lowrank_kv_jax.method.codec import Tokens
 from lowrank_kv_jax.pallas_kernels.chunked_attention import chunked_attention
-from lowrank_kv_jax.partial import merge
-from lowrank_kv_jax.positions import Runs
-from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.segments import coded as coded_tokens
-from lowrank_kv_jax.segments import exact as exact_tokens
 from lowrank_kv_jax.state import leaf, state, take_tokens
 
 
@@ -49,11 +46,10 @@ class Chunks:
 
 
 @state
-class SubspaceState:
-    """One layer's cache: sinks, recent and fresh tokens exact, the rest coded in chunks."""
+class ChunkedStore:
+    """One layer's tokens, coded in chunks."""
 
-    exact: exact_tokens.Exact
-    coded: coded_tokens.Coded
+    tokens: coded_tokens.Coded
     chunks: Chunks
 
 
@@ -105,7 +101,7 @@ class OnlineSubspaceProjection(Subspace):
     rotary: bool = False
     basis_dtype: str | None = None
 
-    stage: ClassVar[str | None] = None
+    per_token: ClassVar[bool] = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -183,98 +179,79 @@ class OnlineSubspaceProjection(Subspace):
 
     # ---- the contract -------------------------------------------------------------------------------------------
 
-    def init(self, layout, bases):
-        spec, dtype = layout.spec, jnp.dtype(layout.dtype)
-        exact = exact_tokens.empty_exact(
-            layout.batch, spec.kv_heads, self.sinks + self.recent + layout.block, spec.head_dim, dtype,
-            gaps=(self.sinks, self.sinks),
-        )
-        size = self.slots(layout)
-        coded = coded_tokens.empty_coded(
+    def ahead(self, layout):
+        return self.recent
+
+    def empty(self, layout, bases, size, positions=None):
+        dtype, size = jnp.dtype(layout.dtype), self.slots(layout)
+        tokens = coded_tokens.empty_coded(
             layout.batch, (bases.k.shape[0], bases.k.shape[-1]), (bases.v.shape[0], bases.v.shape[-1]), size, dtype,
             self.bits,
         )
         room, learned = [], []
         for u, by_rows in ((bases.k, False), (bases.v, True)):
             u = jnp.broadcast_to(u.astype(jnp.float32), (layout.batch, *u.shape))
-            empty = jnp.zeros((layout.batch, self.most_chunks(layout), *u.shape[1:]), jnp.float32)
-            room.append(store_bases(empty.at[:, 0].set(u), self.basis_dtype or layout.dtype, by_rows))
+            none = jnp.zeros((layout.batch, self.most_chunks(layout), *u.shape[1:]), jnp.float32)
+            room.append(store_bases(none.at[:, 0].set(u), self.basis_dtype or layout.dtype, by_rows))
             learned.append(self.learner(u.shape[-1]).init(u.shape[:2], u.shape[2], u))
         none = jnp.zeros((layout.batch,), jnp.int32)
-        return SubspaceState(exact, coded, Chunks(
+        return ChunkedStore(tokens, Chunks(
             *room, *learned, jnp.zeros((layout.batch, size // self.page), jnp.int32), none, none,
             jnp.zeros((layout.batch, 2, bases.k.shape[0]), jnp.float32),
         ))
 
-    def compress(self, layout, bases, state, taps, lengths):
-        (tap,) = taps
-        exact = exact_tokens.hold_prompt(state.exact, tap.k, tap.v, lengths, self.sinks, self.recent)
-        counts = jnp.maximum(lengths - self.sinks - self.recent, 0)
-        zero = jnp.zeros_like(counts)
-        positions = Runs(jnp.stack([zero, counts], axis=1), jnp.stack([zero + self.sinks, zero], axis=1))
-        state = SubspaceState(exact, dataclasses.replace(state.coded, positions=positions), state.chunks)
-        if layout.prompt <= self.sinks + self.recent:
-            return state
-        keys = tap.k_pre if self.rope == "pre" else tap.k
-        k, v = (x[:, self.sinks :].swapaxes(1, 2) for x in (keys, tap.v))
+    def learn(self, layout, bases, store, taps, lengths, weight):
+        return store
+
+    def fill(self, layout, bases, store, tokens, counts, seen, positions):
+        store = dataclasses.replace(store, tokens=dataclasses.replace(store.tokens, positions=positions))
+        if tokens[0].k.shape[1] <= self.recent:
+            return store
         # the coded tokens first, then those that stay exact: bases may look at them
-        return self.take_in(layout, bases, state, k, v, counts, jnp.maximum(lengths - self.sinks, 0))
+        return self.take_in(layout, bases, store, tokens, counts, seen)
 
-    def append(self, layout, bases, state, taps, counts, positions, place):
-        return dataclasses.replace(state, exact=exact_tokens.append(state.exact, taps.k, taps.v, counts))
+    def extend(self, layout, bases, store, tokens, counts, seen):
+        return self.take_in(layout, bases, store, tokens, counts, seen, most=layout.block)
 
-    def attend(self, layout, bases, state, q, positions, place):
+    def attend(self, layout, bases, store, q, positions, place):
         spec = layout.spec
-        near = exact_tokens.attend(state.exact, q, positions, scale=spec.scale, window=place.window)
-        far = chunked_attention(
-            self.scaled(spec, bases, q), coded_tokens.cached_tokens(state.coded), state.chunks.owner,
-            state.chunks.k_bases, state.chunks.v_bases, page=self.page, rope=spec.rope if self.rope == "pre" else None,
+        return chunked_attention(
+            self.scaled(spec, bases, q), coded_tokens.cached_tokens(store.tokens), store.chunks.owner,
+            store.chunks.k_bases, store.chunks.v_bases, page=self.page, rope=spec.rope if self.rope == "pre" else None,
             kv_heads=spec.kv_heads, scale=spec.scale, q_positions=positions, window=place.window,
         )
-        return merge([near, far])
 
-    def refresh(self, layout, bases, state):
-        tail = slice(self.sinks, None)  # what is coded now, and behind it what bases may look at
-        k, v = state.exact.k[:, :, tail], state.exact.v[:, :, tail]
-        if self.rope == "pre" and layout.spec.rope is not None:
-            at = state.exact.positions.at(jnp.arange(self.sinks, state.exact.k.shape[2]))
-            cos, sin = rope_angles(layout.spec.rope, at[:, None])
-            k = rotate(k.astype(jnp.float32), cos, -sin)
-        seen = jnp.maximum(state.exact.length - self.sinks, 0)
-        exact, flushed = exact_tokens.flush(state.exact, self.sinks, self.recent, layout.block)
-        state = dataclasses.replace(state, exact=exact)
-        return self.take_in(layout, bases, state, k, v, flushed.counts, seen, most=layout.block)
-
-    def rebuilt(self, layout, bases, state):
+    def rebuilt(self, layout, bases, store):
         heads, dim = layout.spec.kv_heads, layout.spec.head_dim
-        sides = ((state.coded.k, state.chunks.k_bases), (state.coded.v, state.chunks.v_bases))
+        sides = ((store.tokens.k, store.chunks.k_bases), (store.tokens.v, store.chunks.v_bases))
         out = []
         for stored, room in sides:
             c = read_tokens(stored)
             c = c.reshape(*c.shape[:2], -1, self.page, c.shape[-1])
-            x = jnp.einsum("bjpsr,bpjwr->bjpsw", c, room.take(state.chunks.owner))
+            x = jnp.einsum("bjpsr,bpjwr->bjpsw", c, room.take(store.chunks.owner))
             x = x.reshape(*x.shape[:2], -1, heads // x.shape[1], dim).swapaxes(2, 3)
             out.append(x.reshape(len(x), heads, -1, dim))
-        return self.with_gamma(layout.spec, bases, out[0]), out[1]
+        return self.as_seen(layout.spec, bases, out[0]), out[1]
 
-    def bases_of(self, bases, state):
+    def bases_of(self, bases, store):
         raise ValueError(f"{self.name} reads each chunk in a basis of its own: there is no one basis of a layer")
 
     # ---- coding -------------------------------------------------------------------------------------------------
 
     def take_in(
-        self, layout: Layout, bases: SubspaceBases, state: SubspaceState, k: jax.Array, v: jax.Array, counts: jax.Array,
+        self, layout: Layout, bases: SubspaceBases, store: ChunkedStore, tokens: tuple[Tokens, ...], counts: jax.Array,
         seen: jax.Array, most: int | None = None,
-    ) -> SubspaceState:
+    ) -> ChunkedStore:
         """Code tokens page by page, with a new basis wherever a chunk begins.
 
         Args:
-            k, v: `[B, K, T, D]`, the keys as they are coded.
+            tokens: T of them, with those ahead.
             counts: int32 `[B]`, how many of the first tokens to code.
             seen: int32 `[B]`, how many of the T are tokens at all; bases may look at those behind `counts`.
             most: static bound of `counts`, T by default.
         """
         heads = self.basis_heads(layout.spec)
+        k, v = (x.swapaxes(1, 2) for x in self.sides(tokens))
         most = k.shape[2] if most is None else most
         turn = functools.partial(with_quarter_turns, layout.spec.head_dim) if self.rotary else _as_they_are
         sides = (
@@ -292,8 +269,8 @@ class OnlineSubspaceProjection(Subspace):
 
         # a row may begin in the middle of a page: one step more than there are pages
         steps = -(-(most + self.page - 1) // self.page)
-        chunks, coded, _ = jax.lax.fori_loop(0, steps, step, (state.chunks, state.coded, jnp.zeros_like(counts)))
-        return SubspaceState(state.exact, coded, chunks)
+        chunks, coded, _ = jax.lax.fori_loop(0, steps, step, (store.chunks, store.tokens, jnp.zeros_like(counts)))
+        return ChunkedStore(coded, chunks)
 
     def _begin(self, chunks: Chunks, length, sides, done, counts, seen) -> Chunks:
         """Where a page begins: decide whether a chunk does, and find its basis."""

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.method import register
 from lowrank_kv_jax.codecs.static_pca import StaticBasis
 from lowrank_kv_jax.codecs.subspace import Subspace, SubspaceBases, least_squares_gamma
+from lowrank_kv_jax.method import register
 from lowrank_kv_jax.rank import rank_for_energy
 
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.codecs.basis import expand_values, project, reconstruct
+from lowrank_kv_jax.codecs.lowrank import LowRank
 from lowrank_kv_jax.estimators.whitening import truncate
 from lowrank_kv_jax.method import register
-from lowrank_kv_jax.codecs.lowrank import LowRank
 from lowrank_kv_jax.moments import Moments, head_blocks
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.partial import AttnPartial

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from lowrank_kv_jax.codecs.lowrank import Bases, LowRank
 from lowrank_kv_jax.estimators.svd import principal_subspace, second_moment
 from lowrank_kv_jax.method import register
-from lowrank_kv_jax.codecs.lowrank import Bases, LowRank
 
 
 @register("single-svd")

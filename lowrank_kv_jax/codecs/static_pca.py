@@ -6,8 +6,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.method import register
 from lowrank_kv_jax.codecs.lowrank import Bases, LowRank
+from lowrank_kv_jax.method import register
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,19 +3,21 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.cache import Cache
 from lowrank_kv_jax.codecs.basis import project
+from lowrank_kv_jax.codecs.palu import SIDES, GroupedProjections, PaluBases
 from lowrank_kv_jax.estimators.gha_tail import STEP_SCALES, TRIANGLES, update_tail
 from lowrank_kv_jax.estimators.linalg import orthonormalise
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.segments.coded import Coded, change_tokens
-from lowrank_kv_jax.codecs.palu import SIDES, GroupedProjections, PaluBases
+
+if TYPE_CHECKING:
+    from lowrank_kv_jax.cache import Cache
 
 _PRINTED = {
     "form": "encoder", "step": 10, "scale": "sum", "frozen_outputs": True, "update": "joint", "learn_from": "token",
@@ -223,7 +225,7 @@ class StreamingKV(GroupedProjections):
 
     # ---- between prompts, and when it breaks ---------------------------------------------------------------------
 
-    def carried(self, cache: Cache, bases: tuple[PaluBases, ...], row: int = 0) -> tuple[PaluBases, ...]:
+    def carried(self, cache: "Cache", bases: tuple[PaluBases, ...], row: int = 0) -> tuple[PaluBases, ...]:
         """Bases that start the next prompt from what a row of a cache has learned; `bases` themselves start it anew.
 
         Raises:

@@ -1,51 +1,47 @@
 """xKV: one SVD for a group of layers (Chang et al., 2025, "Cross-Layer SVD for KV-Cache Compression")."""
 
 import dataclasses
-import functools
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.codecs.basis import expand_values, project
+from lowrank_kv_jax.codecs import blocks, xkv_latents
+from lowrank_kv_jax.codecs.basis import expand_values, project, reconstruct
+from lowrank_kv_jax.codecs.lowrank import tile_for
 from lowrank_kv_jax.codecs.quantised import (
     BASIS_STORAGE,
+    TOKEN_BITS,
     ScaledBasis,
     read_basis,
     read_tokens,
     store_basis,
-    store_tokens,
 )
 from lowrank_kv_jax.estimators.subspace_iteration import gram, leading_subspace
 from lowrank_kv_jax.layer_groups import LayerGroup, Ranks, read_table, resolve_pair, split_rank, stride_groups
-from lowrank_kv_jax.method import KVMethod, Layout, Place, register
-from lowrank_kv_jax.codecs import xkv_latents
+from lowrank_kv_jax.method import Layout, register
+from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, codes_of, fill_tokens_of
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
-from lowrank_kv_jax.partial import AttnPartial, merge
-from lowrank_kv_jax.positions import Runs
+from lowrank_kv_jax.partial import AttnPartial
 from lowrank_kv_jax.rank import resolve_rank
 from lowrank_kv_jax.rank_for_bytes import largest_rank
 from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.segments import coded as coded_tokens
-from lowrank_kv_jax.segments import exact as exact_tokens
-from lowrank_kv_jax.codecs import blocks
 from lowrank_kv_jax.spec import AttentionSpec
-from lowrank_kv_jax.state import leaf, state, write_tokens
+from lowrank_kv_jax.state import leaf, state
 
 
 @state
-class XKVState:
-    """The cache of a group of G layers.
+class XKVStore:
+    """The coded tokens of a group of G layers.
 
     Attributes:
-        exact: of each layer, its sinks, the prompt's last tokens and those appended since.
-        coded: the rest, as coefficients `[B, 1, S, R]` that all layers share.
+        tokens: coefficients `[B, 1, S, R]` that all layers share.
         k_basis, v_basis: `[B, 1, G * K * D, R]`, layer by layer, the B_l of the paper one below the other.
         landmarks: of each layer, where only some blocks of tokens are rebuilt; else none.
     """
 
-    exact: tuple[exact_tokens.Exact, ...]
-    coded: coded_tokens.Coded
+    tokens: coded_tokens.Coded
     k_basis: jax.Array | ScaledBasis = leaf("batch", "kv_heads", "width", "rank", kind="bases")
     v_basis: jax.Array | ScaledBasis = leaf("batch", "kv_heads", "width", "rank", kind="bases")
     landmarks: tuple[blocks.Landmarks, ...] = ()
@@ -53,7 +49,7 @@ class XKVState:
 
 @register("xkv")
 @dataclasses.dataclass(frozen=True)
-class XKV(KVMethod):
+class XKV(TokenCodec):
     """Cross-layer SVD of each prompt: keys before RoPE, and values; all heads of `group` layers side by side.
 
     [X_1, .., X_G] ~ A [B_1, .., B_G] (section 4): the token coefficients A are shared, every layer has its
@@ -72,7 +68,8 @@ class XKV(KVMethod):
             tokens, bases and exact tokens included, is so many times smaller than a 16-bit full one. Further
             room for new tokens, exact in either, is left out; with `recompress` the whole capacity counts.
         sinks, recent: exact tokens at both ends of the prompt.
-        bits: 8 keeps coefficients in int8, None in the cache's dtype.
+        bits: 8, 4 or 2 quantises the coefficients, a scale for each component of every 128 tokens; None keeps them in
+            the cache's dtype.
         basis_dtype: "bfloat16", "float16", "float32", "int8" or "float8_e4m3fn" (the last two with a scale
             for each column); None is the cache's dtype.
         rebuild: of the coded tokens, those that each step rebuilds and attends to: a number, or a fraction (1.0
@@ -101,7 +98,6 @@ class XKV(KVMethod):
     refit: bool = True
 
     latents: ClassVar[bool] = True
-    stage: ClassVar[str | None] = "codec"
 
     def __post_init__(self):
         for field, least in (("group", 1), ("sinks", 0), ("recent", 0), ("rebuild_block", 1), ("recompress", 1)):
@@ -123,8 +119,8 @@ class XKV(KVMethod):
         if self.rebuild is not None and self.recompress is not None:
             raise ValueError(f"rebuild={self.rebuild!r}, recompress={self.recompress!r}: blocks are laid out once, "
                              "at the prompt; give one of the two")
-        if self.bits not in (None, 8):
-            raise ValueError(f"bits={self.bits!r}: allowed are None and 8")
+        if self.bits is not None and self.bits not in TOKEN_BITS:
+            raise ValueError(f"bits={self.bits!r}: allowed are None, {', '.join(map(str, TOKEN_BITS))}")
         if self.basis_dtype not in (None, *BASIS_STORAGE):
             raise ValueError(
                 f"basis_dtype={self.basis_dtype!r}: allowed are None, {', '.join(BASIS_STORAGE)}"
@@ -167,120 +163,131 @@ class XKV(KVMethod):
         assert self.rank is not None
         return LayerGroup(layers, split_rank(resolve_rank("rank", self.rank, width), width, self.ratio))
 
-    def ranks(self, layout: Layout, group: LayerGroup) -> Ranks:
-        """Ranks of a group in a cache of this shape.
-
-        Raises:
-            ValueError: no rank makes the cache `smaller` than asked.
-        """
-        return group.ranks if group.ranks is not None else ranks_for_bytes(self, self, layout, group.layers)
-
-    def compose_with(self, selection: KVMethod, summary: Any) -> KVMethod:
-        """The composition that selects tokens for a whole group of layers, and fits to what was selected."""
-        from lowrank_kv_jax.methods.xkv_selected import select_for_groups
-
-        return select_for_groups(self, selection, summary)
-
     # ---- the contract --------------------------------------------------------------------------------------
 
-    def init(self, layout: Layout, bases: LayerGroup) -> XKVState:
-        return self.empty(layout, bases.layers, self.ranks(layout, bases))
+    def group_size(self, bases):
+        return bases.layers
 
-    def empty(self, layout: Layout, layers: int, ranks: Ranks, tokens: int | None = None) -> Any:
-        """An empty state of a group with the given ranks; `tokens`: coded ones, by default all that are not exact."""
-        if layout.spec.latent is not None:
-            return xkv_latents.empty(self, layout, layers, ranks.k)
-        spec, dtype, held = layout.spec, jnp.dtype(layout.dtype), self.sinks + self.recent
+    def ends(self, layout, bases):
+        return Ends(self.sinks, self.recent, flushes=self.recompress is not None, wait=self.recompress or 0)
+
+    def exact_ends(self):
+        return self.sinks, self.recent
+
+    @property
+    def lays_out(self):
+        return self.recompress is not None or self.rebuild is not None
+
+    def units(self, spec, bases):
+        return 1
+
+    def settled(self, layout, bases, weigh):
+        """The ranks of `smaller`.
+
+        Raises:
+            ValueError: no rank makes the cache as small.
+        """
+        if bases.ranks is not None:
+            return bases
+        width, latent = _width(layout.spec, bases.layers), layout.spec.latent is not None
         if self.recompress is None:
-            exact_size = min(held, layout.prompt) + max(layout.capacity - layout.prompt, layout.block)
-            coded_size = max(layout.prompt - held if tokens is None else tokens, 1)
-        else:
-            exact_size = held + self.recompress + layout.block
-            coded_size = max(layout.capacity - held, self._flushed(layout))
-        exact = exact_tokens.empty_exact(
-            layout.batch, spec.kv_heads, exact_size, spec.head_dim, dtype, gaps=(self.sinks, self._pinned())
-        )
-        marks = ()
+            layout = dataclasses.replace(layout, capacity=layout.prompt + layout.block)
+
+        def with_rank(mean: int) -> LayerGroup:
+            return LayerGroup(bases.layers, Ranks(mean, 0) if latent else split_rank(mean, width, self.ratio))
+
+        found = largest_rank(lambda mean: weigh(layout, with_rank(mean)), width, layout, bases.layers, self.smaller)
+        return with_rank(found)
+
+    def empty(self, layout, bases, size, positions=None):
+        ranks, layers = bases.ranks, bases.layers
+        if layout.spec.latent is not None:
+            return xkv_latents.empty(layout, layers, ranks.k, size, self.bits, self._basis_dtype(layout))
+        spec, dtype, marks = layout.spec, jnp.dtype(layout.dtype), ()
         if self.rebuild is not None:
-            count = -(-coded_size // self.rebuild_block)
-            coded_size = count * self.rebuild_block
+            count = -(-size // self.rebuild_block)
+            size = count * self.rebuild_block
             marks = (blocks.Landmarks(jnp.zeros((layout.batch, spec.kv_heads, count, spec.head_dim), dtype)),) * layers
-        coded = coded_tokens.empty_coded(layout.batch, (1, 1), (1, 1), 1, dtype)
-        k, v = (store_tokens(jnp.zeros((layout.batch, 1, coded_size, r)), self.bits, dtype) for r in ranks)
+        tile = tile_for(size, positions)
+        tokens = coded_tokens.empty_coded(
+            layout.batch, (1, ranks.k), (1, ranks.v), size, dtype, self.bits, tile, tile, positions,
+            whole_tiles=positions is not None or self.recompress is not None,
+        )
         width = _width(spec, layers)
         bases = (self._store_basis(layout, jnp.zeros((layout.batch, 1, width, r))) for r in ranks)
-        positions = self._coded_positions(jnp.zeros((layout.batch,), jnp.int32))
-        coded = dataclasses.replace(coded, k=k, v=v, positions=positions)
-        return XKVState((exact,) * layers, coded, *bases, marks)
+        return XKVStore(tokens, *bases, marks)
 
-    def compress(self, layout, bases, state, taps, lengths):
+    def learn(self, layout, bases, store, taps, lengths, weight):
         if layout.spec.latent is not None:
-            return xkv_latents.compress(self, layout, state, taps, lengths)
-        slots = jnp.arange(layout.prompt)[None]
-        coded = (slots >= self.sinks) & (slots < lengths[:, None] - self.recent)
-        weight = coded.astype(jnp.float32)
+            return xkv_latents.learn(layout, store, taps, weight, self._basis_dtype(layout))
         keys, values = (side_by_side([getattr(tap, name) for tap in taps], weight) for name in ("k_pre", "v"))
-        fitted = self.fit_group(layout, state, keys, values)
-        counts = jnp.maximum(lengths - self.sinks - self.recent, 0)
-        # all tokens are projected, and the exact ones dropped after: a part of the wide ones would be copied first
-        part = slice(self.sinks, max(layout.prompt - self.recent, self.sinks))
-        codes = (project(read_basis(u), x)[:, :, part] for u, x in zip(fitted, (keys, values), strict=True))
-        coded = self.hold(layout, state.coded, *codes, counts, self._coded_positions(counts))
-        exact = tuple(
-            exact_tokens.hold_prompt(segment, tap.k, tap.v, lengths, self.sinks, self.recent)
-            for segment, tap in zip(state.exact, taps, strict=True)
-        )
-        return XKVState(exact, coded, *fitted, self._landmarks(layout, state, taps, weight))
+        sides = ((keys, store.k_basis), (values, store.v_basis))
+        fitted = [self._store_basis(layout, leading_subspace(gram(x), u.shape[-1])) for x, u in sides]
+        return XKVStore(store.tokens, *fitted, self._landmarks(layout, store, taps, weight))
 
-    def fit_group(self, layout: Layout, state: XKVState, keys: jax.Array, values: jax.Array) -> list:
-        """Bases of tokens `[B, S, 1, W]`, zero where none is to be coded, as they are stored."""
-        sides = ((keys, state.k_basis), (values, state.v_basis))
-        return [self._store_basis(layout, leading_subspace(gram(x), stored.shape[-1])) for x, stored in sides]
+    def encode(self, layout, bases, store, tokens):
+        keys, values = (side_by_side([getattr(x, name) for x in tokens]) for name in ("k_pre", "v"))
+        return project(read_basis(store.k_basis), keys), project(read_basis(store.v_basis), values)
 
-    def append(self, layout, bases, state, taps, counts, positions, place):
-        exact = list(state.exact)
-        exact[place.index] = exact_tokens.append(exact[place.index], taps.k, taps.v, counts)
-        return dataclasses.replace(state, exact=tuple(exact))
-
-    def attend(self, layout, bases, state, q, positions, place):
-        near = exact_tokens.attend(
-            state.exact[place.index], q, positions, scale=layout.spec.scale, window=place.window
-        )
+    def fill(self, layout, bases, store, tokens, counts, seen, positions):
         if layout.spec.latent is not None:
-            return merge([near, xkv_latents.attend_coded(layout, state, q, positions, place)])
-        return merge([near, self.attend_coded(layout, state, q, positions, place)])
+            return xkv_latents.fill(layout, store, tokens, counts, positions)
+        return fill_tokens_of(self, layout, bases, store, tokens, counts, positions)
 
-    def attend_coded(
-        self, layout: Layout, state: XKVState, q: jax.Array, positions: jax.Array, place: Place
-    ) -> AttnPartial:
-        """Attention of one layer over the shared coefficients: keys are rebuilt and rotated by blocks."""
-        spec, tokens = layout.spec, coded_tokens.cached_tokens(state.coded)
-        if state.landmarks:
-            size, marks = self.rebuild_block, state.landmarks[place.index]
+    def adapt(self, layout, bases, store, tokens, weight):
+        """A basis for the stored coefficients, which are carried over, and the new tokens."""
+        if not self.refit or self.recompress is None:
+            return store
+        new: dict[str, Any] = {}
+        held = store.tokens
+        for side, name in (("k", "k_pre"), ("v", "v")):
+            x = side_by_side([getattr(one, name) for one in tokens], weight)
+            stored = getattr(store, f"{side}_basis")
+            basis, old = read_basis(stored), _there(held, side)
+            inner = jnp.einsum("bjsr,bjsp->bjrp", old, old)
+            moment = jnp.einsum("bjwr,bjrp,bjvp->bjwv", basis, inner, basis) + gram(x)
+            fed = (jnp.sum(weight, axis=1) > 0)[:, None, None, None]
+            found = self._store_basis(layout, leading_subspace(moment, basis.shape[-1]))
+            moved = jax.tree.map(lambda now, before: jnp.where(fed, now, before), found, stored)  # noqa: B023
+            new[f"{side}_basis"] = moved
+            held = dataclasses.replace(held, **{side: coded_tokens.transport(held, side, basis, read_basis(moved))})
+        return dataclasses.replace(store, tokens=held, **new)
+
+    def decode(self, layout, bases, store, k, v, positions, index):
+        spec = layout.spec
+        k_basis, v_basis = self._of_layer(layout, store, index)
+        k, v = (reconstruct(u, x.astype(jnp.float32), spec.kv_heads) for u, x in ((k_basis, k), (v_basis, v)))
+        if spec.rope is not None:
+            k = rotate(k, *rope_angles(spec.rope, positions.position))
+        return k, v
+
+    def attend(self, layout, bases, store, q, positions, place):
+        """Keys are rebuilt and rotated by blocks."""
+        if layout.spec.latent is not None:
+            return xkv_latents.attend(layout, store, q, positions, place)
+        spec, tokens = layout.spec, coded_tokens.cached_tokens(store.tokens)
+        if store.landmarks:
+            size, marks = self.rebuild_block, store.landmarks[place.index]
             count = self._rebuilt_blocks(marks.k.shape[2])
             if count < marks.k.shape[2]:
                 tokens = blocks.take(tokens, blocks.choose(marks, tokens.lengths, q, spec.scale, size, count), size)
-        width = spec.kv_heads * spec.head_dim
-        begin = place.index * width
-        k_basis, v_basis = (read_basis(u, begin, begin + width) for u in (state.k_basis, state.v_basis))
+        k_basis, v_basis = self._of_layer(layout, store, place.index)
         out, lse = rotary_coefficient_attention(
-            q,
-            tokens,
-            k_basis,
-            rope=spec.rope,
-            kv_heads=spec.kv_heads,
-            scale=spec.scale,
-            q_positions=positions,
-            causal=False,
-            window=place.window,
+            q, tokens, k_basis, rope=spec.rope, kv_heads=spec.kv_heads, scale=spec.scale, q_positions=positions,
+            causal=False, window=place.window,
         )
         return AttnPartial(expand_values(v_basis, out, spec.kv_heads), lse)
 
-    def refresh(self, layout, bases, state):
-        if self.recompress is None:
-            return state
-        full = jnp.any(state.exact[0].length >= self.sinks + self.recent + self.recompress)
-        return jax.lax.cond(full, functools.partial(self._recompress, layout), lambda state: state, state)
+    def logits(self, layout, bases, store, q, place):
+        k, v = codes_of(store)
+        return Logits(q, self.decode(layout, bases, store, k, v, store.tokens.positions, place.index)[0])
+
+    def _of_layer(self, layout: Layout, store: XKVStore, index: int) -> tuple[jax.Array, jax.Array]:
+        """Bases `[B, 1, K * D, R]` of one layer of the group."""
+        width = layout.spec.kv_heads * layout.spec.head_dim
+        begin = index * width
+        k, v = (read_basis(u, begin, begin + width) for u in (store.k_basis, store.v_basis))
+        return k, v
 
     # ---- blocks --------------------------------------------------------------------------------------------
 
@@ -290,89 +297,30 @@ class XKV(KVMethod):
             return max(1, round(self.rebuild * there))
         return min(-(-(self.rebuild or 0) // self.rebuild_block), there)
 
-    def _landmarks(self, layout: Layout, state: XKVState, taps, weight: jax.Array) -> tuple[blocks.Landmarks, ...]:
-        if not state.landmarks:
+    def _landmarks(self, layout: Layout, store: XKVStore, taps, weight: jax.Array) -> tuple[blocks.Landmarks, ...]:
+        if not store.landmarks:
             return ()
         part = slice(self.sinks, max(layout.prompt - self.recent, self.sinks))
-        count, dtype = state.landmarks[0].k.shape[2], jnp.dtype(layout.dtype)
+        count, dtype = store.landmarks[0].k.shape[2], jnp.dtype(layout.dtype)
         return tuple(
             blocks.landmarks(tap.k[:, part], weight[:, part], self.rebuild_block, count, dtype) for tap in taps
         )
 
-    # ---- storage -------------------------------------------------------------------------------------------
+    def _basis_dtype(self, layout: Layout) -> str:
+        return self.basis_dtype or layout.dtype
 
     def _store_basis(self, layout: Layout, basis: jax.Array) -> jax.Array | ScaledBasis:
-        return store_basis(basis, self.basis_dtype or layout.dtype)
-
-    def hold(self, layout, segment, k, v, counts, positions) -> coded_tokens.Coded:
-        """A segment like `segment` that holds the coefficients `[B, 1, S, R]`."""
-
-        def fill(stored, codes):
-            size = min(stored.shape[2], codes.shape[2])
-            room = ((0, 0), (0, 0), (0, stored.shape[2] - size), (0, 0))
-            return store_tokens(jnp.pad(codes[:, :, :size], room), self.bits, jnp.dtype(layout.dtype))
-
-        return coded_tokens.Coded(fill(segment.k, k), fill(segment.v, v), counts, positions)
-
-    def _pinned(self) -> int:
-        """Slots of the exact segments behind which tokens may be missing."""
-        return self.sinks + (self.recent if self.recompress is None else 0)
-
-    def _coded_positions(self, counts: jax.Array) -> Runs:
-        """Of coded tokens: those of the prompt behind its sinks, and those that were flushed since, without a gap."""
-        zero = jnp.zeros_like(counts)[:, None]
-        return Runs(zero, zero + self.sinks)
-
-    # ---- long generations ----------------------------------------------------------------------------------
-
-    def _flushed(self, layout: Layout) -> int:
-        """Most tokens that are coded at once."""
-        return (self.recompress or 0) + layout.block
-
-    def _recompress(self, layout: Layout, state: XKVState) -> XKVState:
-        """Code the oldest exact tokens of the rows that have enough of them, all but the `recent` ones."""
-        due = state.exact[0].length >= self.sinks + self.recent + (self.recompress or 0)
-        stay = jnp.where(due, self.recent, state.exact[0].length)
-        flushed = [
-            exact_tokens.flush(segment, self.sinks, stay, self._flushed(layout)) for segment in state.exact
-        ]
-        exact = tuple(segment for segment, _ in flushed)
-        _, _, positions, counts = flushed[0][1]
-        weight = (jnp.arange(positions.shape[1])[None] < counts[:, None]).astype(jnp.float32)
-        keys, values = ([getattr(out, side).swapaxes(1, 2) for _, out in flushed] for side in ("k", "v"))
-        if layout.spec.rope is not None:
-            cos, sin = rope_angles(layout.spec.rope, positions[:, :, None])
-            keys = [rotate(k.astype(jnp.float32), cos, -sin) for k in keys]
-        bases, codes = [], []
-        for basis, stored, parts in (
-            (state.k_basis, state.coded.k, keys),
-            (state.v_basis, state.coded.v, values),
-        ):
-            wide, new = read_tokens(stored), side_by_side(parts, weight)
-            basis, old, new = self._join(layout, basis, wide, state.coded.length, new, weight)
-            bases.append(basis)
-            codes.append(write_tokens(old, new, state.coded.length, counts))
-        coded = self.hold(layout, state.coded, *codes, state.coded.length + counts, state.coded.positions)
-        return XKVState(exact, coded, *bases)
-
-    def _join(
-        self, layout: Layout, stored, old: jax.Array, lengths: jax.Array, x: jax.Array, weight: jax.Array
-    ):
-        """A basis for old coefficients and new tokens, the old ones carried over and the new ones in it."""
-        basis = read_basis(stored)
-        if self.refit:
-            inner = jnp.einsum("bjsr,bjsp->bjrp", old, old)  # free slots hold zeros
-            moment = jnp.einsum("bjwr,bjrp,bjvp->bjwv", basis, inner, basis) + gram(x)
-            fed = (jnp.sum(weight, axis=1) > 0)[:, None, None, None]
-            moved = jnp.where(fed, leading_subspace(moment, basis.shape[-1]), basis)
-            stored = self._store_basis(layout, moved)
-            moved = read_basis(stored)
-            old, basis = jnp.where(fed, coded_tokens.transport(old, lengths, basis, moved), old), moved
-        return stored, old, project(basis, x)
+        return store_basis(basis, self._basis_dtype(layout))
 
 
-def side_by_side(parts: list[jax.Array], weight: jax.Array) -> jax.Array:
-    """Tokens float32 `[B, S, 1, G * K * D]` of tokens `[B, S, K, D]` of G layers, times `weight` `[B, S]`.
+def _there(segment: coded_tokens.Coded, side: str) -> jax.Array:
+    """Stored coefficients float32 `[B, 1, S, R]`, zero in free slots."""
+    x = read_tokens(getattr(segment, side))
+    return jnp.where((jnp.arange(x.shape[2]) < segment.length[:, None])[:, None, :, None], x, 0.0)
+
+
+def side_by_side(parts: list[jax.Array], weight: jax.Array | None = None) -> jax.Array:
+    """Tokens float32 `[B, S, 1, G * K * D]` of tokens `[B, S, K, D]` of G layers, times `weight` `[B, S]` if given.
 
     Raises:
         ValueError: the layers differ in shape.
@@ -380,23 +328,8 @@ def side_by_side(parts: list[jax.Array], weight: jax.Array) -> jax.Array:
     shapes = [x.shape for x in parts]
     if len(set(shapes)) > 1:
         raise ValueError(f"the layers of a group must have one shape, got {shapes}: use a smaller group")
-    return jnp.concatenate([x.reshape(*x.shape[:2], 1, -1) for x in parts], axis=-1) * weight[:, :, None, None]
-
-
-@functools.lru_cache(maxsize=256)
-def ranks_for_bytes(method: XKV, holder: Any, layout: Layout, layers: int) -> Ranks:
-    """The ranks of `method.smaller`; `holder.empty` makes the states that are weighed."""
-    width = _width(layout.spec, layers)
-    if method.recompress is None:
-        layout = dataclasses.replace(layout, capacity=layout.prompt + layout.block)
-
-    def ranks(mean: int) -> Ranks:
-        return Ranks(mean, 0) if layout.spec.latent is not None else split_rank(mean, width, method.ratio)
-
-    def make(mean: int):
-        return jax.eval_shape(lambda: holder.empty(layout, layers, ranks(mean)))
-
-    return ranks(largest_rank(make, width, layout, layers, method.smaller))
+    x = jnp.concatenate([x.reshape(*x.shape[:2], 1, -1) for x in parts], axis=-1).astype(jnp.float32)
+    return x if weight is None else x * weight[:, :, None, None]
 
 
 def _width(spec: AttentionSpec, layers: int) -> int:

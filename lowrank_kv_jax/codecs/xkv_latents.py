@@ -4,20 +4,22 @@ The latents of the layers, taken before their norms, share coefficients; on read
 block. The small rotary keys stay as they are, layer by layer.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.codecs.basis import project, reconstruct
-from lowrank_kv_jax.codecs.quantised import read_basis, store_basis, store_tokens
+from lowrank_kv_jax.codecs.quantised import empty_tokens, read_basis, store_basis
 from lowrank_kv_jax.estimators.subspace_iteration import leading_subspace
 from lowrank_kv_jax.estimators.svd import second_moment
 from lowrank_kv_jax.method import Layout, Place
+from lowrank_kv_jax.method.codec import Tokens
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
 from lowrank_kv_jax.partial import AttnPartial
 from lowrank_kv_jax.positions import Runs
-from lowrank_kv_jax.segments import exact as exact_tokens
+from lowrank_kv_jax.segments.coded import fill_tokens
 from lowrank_kv_jax.spec import LatentSpec, Taps
 from lowrank_kv_jax.state import leaf, state
 
@@ -34,19 +36,17 @@ class RotaryKeys:
 
 
 @state
-class LatentState:
-    """The cache of a group of G layers.
+class LatentStore:
+    """The coded tokens of a group of G layers.
 
     Attributes:
-        exact: of each layer, its sinks, the prompt's last tokens and those appended since.
-        rotary: of each layer's other tokens.
-        codes: their coefficients `[B, 1, S, R]`, shared by all layers.
+        rotary: of each layer.
+        codes: coefficients `[B, 1, S, R]`, shared by all layers.
         length: int32 `[B]`, coded tokens of each row.
         positions: where they stood.
         basis: `[B, 1, G * r, R]`, layer by layer.
     """
 
-    exact: tuple[exact_tokens.Exact, ...]
     rotary: tuple[RotaryKeys, ...]
     codes: Any = leaf("batch", "kv_heads", "tokens", "rank", kind="coefficients")
     length: jax.Array = leaf("batch", kind="indices")
@@ -72,63 +72,61 @@ class RebuiltKeys:
         return jnp.concatenate([rotary, self.latent.normalise(latents)], axis=-1)
 
 
-def empty(method: Any, layout: Layout, layers: int, rank: int) -> LatentState:
-    """An empty state of a group; `method` says how many tokens stay exact, and how codes and basis are stored."""
-    spec, dtype, held = layout.spec, jnp.dtype(layout.dtype), method.sinks + method.recent
-    size = max(layout.prompt - held, 1)
-    exact = exact_tokens.empty_exact(
-        layout.batch, 1, min(held, layout.prompt) + max(layout.capacity - layout.prompt, layout.block), spec.head_dim,
-        dtype, gaps=(method.sinks, held), value_dim=0,
-    )
+def empty(layout: Layout, layers: int, rank: int, size: int, bits: int | None, basis_dtype: str) -> LatentStore:
+    """An empty store with room for `size` tokens, coefficients in `bits` bits or the cache's dtype."""
+    spec, dtype = layout.spec, jnp.dtype(layout.dtype)
+    assert spec.latent is not None
     rotary = RotaryKeys(jnp.zeros((layout.batch, 1, size, spec.head_dim - spec.latent.rank), dtype))
     none, gaps = jnp.zeros((layout.batch,), jnp.int32), jnp.zeros((layout.batch, 2), jnp.int32)
-    codes = store_tokens(jnp.zeros((layout.batch, 1, size, rank)), method.bits, dtype)
-    basis = jnp.zeros((layout.batch, 1, layers * spec.latent.rank, rank))
-    basis = _store(method, layout, basis)
-    return LatentState((exact,) * layers, (rotary,) * layers, codes, none, Runs(gaps, gaps), basis)
+    codes = empty_tokens((layout.batch, 1, size, rank), bits, dtype)
+    basis = store_basis(jnp.zeros((layout.batch, 1, layers * spec.latent.rank, rank)), basis_dtype)
+    return LatentStore((rotary,) * layers, codes, none, Runs(gaps, gaps), basis)
 
 
-def compress(method: Any, layout: Layout, state: LatentState, taps: tuple[Taps, ...], lengths: jax.Array) -> LatentState:
-    """Fit one basis to the group's latents and keep their coefficients."""
-    sinks, recent, size = method.sinks, method.recent, state.codes.shape[2]
-    rotary_dim = layout.spec.head_dim - layout.spec.latent.rank
-    slots = jnp.arange(layout.prompt)[None]
-    weight = ((slots >= sinks) & (slots < lengths[:, None] - recent)).astype(jnp.float32)
-    latents = jnp.concatenate([tap.k_pre[..., rotary_dim:] for tap in taps], axis=-1)
-    basis = _store(method, layout, leading_subspace(second_moment(latents, weight), state.codes.shape[-1]))
-    coded = slice(sinks, max(layout.prompt - recent, sinks))
+def learn(
+    layout: Layout, store: LatentStore, taps: tuple[Taps, ...], weight: jax.Array, basis_dtype: str
+) -> LatentStore:
+    """Fit one basis to the group's latents."""
+    latents = _latents(layout, [tap.k_pre for tap in taps])
+    basis = leading_subspace(second_moment(latents, weight), store.codes.shape[-1])
+    return dataclasses.replace(store, basis=store_basis(basis, basis_dtype))
 
-    def fill(x: jax.Array) -> jax.Array:  # tokens [B, 1, S, .] to the size of the buffers
+
+def fill(
+    layout: Layout, store: LatentStore, tokens: tuple[Tokens, ...], counts: jax.Array, positions: Runs
+) -> LatentStore:
+    """Keep the coefficients of the tokens' latents, and their rotary keys."""
+    size, rotary_dim = store.codes.shape[2], _rotary_dim(layout)
+
+    def room(x: jax.Array) -> jax.Array:  # tokens [B, 1, S, .] to the size of the buffers
         return jnp.pad(x[:, :, :size], ((0, 0), (0, 0), (0, max(size - x.shape[2], 0)), (0, 0)))
 
-    codes = fill(project(read_basis(basis), latents[:, coded].astype(jnp.float32) * weight[:, coded, None, None]))
+    codes = project(read_basis(store.basis), _latents(layout, [one.k_pre for one in tokens]).astype(jnp.float32))
     rotary = tuple(
-        RotaryKeys(fill(tap.k[:, coded, :, :rotary_dim].swapaxes(1, 2)).astype(state.rotary[0].k.dtype)) for tap in taps
+        RotaryKeys(room(one.k[..., :rotary_dim].swapaxes(1, 2)).astype(own.k.dtype))
+        for one, own in zip(tokens, store.rotary, strict=True)
     )
-    exact = tuple(
-        exact_tokens.hold_prompt(segment, tap.k, tap.v, lengths, sinks, recent)
-        for segment, tap in zip(state.exact, taps, strict=True)
-    )
-    counts = jnp.maximum(lengths - sinks - recent, 0)
-    zero = jnp.zeros_like(counts)
-    positions = Runs(jnp.stack([zero, counts], axis=1), jnp.stack([zero + sinks, zero + recent], axis=1))
-    codes = store_tokens(codes, method.bits, jnp.dtype(layout.dtype))
-    return LatentState(exact, rotary, codes, counts, positions, basis)
+    return LatentStore(rotary, fill_tokens(store.codes, codes, counts), counts, positions, store.basis)
 
 
-def attend_coded(
-    layout: Layout, state: LatentState, q: jax.Array, positions: jax.Array, place: Place
-) -> AttnPartial:
+def attend(layout: Layout, store: LatentStore, q: jax.Array, positions: jax.Array, place: Place) -> AttnPartial:
     """Attention of absorbed queries `[B, T, N, D]` over the coded tokens; the rebuilt keys are the values."""
     latent = layout.spec.latent
+    assert latent is not None
     begin = place.index * latent.rank
-    basis = read_basis(state.basis, begin, begin + latent.rank)
-    keys: Any = RebuiltKeys(state.rotary[place.index].k, state.codes, basis, latent)
-    tokens = CachedTokens(keys, keys, state.length, state.positions)
+    basis = read_basis(store.basis, begin, begin + latent.rank)
+    keys: Any = RebuiltKeys(store.rotary[place.index].k, store.codes, basis, latent)
+    tokens = CachedTokens(keys, keys, store.length, store.positions)
     return coefficient_attention(
         q, tokens, scale=layout.spec.scale, q_positions=positions, causal=False, window=place.window
     )
 
 
-def _store(method: Any, layout: Layout, basis: jax.Array):
-    return store_basis(basis, method.basis_dtype or layout.dtype)
+def _rotary_dim(layout: Layout) -> int:
+    assert layout.spec.latent is not None
+    return layout.spec.head_dim - layout.spec.latent.rank
+
+
+def _latents(layout: Layout, keys: list[jax.Array]) -> jax.Array:
+    """The layers' latents before their norms, side by side `[B, S, 1, G * r]`."""
+    return jnp.concatenate([k[..., _rotary_dim(layout) :] for k in keys], axis=-1)

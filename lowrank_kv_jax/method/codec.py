@@ -117,11 +117,11 @@ class Codec(Part):
         del layout
         return 0
 
-    def settled(self, layout: Layout, bases: Any, weigh: Callable[[Any], Any]) -> Any:
+    def settled(self, layout: Layout, bases: Any, weigh: Callable[[Layout, Any], Any]) -> Any:
         """The bases with everything settled that follows from a wanted size.
 
         Args:
-            weigh: from such bases to the shapes of the whole group's state.
+            weigh: from a layout and such bases to the shapes of the whole group's state.
         """
         del layout, weigh
         return bases
@@ -181,6 +181,11 @@ class TokenCodec(Codec):
     The kv heads of a group's layers fall into U units that share a code: every head its own, groups of heads, or all.
     """
 
+    @property
+    def lays_out(self) -> bool:
+        """Whether it arranges the prompt's tokens by itself, so that none may be left out before."""
+        return False
+
     @abc.abstractmethod
     def units(self, spec: AttentionSpec, bases: Any) -> int:
         """U; it divides the kv heads."""
@@ -226,10 +231,7 @@ class TokenCodec(Codec):
 
     def fill(self, layout, bases, store, tokens, counts, seen, positions):
         del seen
-        if not tokens[0].k.shape[1]:
-            return dataclasses.replace(store, tokens=dataclasses.replace(store.tokens, positions=positions))
-        codes = self.encode(layout, bases, store, tokens)
-        return hold(store, *codes, counts, positions)
+        return fill_tokens_of(self, layout, bases, store, tokens, counts, positions)
 
     def extend(self, layout, bases, store, tokens, counts, seen):
         del seen
@@ -237,6 +239,13 @@ class TokenCodec(Codec):
         store = self.adapt(layout, bases, store, tokens, weight.astype(jnp.float32))
         codes = self.encode(layout, bases, store, tokens)
         return dataclasses.replace(store, tokens=coded_tokens.append(store.tokens, *codes, counts))
+
+
+def fill_tokens_of(codec: TokenCodec, layout, bases, store, tokens, counts, positions) -> Any:
+    """`fill` of a codec of one token at a time."""
+    if not tokens[0].k.shape[1]:
+        return dataclasses.replace(store, tokens=dataclasses.replace(store.tokens, positions=positions))
+    return hold(store, *codec.encode(layout, bases, store, tokens), counts, positions)
 
 
 def hold(store: Any, k: jax.Array, v: jax.Array, counts: jax.Array, positions: Runs | PerHead) -> Any:

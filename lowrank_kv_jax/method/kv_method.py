@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax
 from lowrank_kv_jax.method.layout import Layout, Place
 from lowrank_kv_jax.method.part import Part
 from lowrank_kv_jax.partial import AttnPartial
-from lowrank_kv_jax.spec import Taps
+from lowrank_kv_jax.spec import AttentionSpec, Taps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +20,14 @@ class KVMethod(Part):
     Three kinds of thing are kept apart: the method itself (static configuration, hashable by value), `bases`
     (read-only arrays from calibration) and `state` (donated, threaded through jit). All functions are traceable.
     """
+
+    @abc.abstractmethod
+    def group_bases(self, spec: AttentionSpec, bases: Sequence[Any] | None) -> tuple[Any, ...]:
+        """What the functions below take of each group, from what `fit` returned or None.
+
+        Raises:
+            ValueError: their number is wrong, or they are not of this configuration.
+        """
 
     @abc.abstractmethod
     def init(self, layout: Layout, bases: Any) -> Any:

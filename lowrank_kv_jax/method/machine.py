@@ -8,7 +8,7 @@ stay, a summary what stands for those that go. Sinks and recent tokens are out o
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from lowrank_kv_jax.partial import merge
 from lowrank_kv_jax.positions import PerHead, Runs
 from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.segments import exact as exact_tokens
+from lowrank_kv_jax.spec import Taps
 from lowrank_kv_jax.state import leaf, state, static
 from lowrank_kv_jax.summaries import moments as moment_summary
 from lowrank_kv_jax.summaries.component import Summary
@@ -66,6 +67,10 @@ class GroupBases:
     calibrated: bool = static(default=False)
 
 
+Watch = Callable[[Layout, Any, GroupState, tuple[Taps, ...], jax.Array], None]
+"""Traced with the prompt: layout, the codec's bases, the compressed state, the taps of each layer, lengths."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Machine(KVMethod):
     """A composition; made by `compose`, spelled `codec+selection+summary`.
@@ -76,11 +81,13 @@ class Machine(KVMethod):
         codec: how tokens are stored.
         selection: which stay, or None: all.
         summary: of what it evicts, or None.
+        watch: sees every prompt that was compressed; changes nothing.
     """
 
     codec: Codec
     selection: Selection | None = None
     summary: Summary | None = None
+    watch: Watch | None = None
 
     # ---- a part like any other ----------------------------------------------------------------------------------
 
@@ -146,11 +153,6 @@ class Machine(KVMethod):
         return keys[0] if keys else self.codec.fit_key(spec)
 
     def group_bases(self, spec, bases: Sequence[Any] | None) -> tuple[GroupBases, ...]:
-        """What `init` and the rest take, from what `fit` returned.
-
-        Raises:
-            ValueError: their number is wrong, or a part refuses them.
-        """
         groups, rule = self.layer_groups(spec), self.selection
         of_codec = self.codec.default_bases(spec)
         of_layers = (None,) * spec.num_layers if rule is None else rule.default_bases(spec)
@@ -226,8 +228,8 @@ class Machine(KVMethod):
     def init(self, layout, bases):
         bases = self.of_group(bases)
 
-        def weigh(own: Any):
-            return jax.eval_shape(lambda: self.empty(layout, dataclasses.replace(bases, codec=own)))
+        def weigh(shape: Layout, own: Any):
+            return jax.eval_shape(lambda: self.empty(shape, dataclasses.replace(bases, codec=own)))
 
         return self.empty(layout, dataclasses.replace(bases, codec=self.codec.settled(layout, bases.codec, weigh)))
 
@@ -240,7 +242,8 @@ class Machine(KVMethod):
             gaps=(ends.sinks, ends.first), value_dim=0 if spec.latent else None,
         )
         if rule is None:
-            return GroupState((exact,) * layers, self.codec.empty(layout, bases.codec, ends.coded(layout)), None, None, ())
+            store = self.codec.empty(layout, bases.codec, ends.coded(layout))
+            return GroupState((exact,) * layers, store, None, None, ())
         room = self.room(layout, bases) if tokens is None else self.room_of(layout, bases, tokens)
         store = None
         if room.tokens:
@@ -249,8 +252,8 @@ class Machine(KVMethod):
         if rule.votes:
             near = jnp.zeros((layout.batch, spec.kv_heads, exact.k.shape[2]), jnp.float32)
             far = None if store is None else jnp.zeros(store.tokens.positions.position.shape, jnp.float32)
-        return GroupState((exact,) * layers, store, near, far, (self._empty_moments(layout),) * layers
-                          if self._order else ())
+        gone = (self._empty_moments(layout),) * layers if self._order else ()
+        return GroupState((exact,) * layers, store, near, far, gone)
 
     @property
     def _order(self) -> str | None:
@@ -269,9 +272,13 @@ class Machine(KVMethod):
     def compress(self, layout, bases, state, taps, lengths):
         bases = self.of_group(bases)
         if self.selection is None:
-            return self._compress_all(layout, bases, state, taps, lengths)
-        self.selection.check_prompt(layout)
-        return self._compress_selected(layout, bases, state, taps, lengths)
+            state = self._compress_all(layout, bases, state, taps, lengths)
+        else:
+            self.selection.check_prompt(layout)
+            state = self._compress_selected(layout, bases, state, taps, lengths)
+        if self.watch is not None:
+            self.watch(layout, bases.codec, state, taps, lengths)
+        return state
 
     def _compress_all(self, layout, bases, state, taps, lengths):
         ends, codec = self.ends_of(layout, bases), self.codec

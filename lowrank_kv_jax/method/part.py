@@ -24,6 +24,9 @@ class Part(abc.ABC):
     latents: ClassVar[bool] = False
     """Whether it can hold the cache of latent attention (MLA), whose keys are their own values."""
 
+    rebuilds: ClassVar[bool] = False
+    """Whether it codes one layer's tokens in a basis, so that `rebuilt` gives back what attention sees of them."""
+
     rereads: ClassVar[bool] = False
     """Whether prefill reads the prompt a second time, for `Taps.reread`: about three times the work."""
 

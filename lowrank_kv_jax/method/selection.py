@@ -12,6 +12,7 @@ from lowrank_kv_jax.method.votes import total_attention
 from lowrank_kv_jax.spec import Taps
 from lowrank_kv_jax.summaries.component import Summary
 
+
 @dataclasses.dataclass(frozen=True)
 class Selection(Part):
     """Abstract. Scores and budgets; what is a plain attribute here may be a field of a selection."""

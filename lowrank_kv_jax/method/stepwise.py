@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.method import candidates as pool
 from lowrank_kv_jax.method import voting
+from lowrank_kv_jax.method.choice import head_counts
 from lowrank_kv_jax.method.codec import codes_of
 from lowrank_kv_jax.positions import PerHead
 from lowrank_kv_jax.segments import exact as exact_tokens
-from lowrank_kv_jax.method.choice import head_counts
 
 
 def evict_one(method: Any, layout, bases, state, q: jax.Array, counts: jax.Array):

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.method.codec import Ends
-from lowrank_kv_jax.segments import exact as exact_tokens
 from lowrank_kv_jax.method.votes import decoding_votes
+from lowrank_kv_jax.segments import exact as exact_tokens
 from lowrank_kv_jax.state import take_tokens
 
 

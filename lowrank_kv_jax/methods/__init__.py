@@ -1,30 +1,29 @@
-"""The registered methods. Adding one: a file here, and its name in this import."""
+"""The registered methods. Adding one: a file in `codecs` or `selections`, and its name in this import."""
 
+from lowrank_kv_jax.codecs.kivi import KIVI
+from lowrank_kv_jax.codecs.minicache import MiniCache
+from lowrank_kv_jax.codecs.ojakv import OjaKV
+from lowrank_kv_jax.codecs.osp import OnlineSubspaceProjection
+from lowrank_kv_jax.codecs.osp_static import StaticSubspace
+from lowrank_kv_jax.codecs.palu import Palu
+from lowrank_kv_jax.codecs.single_svd import SingleSVD
+from lowrank_kv_jax.codecs.static_pca import EigenAttention, EigenN, StaticPCA, StaticPCAH
+from lowrank_kv_jax.codecs.streamingkv import StreamingKV
+from lowrank_kv_jax.codecs.verbatim import Full
+from lowrank_kv_jax.codecs.xkv import XKV
 from lowrank_kv_jax.method import REGISTRY as REGISTRY
-from lowrank_kv_jax.methods import full, minicache, ojakv, single_svd, static_pca, windowed, xkv  # noqa: F401
-from lowrank_kv_jax.methods.adakv import AdaKV
-from lowrank_kv_jax.methods.composed import compose
-from lowrank_kv_jax.methods.full import Full
-from lowrank_kv_jax.methods.h2o import H2O
-from lowrank_kv_jax.methods.kivi import KIVI
-from lowrank_kv_jax.methods.kvzip import KVzip
-from lowrank_kv_jax.methods.minicache import MiniCache
-from lowrank_kv_jax.methods.momentkv import MomentKV
-from lowrank_kv_jax.methods.ojakv import OjaKV
-from lowrank_kv_jax.methods.osp import OnlineSubspaceProjection
-from lowrank_kv_jax.methods.osp_static import StaticSubspace
-from lowrank_kv_jax.methods.palu import Palu
-from lowrank_kv_jax.methods.pyramidkv import PyramidKV
-from lowrank_kv_jax.methods.scissorhands import Scissorhands
-from lowrank_kv_jax.methods.single_svd import SingleSVD
-from lowrank_kv_jax.methods.snapkv import SnapKV
-from lowrank_kv_jax.methods.static_pca import EigenAttention, EigenN, StaticPCA, StaticPCAH
-from lowrank_kv_jax.methods.streamingkv import StreamingKV
-from lowrank_kv_jax.methods.windowed import SlidingWindow, StreamingLLM
-from lowrank_kv_jax.methods.xkv import XKV
+from lowrank_kv_jax.methods.compose import as_method, compose
+from lowrank_kv_jax.selections.adakv import AdaKV
+from lowrank_kv_jax.selections.h2o import H2O
+from lowrank_kv_jax.selections.kvzip import KVzip
+from lowrank_kv_jax.selections.momentkv import MomentKV
+from lowrank_kv_jax.selections.pyramidkv import PyramidKV
+from lowrank_kv_jax.selections.recent import SlidingWindow, StreamingLLM
+from lowrank_kv_jax.selections.scissorhands import Scissorhands
+from lowrank_kv_jax.selections.snapkv import SnapKV
 
 __all__ = [
     "REGISTRY", "AdaKV", "EigenAttention", "EigenN", "Full", "H2O", "KIVI", "KVzip", "MiniCache", "MomentKV", "OjaKV",
     "OnlineSubspaceProjection", "Palu", "PyramidKV", "Scissorhands", "SingleSVD", "SlidingWindow", "SnapKV", "StaticPCA",
-    "StaticPCAH", "StaticSubspace", "StreamingKV", "StreamingLLM", "XKV", "compose",
+    "StaticPCAH", "StaticSubspace", "StreamingKV", "StreamingLLM", "XKV", "as_method", "compose",
 ]

@@ -14,6 +14,7 @@ from lowrank_kv_jax.codecs.quantised import (
     Tile,
     append_tokens,
     empty_tokens,
+    encode_tiles,
     map_tokens,
     read_tokens,
 )
@@ -43,18 +44,20 @@ class Coded:
 def empty_coded(
     batch: int, k_shape: tuple[int, int], v_shape: tuple[int, int], size: int, dtype, bits: int | None = None,
     k_tile: Tile = COEFFICIENTS, v_tile: Tile = COEFFICIENTS, positions: PerHead | None = None,
+    whole_tiles: bool = True,
 ) -> Coded:
     """An empty segment of `size` slots; shapes are (heads, rank) of the coefficients.
 
     Args:
-        bits: 2, 4 or 8 for quantised storage, whose size is rounded up to whole tiles; None stores `dtype`.
+        bits: 2, 4 or 8 for quantised storage; None stores `dtype`.
         k_tile, v_tile: what shares a scale there.
         positions: of selected tokens, of which the heads' lie packed in one buffer if they have an owner; by default
             those of a run.
+        whole_tiles: round `size` up to whole tiles, which tokens that are appended or transported need.
     """
     none = jnp.zeros((batch,), jnp.int32)
     packed = positions is not None and positions.owner is not None
-    if bits is not None and not packed:
+    if bits is not None and whole_tiles and not packed:
         most = max(k_tile.tokens, v_tile.tokens)
         size = -(-size // most) * most
 
@@ -81,17 +84,17 @@ def fill_tokens(stored: Any, x: jax.Array, counts: jax.Array, owner: jax.Array |
     Args:
         owner: `[B, 1, T]`, the heads of packed tokens, which come head after head.
     """
-    size = min(x.shape[2], stored.shape[2])
+    slots = stored.shape[2]
     if isinstance(stored, PackedTokens):
         assert owner is not None
         return hold_packed(stored, x.astype(jnp.float32), owner, counts)
+    x = x[:, :, :slots]
     if not isinstance(stored, QuantisedTokens):
-        return stored.at[:, :, :size].set(x[:, :, :size].astype(stored.dtype))
-    whole = -(-size // stored.tile.tokens) * stored.tile.tokens
-    x = jnp.pad(x[:, :, :size].astype(jnp.float32), ((0, 0), (0, 0), (0, whole - size), (0, 0)))
-    valid = jnp.arange(whole)[None] < counts[:, None]
-    touch = jnp.ones((x.shape[0], whole // stored.tile.tokens), bool)
-    return stored.write_block(0, x, valid, touch)
+        return stored.at[:, :, : x.shape[2]].set(x.astype(stored.dtype))
+    whole = -(-slots // stored.tile.tokens) * stored.tile.tokens
+    x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, 0), (0, whole - x.shape[2]), (0, 0)))
+    coded = encode_tiles(x, stored.bits, stored.tile, jnp.arange(whole)[None] < counts[:, None])
+    return dataclasses.replace(coded, codes=coded.codes[:, :, :slots])
 
 
 def append(segment: Any, k: jax.Array, v: jax.Array, counts: jax.Array) -> Any:

@@ -3,8 +3,8 @@
 import dataclasses
 
 from lowrank_kv_jax.method import register
-from lowrank_kv_jax.selections.snapkv import Windowing
 from lowrank_kv_jax.method.head_budgets import ALLOCATIONS
+from lowrank_kv_jax.selections.snapkv import Windowing
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,8 +3,8 @@
 import dataclasses
 
 from lowrank_kv_jax.method import register
-from lowrank_kv_jax.selections.budgeted import Budgeted
 from lowrank_kv_jax.method.votes import prompt_votes, total_attention
+from lowrank_kv_jax.selections.budgeted import Budgeted
 
 
 @register("h2o")

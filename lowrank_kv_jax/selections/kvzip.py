@@ -4,8 +4,8 @@ import dataclasses
 from typing import ClassVar
 
 from lowrank_kv_jax.method import register
-from lowrank_kv_jax.selections.budgeted import DEFAULT_KEEP, Budgeted
 from lowrank_kv_jax.method.head_budgets import ALLOCATIONS
+from lowrank_kv_jax.selections.budgeted import DEFAULT_KEEP, Budgeted
 from lowrank_kv_jax.selections.layer_shares import LayerShare, layer_shares
 
 

@@ -49,6 +49,8 @@ class MomentKV(Adaptive):
         for field, values in (("schedule", ("block", "paper")), ("prefill", ("informed", "literal"))):
             if getattr(self, field) not in values:
                 raise ValueError(f"{field}={getattr(self, field)!r}: allowed are {', '.join(values)}")
+        if self.schedule == "paper" and self.decoding == "keep":
+            raise ValueError("decoding='keep': schedule='paper' evicts with every decoded token; give decoding=evict")
         if not isinstance(self.chunk, int) or self.chunk < 1:
             raise ValueError(f"chunk={self.chunk!r}: must be an int of at least 1")
         Summary(self.order, self.moments_dtype)
