@@ -157,7 +157,7 @@ def empty_tokens(shape: tuple[int, int, int, int], bits: int | None, dtype, tile
 
 def read_tokens(stored: "jax.Array | QuantisedTokens") -> jax.Array:
     """All tokens, widened to float32."""
-    if isinstance(stored, QuantisedTokens):
+    if hasattr(stored, "read_block"):
         return stored.read_block(0, stored.shape[2])
     return stored.astype(jnp.float32)
 
