@@ -14,7 +14,7 @@ jax.distributed.initialize(ADDRESS, num_processes=2, process_id=PROCESS)
 import test_eval_run as run  # noqa: E402
 from helpers import PLAIN, model  # noqa: E402
 
-from lowrank_kv_jax.evals.suite import evaluate  # noqa: E402
+from lowrank_kv_jax.evals.asking.suite import evaluate  # noqa: E402
 from lowrank_kv_jax.models.sharding import param_shardings  # noqa: E402
 from lowrank_kv_jax.sharding import make_mesh  # noqa: E402
 

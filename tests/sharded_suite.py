@@ -7,7 +7,7 @@ import jax
 import test_eval_run as run
 from helpers import PLAIN, model
 
-from lowrank_kv_jax.evals.suite import evaluate
+from lowrank_kv_jax.evals.asking.suite import evaluate
 from lowrank_kv_jax.models.sharding import param_shardings
 from lowrank_kv_jax.sharding import make_mesh
 

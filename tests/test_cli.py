@@ -13,7 +13,7 @@ from lowrank_kv_jax.cli import COMMANDS, main
 from lowrank_kv_jax.cli.compilation_cache import enable_compilation_cache
 from lowrank_kv_jax.cli.generate import _Stream
 from lowrank_kv_jax.cli.options import PLOT_SUFFIXES
-from lowrank_kv_jax.evals.records import check_writable
+from lowrank_kv_jax.evals.results.records import check_writable
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.parse import parse_method
 

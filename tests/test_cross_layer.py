@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from helpers import PLAIN, model, prompts
 
-from lowrank_kv_jax.evals import machine_rates
-from lowrank_kv_jax.evals.cross_layer import analyse, cka_matrix, cosine_matrix, group_ranks
-from lowrank_kv_jax.evals.cross_layer_cost import Cost, attention_flops, break_even, measure_costs, smaller_at
-from lowrank_kv_jax.evals.cross_layer_plot import plot_analysis
-from lowrank_kv_jax.evals.cross_layer_quality import Settings, equal_bytes_specs, one_sided_specs
-from lowrank_kv_jax.evals.timing import Timing
+from lowrank_kv_jax.evals.speed import machine_rates
+from lowrank_kv_jax.evals.speed.timing import Timing
+from lowrank_kv_jax.evals.studies.cross_layer.analysis import analyse, cka_matrix, cosine_matrix, group_ranks
+from lowrank_kv_jax.evals.studies.cross_layer.cost import Cost, attention_flops, break_even, measure_costs, smaller_at
+from lowrank_kv_jax.evals.studies.cross_layer.plot import plot_analysis
+from lowrank_kv_jax.evals.studies.cross_layer.quality import Settings, equal_bytes_specs, one_sided_specs
 from lowrank_kv_jax.parse import parse_method
 
 

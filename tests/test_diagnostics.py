@@ -12,8 +12,9 @@ from lowrank_kv_jax import methods
 from lowrank_kv_jax.calibrate import collect_moments, iterate_taps
 from lowrank_kv_jax.cli import diagnose
 from lowrank_kv_jax.corpus import load_corpus, token_windows
-from lowrank_kv_jax.evals import diagnostics
-from lowrank_kv_jax.evals.basis_metrics import (
+from lowrank_kv_jax.evals.results.records import read_records
+from lowrank_kv_jax.evals.studies.bases import diagnostics
+from lowrank_kv_jax.evals.studies.bases.metrics import (
     principal_basis,
     rank_of_energy,
     reconstruction_cosine,
@@ -22,8 +23,7 @@ from lowrank_kv_jax.evals.basis_metrics import (
     spectrum,
     subspace_overlap,
 )
-from lowrank_kv_jax.evals.diagnostics_plot import plot_diagnostics
-from lowrank_kv_jax.evals.records import read_records
+from lowrank_kv_jax.evals.studies.bases.plot import plot_diagnostics
 from lowrank_kv_jax.models.load import LoadedModel, demo_model_path, load_model
 
 RNG = np.random.default_rng(0)

@@ -9,10 +9,10 @@ from helpers import model as tiny
 from test_eval_run import Loaded
 
 from lowrank_kv_jax.corpus import Corpus
-from lowrank_kv_jax.evals import perplexity_run
-from lowrank_kv_jax.evals.compare import parse_methods
-from lowrank_kv_jax.evals.perplexity_run import cut_windows, evaluate_perplexity, total_perplexity
-from lowrank_kv_jax.evals.records import read_records
+from lowrank_kv_jax.evals.compare.run import parse_methods
+from lowrank_kv_jax.evals.perplexity import run as perplexity_run
+from lowrank_kv_jax.evals.perplexity.run import cut_windows, evaluate_perplexity, total_perplexity
+from lowrank_kv_jax.evals.results.records import read_records
 from lowrank_kv_jax.forward import embed_tokens, layer_prefill, logits_of
 
 TEXT = Corpus.of([f"sentence {i} of a text. " for i in range(20)], "made up")

@@ -19,19 +19,20 @@ from helpers import PLAIN
 from helpers import model as tiny
 
 from lowrank_kv_jax.cli import main
-from lowrank_kv_jax.cli.eval_options import print_scores
-from lowrank_kv_jax.evals import few_at_a_time, longbench, ruler, suite
-from lowrank_kv_jax.evals.batches import coarse, make_batches
-from lowrank_kv_jax.evals.clock import PrefillClock
-from lowrank_kv_jax.evals.compare import parse_methods
-from lowrank_kv_jax.evals.needle_grid import evaluate_needles
-from lowrank_kv_jax.evals.prompts import Question, chat_parts, encode
-from lowrank_kv_jax.evals.records import read_records
+from lowrank_kv_jax.cli.eval.options import print_scores
+from lowrank_kv_jax.evals import longbench, ruler
+from lowrank_kv_jax.evals.asking import few_at_a_time, suite
+from lowrank_kv_jax.evals.asking.batches import coarse, make_batches
+from lowrank_kv_jax.evals.asking.clock import PrefillClock
+from lowrank_kv_jax.evals.asking.prompts import Question, chat_parts, encode
+from lowrank_kv_jax.evals.asking.suite import Suite, evaluate
+from lowrank_kv_jax.evals.compare.run import parse_methods
+from lowrank_kv_jax.evals.needle.grid import evaluate_needles
 from lowrank_kv_jax.evals.report import markdown, page, read_report, read_sections
 from lowrank_kv_jax.evals.report.figures import _families, draw_figures, draw_needles, pareto_front
 from lowrank_kv_jax.evals.report.statistics import Interval, interval, wilcoxon_p
-from lowrank_kv_jax.evals.resume import KEY, key_of
-from lowrank_kv_jax.evals.suite import Suite, evaluate
+from lowrank_kv_jax.evals.results.records import read_records
+from lowrank_kv_jax.evals.results.resume import KEY, key_of
 from lowrank_kv_jax.parse import parse_method
 
 METHODS = parse_methods(["full", "streamingllm:budget=24,keep=none,sinks=4", "static-pca:rank=0.5,sinks=4,recent=8"])
@@ -420,8 +421,8 @@ def test_lengths_beyond_the_context_are_refused_before_samples_are_drawn(monkeyp
     monkeypatch.setattr("lowrank_kv_jax.evals.ruler.run.draw_samples", never)
     with pytest.raises(ValueError, match="length=513: is more than the model's context of 512 tokens"):
         ruler.evaluate_ruler(Loaded(), METHODS, ["vt"], [512, 513])
-    monkeypatch.setattr("lowrank_kv_jax.evals.needle_grid.evaluate_needles", never)
-    monkeypatch.setattr("lowrank_kv_jax.cli.eval_options.load_on_mesh", lambda args: (Loaded(), None))
+    monkeypatch.setattr("lowrank_kv_jax.evals.needle.grid.evaluate_needles", never)
+    monkeypatch.setattr("lowrank_kv_jax.cli.eval.options.load_on_mesh", lambda args: (Loaded(), None))
     assert main(["eval", "needle", "--lengths", "64", "100000"]) == 2
     assert "length=100000: is more than the model's context of 512 tokens" in capsys.readouterr().err
 
@@ -431,9 +432,9 @@ def test_repeated_tasks_and_lengths_count_once(files, tmp_path, monkeypatch, cap
     row = {"context": "some text", "input": "what?", "answers": ["a"], "all_classes": ["a", "b"]}
     for task in ("trec", "lcc"):
         (tmp_path / f"{task}.jsonl").write_text(json.dumps(row) + "\n")
-    monkeypatch.setattr("lowrank_kv_jax.cli.eval_options.load_on_mesh", lambda args: (Loaded(), None))
+    monkeypatch.setattr("lowrank_kv_jax.cli.eval.options.load_on_mesh", lambda args: (Loaded(), None))
     shown: list[Any] = []
-    monkeypatch.setattr("lowrank_kv_jax.cli.eval_options.print_scores", lambda *args: shown.append(args[2]))
+    monkeypatch.setattr("lowrank_kv_jax.cli.eval.options.print_scores", lambda *args: shown.append(args[2]))
     argv = ["--tasks", "trec", "trec", "lcc", "--data", str(tmp_path), "--max-length", "200", "--methods", "full"]
     assert main(["eval", "longbench", *argv]) == 0
     assert shown == [{"mean": ["trec", "lcc"]}]

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 
 from lowrank_kv_jax.cache import Cache
-from lowrank_kv_jax.evals import records
-from lowrank_kv_jax.evals.answer import answer
-from lowrank_kv_jax.evals.compare import Settings, compare, parse_methods, work
-from lowrank_kv_jax.evals.compare import records as compare_records
-from lowrank_kv_jax.evals.compare_plot import plot_results
-from lowrank_kv_jax.evals.needle import make_needle, make_needles
-from lowrank_kv_jax.evals.perplexity import perplexity
-from lowrank_kv_jax.evals.prefill_many import pad_rows, prefill_many
+from lowrank_kv_jax.evals.asking.answer import answer
+from lowrank_kv_jax.evals.asking.prefill_many import pad_rows, prefill_many
+from lowrank_kv_jax.evals.asking.samples import substring_score
+from lowrank_kv_jax.evals.compare.plot import plot_results
+from lowrank_kv_jax.evals.compare.run import Settings, compare, parse_methods, work
+from lowrank_kv_jax.evals.compare.run import records as compare_records
+from lowrank_kv_jax.evals.needle.samples import make_needle, make_needles
+from lowrank_kv_jax.evals.perplexity.score import perplexity
 from lowrank_kv_jax.evals.report.sections import read_report
-from lowrank_kv_jax.evals.samples import substring_score
-from lowrank_kv_jax.evals.sizes import nominal_smaller, size_of
-from lowrank_kv_jax.evals.timing import alternate
+from lowrank_kv_jax.evals.results import records
+from lowrank_kv_jax.evals.results.sizes import nominal_smaller, size_of
+from lowrank_kv_jax.evals.speed.timing import alternate
 from lowrank_kv_jax.forward import embed_tokens, layer_prefill, logits_of, prefill
 from lowrank_kv_jax.generate import generate
 from lowrank_kv_jax.methods import Full, SingleSVD

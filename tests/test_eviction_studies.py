@@ -13,10 +13,10 @@ from helpers import PLAIN, model, prompts
 
 from lowrank_kv_jax.accounting import cache_bytes
 from lowrank_kv_jax.cli import main, options
-from lowrank_kv_jax.evals import eviction
-from lowrank_kv_jax.evals.eviction_error import eviction_errors
-from lowrank_kv_jax.evals.eviction_speed import eviction_speed
-from lowrank_kv_jax.evals.records import read_records
+from lowrank_kv_jax.evals.results.records import read_records
+from lowrank_kv_jax.evals.studies.eviction import run as eviction
+from lowrank_kv_jax.evals.studies.eviction.error import eviction_errors
+from lowrank_kv_jax.evals.studies.eviction.speed import eviction_speed
 from lowrank_kv_jax.forward import embed_tokens, layer_prefill, make_layout
 from lowrank_kv_jax.parse import parse_method
 from lowrank_kv_jax.saved_cache import abstract_cache

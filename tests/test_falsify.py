@@ -17,9 +17,10 @@ from lowrank_kv_jax.calibrate import collect_moments
 from lowrank_kv_jax.cli import falsify as falsify_command
 from lowrank_kv_jax.cli import roofline as roofline_command
 from lowrank_kv_jax.error_tracking import attention_errors, track_errors
-from lowrank_kv_jax.evals import falsify, roofline
-from lowrank_kv_jax.evals.records import read_records
-from lowrank_kv_jax.evals.residuals import prompt_residuals
+from lowrank_kv_jax.evals.results.records import read_records
+from lowrank_kv_jax.evals.speed import roofline
+from lowrank_kv_jax.evals.studies.subspaces import falsify
+from lowrank_kv_jax.evals.studies.subspaces.residuals import prompt_residuals
 from lowrank_kv_jax.forward import compress_group, decode_step, embed_tokens, layer_prefill, make_layout, prefill
 from lowrank_kv_jax.method import Place
 from lowrank_kv_jax.models.decoder import init_params

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 kvpress = pytest.importorskip("kvpress")
 torch = pytest.importorskip("torch")
 
-from lowrank_kv_jax.evals.clock import PrefillClock  # noqa: E402
+from lowrank_kv_jax.evals.asking.clock import PrefillClock  # noqa: E402
 from lowrank_kv_jax.evals.peers.kvpress_answer import answer  # noqa: E402
 from lowrank_kv_jax.evals.peers.kvpress_many import press_many  # noqa: E402
 from lowrank_kv_jax.evals.peers.kvpress_presses import make_press  # noqa: E402

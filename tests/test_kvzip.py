@@ -15,7 +15,7 @@ from hypothesis.extra.numpy import arrays
 
 from lowrank_kv_jax.accounting import cache_bytes
 from lowrank_kv_jax.calibrate import fit_bases, moments_for
-from lowrank_kv_jax.evals.prefill_many import prefill_many
+from lowrank_kv_jax.evals.asking.prefill_many import prefill_many
 from lowrank_kv_jax.forward import decode_step, prefill, read_layer, start_reading
 from lowrank_kv_jax.layer_votes import EDGES, collect_votes
 from lowrank_kv_jax.parse import parse_method

@@ -8,13 +8,13 @@ from helpers import PLAIN
 from test_eval_run import Loaded, questions
 
 from lowrank_kv_jax.cli import main
-from lowrank_kv_jax.evals.compare import parse_methods
-from lowrank_kv_jax.evals.leaderboard import ASKED, leaderboard_table, method_specs, peer_specs, run_leaderboard
+from lowrank_kv_jax.evals.asking.suite import Suite
+from lowrank_kv_jax.evals.compare.leaderboard import ASKED, leaderboard_table, method_specs, peer_specs, run_leaderboard
+from lowrank_kv_jax.evals.compare.run import parse_methods
 from lowrank_kv_jax.evals.peers import kvpress_run
 from lowrank_kv_jax.evals.peers.kvpress_presses import PRESSES, parse_press, require_kvpress
-from lowrank_kv_jax.evals.records import read_records
+from lowrank_kv_jax.evals.results.records import read_records
 from lowrank_kv_jax.evals.ruler.tasks import RULER_6
-from lowrank_kv_jax.evals.suite import Suite
 from lowrank_kv_jax.methods import REGISTRY
 
 

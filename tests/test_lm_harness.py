@@ -18,11 +18,11 @@ from shared_data import shared
 from test_eval_run import Letters, Loaded
 
 from lowrank_kv_jax.cli import main
-from lowrank_kv_jax.evals.compare import parse_methods
+from lowrank_kv_jax.evals.compare.run import parse_methods
 from lowrank_kv_jax.evals.lm_harness import run as lm_run
 from lowrank_kv_jax.evals.lm_harness.scoring import make_pair, score_pairs
 from lowrank_kv_jax.evals.lm_harness.tasks import TASKS, check_lines
-from lowrank_kv_jax.evals.records import read_records
+from lowrank_kv_jax.evals.results.records import read_records
 from lowrank_kv_jax.forward import embed_tokens, layer_prefill, logits_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -17,8 +17,8 @@ from lowrank_kv_jax.calibrate import calibrate, collect_moments, iterate_taps, m
 from lowrank_kv_jax.codecs.basis import project
 from lowrank_kv_jax.codecs.folding import fold_layer
 from lowrank_kv_jax.estimators.whitening import LARGEST_JITTER, truncate, whiten
-from lowrank_kv_jax.evals.fisher_overlap import fisher_overlap, plot_overlap
-from lowrank_kv_jax.evals.roofline import white_bases
+from lowrank_kv_jax.evals.speed.roofline import white_bases
+from lowrank_kv_jax.evals.studies.streaming.fisher_overlap import fisher_overlap, plot_overlap
 from lowrank_kv_jax.fisher import collect_fisher
 from lowrank_kv_jax.forward import decode_step, extend, make_layout, prefill, refresh
 from lowrank_kv_jax.method import Place

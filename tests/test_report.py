@@ -8,12 +8,12 @@ import pytest
 from scipy.stats import wilcoxon
 
 from lowrank_kv_jax.cli import main
-from lowrank_kv_jax.evals.records import read_records
 from lowrank_kv_jax.evals.report import draw_figures, markdown, read_report, read_sections, statistics
 from lowrank_kv_jax.evals.report.figures import _far_apart, _settings
 from lowrank_kv_jax.evals.report.markdown import cells
 from lowrank_kv_jax.evals.report.statistics import EXACT, Interval, wilcoxon_p
 from lowrank_kv_jax.evals.report.times import times_by_rows
+from lowrank_kv_jax.evals.results.records import read_records
 
 
 def score(method="full", index=0, value=50.0, **fields):

@@ -17,12 +17,12 @@ from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.corpus import load_corpus
 from lowrank_kv_jax.estimators.gha import gha_update
 from lowrank_kv_jax.estimators.gha_tail import update_tail
-from lowrank_kv_jax.evals.long_needles import long_needles
-from lowrank_kv_jax.evals.paired_gain import paired_gain
-from lowrank_kv_jax.evals.piecewise_stream import follow_stream, piecewise_stream
-from lowrank_kv_jax.evals.shifted_texts import CALIBRATE, MIXED, text_of, windows_of
-from lowrank_kv_jax.evals.streaming import Score, ablation_specs, needle_gains, quality_specs, text_gains
-from lowrank_kv_jax.evals.streaming_reconstruction import hidden_updates, means, reconstruction
+from lowrank_kv_jax.evals.needle.long import long_needles
+from lowrank_kv_jax.evals.studies.bases.piecewise_stream import follow_stream, piecewise_stream
+from lowrank_kv_jax.evals.studies.streaming.paired_gain import paired_gain
+from lowrank_kv_jax.evals.studies.streaming.quality import Score, ablation_specs, needle_gains, quality_specs, text_gains
+from lowrank_kv_jax.evals.studies.streaming.reconstruction import hidden_updates, means, reconstruction
+from lowrank_kv_jax.evals.studies.streaming.shifted_texts import CALIBRATE, MIXED, text_of, windows_of
 from lowrank_kv_jax.forward import extend, prefill, refresh
 from lowrank_kv_jax.generate import generate
 from lowrank_kv_jax.method import Fault

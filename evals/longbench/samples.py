@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lowrank_kv_jax.evals.fields import check_texts, wrong
 from lowrank_kv_jax.evals.longbench.tasks import find_task
+from lowrank_kv_jax.evals.results.fields import check_texts, wrong
 
 HUB = "THUDM/LongBench"
 HUB_FILE = "data.zip"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lowrank_kv_jax.evals.records import read_records, warn
+from lowrank_kv_jax.evals.results.records import read_records, warn
 from lowrank_kv_jax.evals.ruler.tasks import GROUPS
 
 Record = Mapping[str, Any]

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lowrank_kv_jax.evals.fields import check_texts, wrong
+from lowrank_kv_jax.evals.results.fields import check_texts, wrong
 from lowrank_kv_jax.evals.ruler.tasks import find_task
 
 

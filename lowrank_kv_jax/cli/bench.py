@@ -42,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: as `load_model`, `parse_methods` and `bench_decode`; the peer without torch.
     """
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
-    from lowrank_kv_jax.evals.bench import bench_decode, records
-    from lowrank_kv_jax.evals.compare import parse_methods
-    from lowrank_kv_jax.evals.records import append_record
+    from lowrank_kv_jax.evals.compare.run import parse_methods
+    from lowrank_kv_jax.evals.results.records import append_record
+    from lowrank_kv_jax.evals.speed.bench import bench_decode, records
 
     methods = parse_methods(args.methods)
     check_numbers(args, lengths=1, steps=1, rounds=1, seed=0)

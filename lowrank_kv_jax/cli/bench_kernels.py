@@ -31,8 +31,8 @@ def run_kernels(args: argparse.Namespace) -> int:
         ValueError, OSError: sizes that do not fit together, a wrong result, a file that cannot be written.
     """
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs
-    from lowrank_kv_jax.evals import kernels
-    from lowrank_kv_jax.evals.records import append_record
+    from lowrank_kv_jax.evals.results.records import append_record
+    from lowrank_kv_jax.evals.speed import kernels
 
     counts = ("lengths", "batch", "ranks", "repeats", "q_heads", "kv_heads", "head_dim")
     check_numbers(args, **dict.fromkeys(counts, 1), seed=0)
@@ -58,7 +58,7 @@ def run_kernels(args: argparse.Namespace) -> int:
 
 def _print_speeds(speeds, bandwidth: float, repeats: int) -> None:
     from lowrank_kv_jax.cli.options import device_line
-    from lowrank_kv_jax.evals.kernels import fastest_full
+    from lowrank_kv_jax.evals.speed.kernels import fastest_full
 
     best = fastest_full(speeds)
     rows = []
@@ -109,7 +109,7 @@ def run_compile(args: argparse.Namespace) -> int:
         ValueError: no target's compiler can be had.
     """
     from lowrank_kv_jax.cli.options import check_outputs
-    from lowrank_kv_jax.evals.records import append_record, make_record
+    from lowrank_kv_jax.evals.results.records import append_record, make_record
     from lowrank_kv_jax.pallas_kernels.compile_grid import compile_all
 
     check_outputs(args)

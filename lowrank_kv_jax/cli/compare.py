@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: as `load_model`, `parse_methods`, `load_corpus` and `compare`.
     """
     from lowrank_kv_jax.cli.options import check_outputs, corpus_of, load_from
-    from lowrank_kv_jax.evals.compare import Settings, compare, parse_methods, records, work
-    from lowrank_kv_jax.evals.records import append_record
+    from lowrank_kv_jax.evals.compare.run import Settings, compare, parse_methods, records, work
+    from lowrank_kv_jax.evals.results.records import append_record
 
     methods = parse_methods(args.methods)
     settings = Settings(
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         for record in records(model, results, settings):
             append_record(args.json, record)
     if args.plot:
-        from lowrank_kv_jax.evals.compare_plot import plot_results
+        from lowrank_kv_jax.evals.compare.plot import plot_results
 
         plot_results(results, args.plot, f"{model.name}: quality against the bytes of the cache")
     return 0
