@@ -16,7 +16,7 @@ from lowrank_kv_jax.models.load import load_model
 
 pytestmark = [pytest.mark.xdist_group("smollm2"),
               pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
-GOLDENS = Path(__file__).parent / "goldens"
+GOLDENS = Path(__file__).parents[1] / "goldens"
 GOLDEN = json.loads((GOLDENS / "evals.json").read_text())
 FULL = parse_methods(["full"])
 

@@ -1,10 +1,10 @@
-"""Run by test_eval_run.py in a process of its own with 8 devices: a suite on one device and on a mesh.
+"""Run by test_suite.py in a process of its own with 8 devices: a suite on one device and on a mesh.
 
 Prints the number of records, and the fields in which those of the mesh differ.
 """
 
 import jax
-import test_eval_run as run
+import suites as run
 from helpers import PLAIN, model
 
 from lowrank_kv_jax.evals.asking.suite import evaluate

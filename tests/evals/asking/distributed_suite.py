@@ -1,4 +1,4 @@
-"""Run by test_eval_run.py in two processes of four devices each: a suite on a mesh over all eight.
+"""Run by test_suite.py in two processes of four devices each: a suite on a mesh over all eight.
 
 The first process writes the records to the file that is given and prints their number.
 """
@@ -11,7 +11,7 @@ PROCESS, ADDRESS, PATH = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(ADDRESS, num_processes=2, process_id=PROCESS)
 
-import test_eval_run as run  # noqa: E402
+import suites as run  # noqa: E402
 from helpers import PLAIN, model  # noqa: E402
 
 from lowrank_kv_jax.evals.asking.suite import evaluate  # noqa: E402

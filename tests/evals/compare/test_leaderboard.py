@@ -5,7 +5,7 @@ import json
 
 import pytest
 from helpers import PLAIN
-from test_eval_run import Loaded, questions
+from suites import Loaded, questions
 
 from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.evals.asking.suite import Suite

@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import re
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from shared_data import FOLDER
 
 from lowrank_kv_jax.cache import Cache
 from lowrank_kv_jax.evals.asking.answer import answer
@@ -31,7 +31,7 @@ from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import init_params
 from lowrank_kv_jax.rope import RopeSpec
 
-OFFICIAL = Path(__file__).parents[2] / "shared" / "data" / "ruler"
+OFFICIAL = FOLDER / "ruler"
 
 
 class Characters:

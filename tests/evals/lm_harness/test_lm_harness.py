@@ -15,7 +15,7 @@ import pytest
 from helpers import PLAIN
 from helpers import model as tiny
 from shared_data import shared
-from test_eval_run import Letters, Loaded
+from suites import Letters, Loaded
 
 from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.evals.compare.run import parse_methods
@@ -244,7 +244,7 @@ def test_lm_eval_knows_the_model():
     line = (folder / "lowrank_kv_lm_eval.pth").read_text()
     code = (f"{line}\nimport sys\nassert 'lm_eval' not in sys.modules and 'jax' not in sys.modules\n"
             "import lm_eval.models\nfrom lm_eval.api.registry import get_model\nprint(get_model('lowrank-kv').__name__)")
-    root = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parents[3])
     env = os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), root)), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.stdout.strip() == "LowRankKV", done.stderr[-2000:]

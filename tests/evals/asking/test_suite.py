@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from character_tokenizer import Encoded
 from helpers import PLAIN
-from helpers import model as tiny
+from suites import METHODS, Letters, Loaded, fit, questions, some, without_times
 
 from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.cli.eval.options import print_scores
@@ -26,7 +25,6 @@ from lowrank_kv_jax.evals.asking.batches import coarse, make_batches
 from lowrank_kv_jax.evals.asking.clock import PrefillClock
 from lowrank_kv_jax.evals.asking.prompts import Question, chat_parts, encode
 from lowrank_kv_jax.evals.asking.suite import Suite, evaluate
-from lowrank_kv_jax.evals.compare.run import parse_methods
 from lowrank_kv_jax.evals.needle.grid import evaluate_needles
 from lowrank_kv_jax.evals.report import markdown, page, read_report, read_sections
 from lowrank_kv_jax.evals.report.figures import _families, draw_figures, draw_needles, pareto_front
@@ -35,59 +33,8 @@ from lowrank_kv_jax.evals.results.records import read_records
 from lowrank_kv_jax.evals.results.resume import KEY, key_of
 from lowrank_kv_jax.parse import parse_method
 
-METHODS = parse_methods(["full", "streamingllm:budget=24,keep=none,sinks=4", "static-pca:rank=0.5,sinks=4,recent=8"])
-
-
-class Letters:
-    """A tokenizer of characters that can be turned back."""
-
-    bos_token_id = None
-    chat_template = None
-
-    def __call__(self, text, add_special_tokens=True, verbose=True):
-        return Encoded([ord(c) % 64 for c in text])
-
-    def encode(self, text, add_special_tokens=True):
-        return self(text).input_ids
-
-    def decode(self, ids, skip_special_tokens=True):
-        return "".join(chr(64 + i) for i in ids)
-
-
-@dataclasses.dataclass(frozen=True)
-class Loaded:
-    """What the evaluations read of a `LoadedModel`."""
-
-    config: Any = PLAIN
-    params: Any = dataclasses.field(default_factory=lambda: tiny().params)
-    tokenizer: Any = dataclasses.field(default_factory=Letters)
-    name: str = "tiny"
-    fingerprint: str = "f" * 8
-
-
-def questions(count=5, task="a", new_tokens=4):
-    """Two questions on each context, of different lengths."""
-    return tuple(
-        Question(task, 64, i, f"{task} context {i // 2} " * (3 + i // 2), f"question {i}", "?", new_tokens,
-                 lambda answer: len(set(answer)) / 8, details={"outputs": [str(i)]})
-        for i in range(count)
-    )
-
-
-def some(protocol="query-agnostic", count=5, **settings):
-    return Suite("eval test", questions(count) + questions(2, "b", 3), protocol, rows=2, seed=1,
-                 settings=settings)
-
-
-def without_times(records):
-    drop = ("ttft_s", "decode_tokens_per_s", "peak_bytes", "methods_sharing_prefill")
-    return [{name: value for name, value in record.items() if name not in drop} for record in records]
-
-
-def fit(needed):
-    from helpers import bases_for
-
-    return {spec: bases_for(method) for spec, method in needed.items() if method.calibrated}
+TESTS = Path(__file__).parents[2]
+PATHS = os.pathsep.join((str(TESTS.parent), str(TESTS)))
 
 
 @pytest.fixture(scope="module")
@@ -287,17 +234,17 @@ def test_only_calibrated_methods_depend_on_the_calibration(tmp_path):
 SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
-import test_eval_run as t
-t.evaluate(t.Loaded(), t.METHODS, t.some(), json=sys.argv[1], bases=t.fit)
+import suites as t
+from lowrank_kv_jax.evals.asking.suite import evaluate
+evaluate(t.Loaded(), t.METHODS, t.some(), json=sys.argv[1], bases=t.fit)
 """
 
 
 def test_a_process_that_is_killed_leaves_whole_records(tmp_path, whole):
     path = tmp_path / "r.jsonl"
     script = tmp_path / "run.py"
-    script.write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
-    root = str(Path(__file__).parent.parent)
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": root, "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    script.write_text(SCRIPT.format(tests=str(TESTS)))
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": PATHS, "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
     process = subprocess.Popen([sys.executable, str(script), str(path)], env=env)
     deadline = time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
@@ -317,7 +264,7 @@ def test_a_process_that_is_killed_leaves_whole_records(tmp_path, whole):
 def test_a_mesh_of_eight_devices_gives_the_same_records(whole):
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
     here = Path(__file__).parent
-    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "64", "PYTHONPATH": str(here.parent)}
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "64", "PYTHONPATH": PATHS}
     done = subprocess.run([sys.executable, str(here / "sharded_suite.py")], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.strip() == f"{len(whole)} []"
@@ -327,7 +274,7 @@ def test_two_processes_give_the_same_records(tmp_path, whole):
     """Each of four devices; a mesh over all eight, batch and heads cut across the processes; one file of records."""
     flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=1"
     here, path = Path(__file__).parent, tmp_path / "r.jsonl"
-    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "64", "PYTHONPATH": str(here.parent)}
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "64", "PYTHONPATH": PATHS}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import PLAIN
 from helpers import model as tiny
-from test_eval_run import Loaded
+from suites import Loaded
 
 from lowrank_kv_jax.corpus import Corpus
 from lowrank_kv_jax.evals.compare.run import parse_methods
