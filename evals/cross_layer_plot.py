@@ -3,6 +3,7 @@
 import os
 
 from lowrank_kv_jax.evals.cross_layer import Analysis
+from lowrank_kv_jax.evals.figure_file import save_figure
 
 
 def plot_analysis(path: str | os.PathLike, analysis: Analysis, title: str = "") -> None:
@@ -29,4 +30,4 @@ def plot_analysis(path: str | os.PathLike, analysis: Analysis, title: str = "") 
             title=f"{side}: rank for {analysis.energy:.0%} of the energy",
         )
     figure.suptitle(title)
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path, 130)

@@ -58,7 +58,8 @@ def save_arrays(path: str | Path, kind: str, arrays: Mapping[str, jax.Array], me
                 checkpointer.save(path / name, dict(arrays))
             versions = {package: version(package) for package in ("jax", "orbax-checkpoint")}
             files = {file: _digest(path / name / file, sync=True) for file in _files(path / name)}
-            description = {"format": FORMAT, "kind": kind, "versions": versions, "arrays": name, "files": files, **metadata}
+            description = {"format": FORMAT, "kind": kind, "versions": versions, "arrays": name, "files": files}
+            description |= metadata
             description["sha256"] = _seal(description)
             write_text(path / METADATA, json.dumps(description, indent=1, sort_keys=True))
         finally:

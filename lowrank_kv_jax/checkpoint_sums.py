@@ -40,8 +40,8 @@ class CheckpointedSums:
         except Exception as error:  # zip, zlib and NumPy have errors of their own for what is damaged
             raise ValueError(f"{self._path}: no unfinished calibration ({error}); delete it or name another") from error
         if done < 1 or not all(array.dtype == np.float64 and np.isfinite(array).all() for array in found.values()):
-            raise ValueError(f"{self._path}: no unfinished calibration (done={done} and sums must be at least 1 and finite "
-                             "float64); delete it or name another")
+            raise ValueError(f"{self._path}: no unfinished calibration (done={done}: must be at least 1, and sums "
+                             "finite float64); delete it or name another")
         if key != self._key:
             raise ValueError(f"{self._path}: holds the unfinished calibration of {key}, not of {self._key}; delete it or "
                              "name another")

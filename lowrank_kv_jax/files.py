@@ -89,6 +89,13 @@ def write_text(path: str | os.PathLike, text: str) -> None:
         file.write(text.encode("utf-8"))
 
 
+def write_all(file: IO[bytes], data: bytes) -> None:
+    """Write all of the data to an unbuffered file: a disk that fills up takes a part first and then fails."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
 def lock(descriptor: int) -> bool:
     """Lock an open file or directory until it is closed; whether it was free. Where there are no locks, it is."""
     try:
@@ -138,7 +145,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def check_fields(place: str | os.PathLike, found: Mapping[str, Any], fields: Mapping[str, type | tuple[type, ...]]) -> None:
+def check_fields(
+    place: str | os.PathLike, found: Mapping[str, Any], fields: Mapping[str, type | tuple[type, ...]]
+) -> None:
     """Raise ValueError for the first of these fields that is missing or of another type."""
     for name, kinds in fields.items():
         if name not in found:
@@ -157,3 +166,16 @@ def short(value: Any) -> str:
     import reprlib
 
     return reprlib.repr(value)
+
+
+def read_text(path: str | os.PathLike) -> str:
+    """The UTF-8 text of a file or a pipe.
+
+    Raises:
+        ValueError: it is not UTF-8, or a device; OSError: it cannot be read.
+    """
+    refuse_device(path)
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{os.fspath(path)}: is not UTF-8 text ({error.reason} at byte {error.start})") from error

