@@ -67,6 +67,8 @@ class ModelConfig:
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{field} must be a positive integer, got {value!r}")
+        if self.context >= 2**31:
+            raise ValueError(f"context must be at most {2**31 - 1}, got {self.context:.3g}")
         if self.q_heads % self.kv_heads:
             raise ValueError(
                 f"q_heads must be a multiple of kv_heads, got {self.q_heads} and {self.kv_heads}"

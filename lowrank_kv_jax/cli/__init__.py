@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -10,7 +11,6 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lowrank_kv_jax.cli.bounds import check_bounds
-from lowrank_kv_jax.files import naming
 
 COMMANDS = {
     "compare": "what each method costs and keeps, beside the full cache",
@@ -43,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_bounds(args)
         code = args.run(args) or 0
         if sys.stdout is not None:
-            with naming("standard output"):
-                sys.stdout.flush()  # a reader that is gone or a full disk, while something can be said
+            sys.stdout.flush()  # a reader that is gone or a full disk, while something can be said
         return code
     except BrokenPipeError:
         return _drop_output(0)
@@ -133,15 +132,17 @@ def _prepare_environment() -> None:
 def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and isinstance(error.filename, (str, bytes)):
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+        return f"standard output: {error.strerror}"  # whatever else is written to names its file
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def _drop_output(code: int) -> int:
     """Forget what standard output still holds: a reader that has gone (`| head`) or a full disk does not want it."""
     if sys.stdout is not None:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError):
             sys.stdout.flush()
             return code
-        with contextlib.suppress(OSError, ValueError):  # ValueError: closed, or not a file of the system
+        with contextlib.suppress(OSError, ValueError):  # ValueError: not a file of the system
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
