@@ -237,6 +237,9 @@ def generate(
         state, logits = ingest(method, config, params, fork(cache), rows, bases=bases)
     else:
         longest = config.context - max_new_tokens
+        if longest < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens}: must be at most {config.context - 1}, the context of the "
+                             f"model, {config.context} tokens, less one of the prompt")
         if capacity is not None:
             needed = max(map(len, rows)) + max_new_tokens - 1  # the last token drawn is not cached
             if needed > capacity:

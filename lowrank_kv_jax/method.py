@@ -2,6 +2,8 @@
 
 import abc
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -73,6 +75,15 @@ class KVMethod(abc.ABC):
     bases_type: ClassVar[type | None] = None
     """The NamedTuple of arrays, or the `@state` class of numbers, that holds the bases of one group, where `fit` returns
     any; what is saved on disk."""
+
+    def __post_init__(self):
+        """Refuse numbers that overflow or run for ever."""
+        for field in dataclasses.fields(self):
+            value, most = getattr(self, field.name), _MOST.get(field.name, MOST)
+            if isinstance(value, int) and abs(value) > most:
+                raise ValueError(f"{field.name}={value}: must be at most {most}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{field.name}={value}: must be a finite number")
 
     def layer_groups(self, spec: AttentionSpec) -> tuple[tuple[int, ...], ...]:
         """Layers that share one state, in order; one layer each unless a method works across layers."""
@@ -185,11 +196,30 @@ def register(name: str) -> Callable[[type[_Method]], type[_Method]]:
         if name in REGISTRY:
             raise ValueError(f"method name {name!r} is taken by {REGISTRY[name].__qualname__}")
         cls.name = name
+        cls.__post_init__ = _bounded(cls.__post_init__)
         cls.__eq__, cls.__hash__ = _equal, _hash
         REGISTRY[name] = cls
         return cls
 
     return add
+
+
+MOST = 2**28
+"""Of a field that counts tokens, channels or the like: sums of several stay within 32 bits."""
+
+_MOST = {"budget_bytes": 2**62, **dict.fromkeys(("steps", "iterations", "iterations_dec"), 1000)}
+"""Of other fields; steps are unrolled in the program."""
+
+
+def _bounded(own: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A class' own checks after those of its bounds, whether or not it calls those of its bases."""
+
+    @functools.wraps(own)
+    def __post_init__(self):
+        KVMethod.__post_init__(self)
+        own(self)
+
+    return __post_init__
 
 
 def _value(method: KVMethod) -> tuple[Any, ...]:

@@ -10,14 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.cache import Cache, bases_of_group
-from lowrank_kv_jax.checkpoint import load_arrays, load_metadata, save_arrays
+from lowrank_kv_jax.checkpoint import FLOATS, METADATA, load_arrays, load_metadata, save_arrays
+from lowrank_kv_jax.files import behind_links, check_fields, short
 from lowrank_kv_jax.method import KVMethod, Layout
 from lowrank_kv_jax.sharding import check_mesh, leaf_sharding
 from lowrank_kv_jax.state import map_leaves, walk
 from lowrank_kv_jax.token_layout import lay_out
 
 KIND = "cache"
-_STORED = ("batch", "prompt", "capacity", "block", "dtype", "tokens")
+_LEAST = {"batch": 1, "prompt": 0, "capacity": 1, "block": 1}
+_STORED = (*_LEAST, "dtype", "tokens")
+_FIELDS = {"method": str, "model": str, "fingerprint": str, "bases": (str, type(None)), "layout": dict}
 
 
 def save_cache(path: str | Path, cache: Cache, model: Any, *, bases: Any = None) -> None:
@@ -51,6 +54,8 @@ def load_cache(
         ValueError: it belongs to another method, model or bases, or its arrays do not fit.
     """
     metadata = load_metadata(path, KIND)
+    file = behind_links(path) / METADATA
+    check_fields(file, metadata, _FIELDS)
     if metadata["fingerprint"] != model.fingerprint:
         raise ValueError(f"{path}: this cache belongs to model {metadata['model']!r} with other weights "
                          f"({metadata['fingerprint'][:12]}), not to {model.name!r} ({model.fingerprint[:12]})")
@@ -58,13 +63,26 @@ def load_cache(
         raise ValueError(f"{path}: this cache was made by {metadata['method']}, not by {method!r}")
     if metadata["bases"] != _digest(bases):
         raise ValueError(f"{path}: this cache was made with other calibrated bases than those given")
-    layout = Layout(spec=model.config.attention, **metadata["layout"])
+    layout = Layout(spec=model.config.attention, **_checked_layout(file, metadata["layout"]))
     if mesh is not None:
         layout = dataclasses.replace(layout, mesh=check_mesh(mesh, layout.spec, layout.batch))
     abstract = abstract_cache(method, layout, bases)
-    arrays = load_arrays(path, {name: array for name, array, _ in walk(abstract)})
+    arrays = load_arrays(path, metadata, {name: array for name, array, _ in walk(abstract)})
     in_order = iter([arrays[name] for name, _, _ in walk(abstract)])
     return map_leaves(lambda info, _: next(in_order), abstract)
+
+
+def _checked_layout(file: Path, layout: dict[str, Any]) -> dict[str, Any]:
+    """The saved fields of a `Layout`, those and no others."""
+    check_fields(f"{file}: layout", layout, dict.fromkeys(_LEAST, int) | {"dtype": str, "tokens": str})
+    for name, least in _LEAST.items():
+        if not least <= layout[name] < 2**31:
+            raise ValueError(f"{file}: layout: {name}={layout[name]}: must lie in {least}..{2**31 - 1}")
+    if layout["dtype"] not in FLOATS:
+        raise ValueError(f"{file}: layout: dtype={short(layout['dtype'])}: must be one of {', '.join(FLOATS)}")
+    if layout["tokens"] not in ("rows", "lanes"):
+        raise ValueError(f"{file}: layout: tokens={short(layout['tokens'])}: must be 'rows' or 'lanes'")
+    return {name: layout[name] for name in _STORED}
 
 
 def _digest(bases: Any) -> str | None:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 
 from lowrank_kv_jax.evals.compare.run import Result
+from lowrank_kv_jax.evals.results.figure_file import save_figure
 
 MARKERS = "osD^vP*Xh<>p8d"
 
@@ -31,7 +32,7 @@ def plot_results(results: Sequence[Result], path: str | os.PathLike, title: str)
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)), frameon=False)
         figure.suptitle(title, fontsize=10)
-        figure.savefig(path, dpi=200)
+        save_figure(figure, path, 200)
         plt.close(figure)
 
 

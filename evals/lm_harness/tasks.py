@@ -76,7 +76,7 @@ def check_lines(path: Path, name: str) -> None:
         found += 1
         try:
             _check_document(name, json.loads(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
     if not found:
         raise ValueError(f"{path}: holds no document")

@@ -91,7 +91,7 @@ def read_lines(task: str, lines: Iterable[str | bytes], source: str,
             place = f"{source}, line {number}"
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{place}: {error}") from error
             read.append(_placed(task, len(read), row, place))
     if not read:

@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from lowrank_kv_jax.files import check_regular, naming, refuse_device, write_all
+
 FIELDS = (
     "command", "model", "method", "task", "length", "samples", "seed", "protocol", "score", "cache_bytes",
     "full_cache_bytes", "bytes_per_token", "bytes_by_kind", "ttft_s", "decode_tokens_per_s", "peak_bytes",
@@ -39,14 +41,19 @@ def append_record(path: str | os.PathLike, record: dict[str, Any]) -> None:
         return
     line = json.dumps(record, allow_nan=False, sort_keys=False) + "\n"
     path = Path(path).expanduser()
-    with open(path, "ab+") as file:
-        if file.seek(0, os.SEEK_END):
+    check_regular(path)
+    with naming(path), open(path, "ab+", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        if end:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 line = "\n" + line
-        file.write(line.encode())
-        file.flush()
-        os.fsync(file.fileno())
+        try:
+            write_all(file, line.encode())
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(end)  # a full disk: half a line is none
+            raise
 
 
 def read_records(path: str | os.PathLike) -> list[dict[str, Any]]:
@@ -56,8 +63,9 @@ def read_records(path: str | os.PathLike) -> list[dict[str, Any]]:
     line on standard error says how many.
 
     Raises:
-        OSError: the file cannot be read; ValueError: it is not UTF-8.
+        OSError: the file cannot be read; ValueError: it is not UTF-8, or a device.
     """
+    refuse_device(path)
     try:
         *lines, last = Path(path).expanduser().read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
@@ -89,10 +97,12 @@ def warn(message: str) -> None:
 
 
 def check_writable(path: str | os.PathLike) -> None:
-    """Raise OSError now rather than after minutes of measuring if nothing can be appended to `path`.
+    """Raise OSError, or ValueError where it is no regular file, now rather than after minutes of measuring if nothing can
+    be appended to `path`.
 
     A file that was not there is not left behind.
     """
+    check_regular(path)
     target = Path(path).expanduser().resolve()  # through links: what is created is removed, not a link to it
     new = not target.exists()
     with open(target, "ab"):

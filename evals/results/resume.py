@@ -33,7 +33,7 @@ def finished(path: str | os.PathLike, wanted: Mapping[Key, Mapping[str, Any]]) -
     found: dict[Key, dict[str, Any]] = {}
     for record in read_records(path):
         key = key_of(record)
-        if key not in wanted:
+        if any(isinstance(value, dict | list) for value in key) or key not in wanted:
             continue
         differ = [
             f"the {name.removesuffix('_sha256')} of {record['task']} sample {record['index']} is another one"
@@ -42,5 +42,20 @@ def finished(path: str | os.PathLike, wanted: Mapping[Key, Mapping[str, Any]]) -
         ]
         if differ:
             raise ValueError(f"{path} holds results of another run ({'; '.join(differ)}): give another file")
+        _check_result(path, record)
         found.setdefault(key, record)
     return found
+
+
+_RESULT = ("score", "nll", "scored_tokens", "cache_bytes", "full_cache_bytes", "smaller")
+
+
+def _check_result(path: str | os.PathLike, record: Mapping[str, Any]) -> None:
+    """Raise ValueError where a record of this run lacks what tables are made of, or holds no number there."""
+    place = f"{path}: the record of {record['method']}, {record['task']}, index {record['index']}"
+    for field in _RESULT:
+        value = record.get(field)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"{place}: {field}={value!r:.80}: must be a number")
+    if not (record.get("score") is not None or ("nll" in record and record.get("scored_tokens"))):
+        raise ValueError(f"{place}: has neither a score nor a likelihood (nll, scored_tokens); delete its line")

@@ -22,7 +22,7 @@ def mean_scores(records: Sequence[Record]) -> dict[str, dict[tuple[Any, str], fl
 
 def mean_smaller(records: Sequence[Record], method: str) -> float | None:
     """How many times smaller than a 16-bit full cache: all bytes of the full caches over all bytes stored."""
-    own = [r for r in records if r["method"] == method and r.get("cache_bytes")]
+    own = [r for r in records if r["method"] == method and r.get("cache_bytes") and r.get("full_cache_bytes")]
     if not own:
         return None
     return sum(r["full_cache_bytes"] for r in own) / sum(r["cache_bytes"] for r in own)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.codecs.quantised import store_tokens
+from lowrank_kv_jax.evals.results.figure_file import save_figure
 from lowrank_kv_jax.evals.results.records import make_record
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
@@ -321,5 +322,5 @@ def plot(speeds: Sequence[Speed], bandwidth: float, path: str) -> None:
         axes[1].set(xlabel="cached tokens", ylabel="% of copy bandwidth", xscale="log")
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-        figure.savefig(path, dpi=200)
+        save_figure(figure, path, 200)
         plt.close(figure)

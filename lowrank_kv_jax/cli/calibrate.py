@@ -41,13 +41,13 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.cli.options import check_numbers, load_from
     from lowrank_kv_jax.corpus import load_corpus
     from lowrank_kv_jax.parse import parse_method, spell_method
-    from lowrank_kv_jax.saved_bases import check_replaceable, save_bases
+    from lowrank_kv_jax.saved_bases import check_bases_replaceable, save_bases
 
     method = parse_method(args.method)
     if not method.calibrated:
         raise ValueError(f"method {method.name!r} takes nothing from calibration: use it as it is")
     check_numbers(args, length=1, windows=1, seed=0)
-    check_replaceable(args.out)
+    check_bases_replaceable(args.out)
     corpus = load_corpus(args.corpus)
     model = load_from(args)
     method.validate(model.config.attention)

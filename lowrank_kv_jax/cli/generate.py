@@ -3,7 +3,8 @@
 import argparse
 import sys
 import time
-from pathlib import Path
+
+from lowrank_kv_jax.files import read_text
 
 HELP = "generate text from a compressed cache"
 
@@ -115,13 +116,12 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if args.prompt is not None:
         texts = args.prompt
     elif args.prompt_file == "-":
-        texts = [sys.stdin.read()]
-    else:
         try:
-            texts = [Path(args.prompt_file).expanduser().read_text(encoding="utf-8")]
+            texts = [sys.stdin.read()]
         except UnicodeDecodeError as error:
-            reason = f"{error.reason} at byte {error.start}"
-            raise ValueError(f"{args.prompt_file}: is not UTF-8 text ({reason})") from error
+            raise ValueError(f"standard input is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    else:
+        texts = [read_text(args.prompt_file)]
     if not all(texts):
         raise ValueError("the prompt is empty: give at least one token")
     return texts

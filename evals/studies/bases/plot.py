@@ -4,6 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from lowrank_kv_jax.evals.results.figure_file import save_figure
+
 TAPS = {"k": "keys after RoPE", "k_pre": "keys before RoPE", "v": "values"}
 
 
@@ -39,4 +41,4 @@ def plot_diagnostics(path: str, spectra: list[dict[str, Any]], adaptation: list[
         axes.set_ylim(bottom=0)
     handles, labels = sides[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 3), fontsize="small")
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path, 150)

@@ -2,6 +2,7 @@
 
 import os
 
+from lowrank_kv_jax.evals.results.figure_file import save_figure
 from lowrank_kv_jax.evals.studies.cross_layer.analysis import Analysis
 
 
@@ -29,4 +30,4 @@ def plot_analysis(path: str | os.PathLike, analysis: Analysis, title: str = "") 
             title=f"{side}: rank for {analysis.energy:.0%} of the energy",
         )
     figure.suptitle(title)
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path, 130)

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from lowrank_kv_jax.evals.results.figure_file import save_figure
 from lowrank_kv_jax.fisher import PROJECTIONS
 from lowrank_kv_jax.moments import Fisher
 
@@ -57,4 +58,4 @@ def plot_overlap(path: str, overlap: dict[str, np.ndarray], title: str) -> None:
         axes.legend(loc="lower left")
     figure.axes[0].set_ylabel("Fisher overlap")
     figure.suptitle(title, fontsize="medium")
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path, 130)

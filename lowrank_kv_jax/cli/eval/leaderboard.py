@@ -37,7 +37,6 @@ def run(args: argparse.Namespace) -> int:
             without their peer.
     """
     import sys
-    from pathlib import Path
 
     from lowrank_kv_jax.cli.options import check_numbers, load_from
     from lowrank_kv_jax.evals.compare.leaderboard import leaderboard_table, method_specs, peer_specs, run_leaderboard
@@ -45,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.evals.peers.kvpress_presses import parse_press, require_kvpress
     from lowrank_kv_jax.evals.results.records import check_writable
     from lowrank_kv_jax.evals.ruler.tasks import expand_tasks
+    from lowrank_kv_jax.files import write_text
 
     expand_tasks(args.tasks)
     if args.presses and not args.peer:
@@ -67,5 +67,5 @@ def run(args: argparse.Namespace) -> int:
     table = leaderboard_table(args.json, args.tasks, model.fingerprint)
     print(table)
     if args.markdown:
-        Path(args.markdown).expanduser().write_text(table, encoding="utf-8")
+        write_text(args.markdown, table)
     return 0
