@@ -1,6 +1,7 @@
 """The programs that a model runs, compiled whole for hardware that is not there: what they need beside their arguments."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 from lowrank_kv_jax.forward import layer_prefill
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.parameters import param_table
-from lowrank_kv_jax.pallas_kernels.compile_only import compile_for
+from lowrank_kv_jax.pallas_kernels.compile_grid import Result
+from lowrank_kv_jax.pallas_kernels.compile_only import NoCompiler, compile_for
 from lowrank_kv_jax.rope import RopeSpec
 
 LLAMA_8B = ModelConfig(
@@ -39,3 +41,16 @@ def prefill_temporaries(target: str, tokens: int = 32768) -> int:
     """
     program, arguments = prefill_program(tokens)
     return compile_for(target, program, *arguments).memory_analysis().temp_size_in_bytes
+
+
+def compile_whole(targets: Sequence[str], tokens: int = 32768) -> tuple[list[Result], dict[str, str]]:
+    """The prefill of one layer for every target whose compiler is there; and the others' reasons."""
+    results, missing, name = [], {}, f"prefill of one layer of Llama 3.1 8B, B=1, T={tokens}"
+    for target in targets:
+        try:
+            results.append(Result(name, target, {"temporaries": prefill_temporaries(target, tokens)}))
+        except NoCompiler as reason:
+            missing[target] = str(reason)
+        except Exception as error:  # a compiler raises what it likes
+            results.append(Result(name, target, {}, " ".join(str(error).split())[:400] or type(error).__name__))
+    return results, missing

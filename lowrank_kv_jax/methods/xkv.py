@@ -23,7 +23,7 @@ from lowrank_kv_jax.methods import xkv_latents
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.partial import AttnPartial, merge
 from lowrank_kv_jax.positions import Runs
-from lowrank_kv_jax.rank import resolve_rank
+from lowrank_kv_jax.rank import rank_multiple, resolve_rank
 from lowrank_kv_jax.rank_for_bytes import largest_rank
 from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.segments import coded as coded_tokens
@@ -165,7 +165,8 @@ class XKV(KVMethod):
         if self.rank_k is not None and self.rank_v is not None:
             return LayerGroup(layers, resolve_pair(width, ("rank_k", self.rank_k), ("rank_v", self.rank_v)))
         assert self.rank is not None
-        return LayerGroup(layers, split_rank(resolve_rank("rank", self.rank, width), width, self.ratio))
+        mean, chosen = resolve_rank("rank", self.rank, width), isinstance(self.rank, float)
+        return LayerGroup(layers, split_rank(mean, width, self.ratio, _split_multiple(width) if chosen else 1))
 
     def ranks(self, layout: Layout, group: LayerGroup) -> Ranks:
         """Ranks of a group in a cache of this shape.
@@ -391,12 +392,17 @@ def ranks_for_bytes(method: XKV, holder: Any, layout: Layout, layers: int) -> Ra
         layout = dataclasses.replace(layout, capacity=layout.prompt + layout.block)
 
     def ranks(mean: int) -> Ranks:
-        return Ranks(mean, 0) if layout.spec.latent is not None else split_rank(mean, width, method.ratio)
+        return Ranks(mean, 0) if layout.spec.latent is not None else split_rank(mean, width, method.ratio, _split_multiple(width))
 
     def make(mean: int):
         return jax.eval_shape(lambda: holder.empty(layout, layers, ranks(mean)))
 
     return ranks(largest_rank(make, width, layout, layers, method.smaller))
+
+
+def _split_multiple(width: int) -> int:
+    """Of the ranks of keys and values that are chosen, not given."""
+    return min(rank_multiple(width), SPLIT_MULTIPLE)
 
 
 def _width(spec: AttentionSpec, layers: int) -> int:

@@ -21,7 +21,7 @@ def causal_attention(q, k, v, *, scale, window, interpret=False):
     if jax.device_count() > 1:
         raise Unsupported("the compiler cannot lay a kernel out over several devices")
     size, dim = q.shape[1], v.shape[3]
-    # queries are scaled before the kernel rounds anything: the scale of a head of 64 or 256 is a power of two
+    # the kernel has no scale: the queries carry it, rounded once more to their dtype
     q, k, v = (_heads_first(x) for x in ((q.astype(jnp.float32) * scale).astype(q.dtype), k, v))
     square, left = (q.shape[2],) * 2, None if window is None else window - 1
     mask = splash_attention_mask.LocalMask(square, (left, 0), 0)
