@@ -105,6 +105,9 @@ def test_ranks_are_split_one_to_one_and_a_half():
     assert split_rank(1000, 1000, 1.5) == (1000, 1000)  # full is full
     assert split_rank(900, 1000, 1.5) == (800, 1000)
     assert split_rank(1, 1000, 1.5) == (1, 1)
+    assert split_rank(48, 192, 1.5) == (38, 58) and split_rank(48, 192, 1.5, 8) == (40, 56)
+    assert split_rank(100, 100, 1.5, 8) == (100, 100) and split_rank(8, 100, 1.5, 8) == (8, 8)
+    assert split_rank(3, 100, 1.5, 8) == (2, 4)  # too few to round
 
 
 def test_ranks_follow_the_fields():
