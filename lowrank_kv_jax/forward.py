@@ -18,7 +18,7 @@ from lowrank_kv_jax.cache import Cache, bases_of_group, check_method
 from lowrank_kv_jax.method import KVMethod, Layout, Place
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import block_output, block_prefill, block_taps, embed, unembed
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import causal_attention
+from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention
 from lowrank_kv_jax.selection.reread import CHUNK, reread_attention, reread_positions
 from lowrank_kv_jax.sharding import check_mesh, constrain, replicate, shard_rows
 from lowrank_kv_jax.spec import Taps
