@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,13 @@ import pytest
 from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, full_configuration, model, prompts, run
 
 from lowrank_kv_jax.bits import Bits, bits_of, hold_bits
-from lowrank_kv_jax.cache import bases_of_group
+from lowrank_kv_jax.cache import bases_of_group, fork, insert_rows, take_rows
 from lowrank_kv_jax.cache_dtype import CACHE_DTYPES, default_cache_dtype, narrow
 from lowrank_kv_jax.forward import decode_step, layer_extend, prefill
 from lowrank_kv_jax.method import Layout, Place
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.parse import parse_method
-from lowrank_kv_jax.saved_cache import abstract_cache
+from lowrank_kv_jax.saved_cache import abstract_cache, load_cache, save_cache
 from lowrank_kv_jax.state import take_tokens, walk, write_tokens
 
 LONG = 32027  # capacity, a number that no other size equals
@@ -133,6 +134,27 @@ def test_bits_and_arrays_of_bfloat16_decode_to_the_same_logits(name, monkeypatch
     assert not any(isinstance(x, Bits) for _, x, _ in walk(cache))
     # the two programs round products differently, which a cache of 8 binary digits makes visible
     np.testing.assert_allclose(on_bits, on_arrays, atol=0.03)
+
+
+def test_a_saved_cache_holds_bfloat16_which_every_platform_loads(tmp_path, monkeypatch):
+    method, saved = REGISTRY["full"](), types.SimpleNamespace(name="tiny", config=PLAIN, fingerprint="f" * 64)
+    cache, _ = prefill(method, PLAIN, model().params, prompts(length=PROMPT), capacity=CAPACITY, dtype="bfloat16")
+    save_cache(tmp_path / "cache", cache, saved)
+    here = load_cache(tmp_path / "cache", method, saved)
+    assert jax.tree.structure(here) == jax.tree.structure(cache)
+    jax.tree.map(np.testing.assert_array_equal, here, cache)
+    monkeypatch.setattr("lowrank_kv_jax.saved_cache.hold_bits", lambda tree: tree)  # as where bfloat16 is native
+    there = load_cache(tmp_path / "cache", method, saved).groups[0].k
+    assert isinstance(there, jax.Array) and there.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(there, np.asarray(cache.groups[0].k))
+
+
+def test_rows_of_bits_are_forked_taken_and_inserted():
+    tokens = prompts(length=PROMPT)
+    cache, _ = prefill(REGISTRY["full"](), PLAIN, model().params, tokens, capacity=CAPACITY, dtype="bfloat16")
+    both = insert_rows(take_rows(cache, [1]), take_rows(fork(cache, 2), [0]))
+    assert isinstance(both.groups[0].k, Bits)
+    np.testing.assert_array_equal(np.asarray(both.groups[0].k), np.asarray(cache.groups[0].k)[::-1])
 
 
 def test_kernels_get_arrays(monkeypatch):
