@@ -208,7 +208,7 @@ def generate(
             The cache is kept, not consumed; block, capacity, dtype and mesh are its own.
         block: decode steps between two refreshes, `DEFAULT_BLOCK` by default.
         capacity: longest sequence; the padded prompts and `max_new_tokens` by default.
-        dtype: of the cache, bfloat16 by default.
+        dtype: of the cache, `default_cache_dtype()` (bfloat16) by default.
         mesh: lay the cache out over these devices, see `prefill`; the model must lie on the same mesh.
         on_tokens: called with each block of new tokens `[B, n]` (-1: none) as soon as it is there.
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowrank_kv_jax.bits import Bits, hold_bits
 from lowrank_kv_jax.cache import Cache, bases_of_group
 from lowrank_kv_jax.checkpoint import FLOATS, METADATA, load_arrays, load_metadata, save_arrays
 from lowrank_kv_jax.files import behind_links, check_fields, short
@@ -38,7 +39,9 @@ def save_cache(path: str | Path, cache: Cache, model: Any, *, bases: Any = None)
         "method": repr(cache.method), "model": model.name, "fingerprint": model.fingerprint, "bases": _digest(bases),
         "layout": {field: getattr(cache.layout, field) for field in _STORED},
     }
-    save_arrays(path, KIND, {name: array for name, array, _ in walk(cache)}, metadata)
+    # bits on a CPU are saved as the bfloat16 numbers that they are: every platform loads them
+    arrays = {name: x.widened() if isinstance(x, Bits) else x for name, x, _ in walk(cache)}
+    save_arrays(path, KIND, arrays, metadata)
 
 
 def load_cache(
@@ -66,10 +69,10 @@ def load_cache(
     layout = Layout(spec=model.config.attention, **_checked_layout(file, metadata["layout"]))
     if mesh is not None:
         layout = dataclasses.replace(layout, mesh=check_mesh(mesh, layout.spec, layout.batch))
-    abstract = abstract_cache(method, layout, bases)
+    abstract = _abstract_arrays(method, layout, bases)
     arrays = load_arrays(path, metadata, {name: array for name, array, _ in walk(abstract)})
     in_order = iter([arrays[name] for name, _, _ in walk(abstract)])
-    return map_leaves(lambda info, _: next(in_order), abstract)
+    return hold_bits(map_leaves(lambda info, _: next(in_order), abstract))
 
 
 def _checked_layout(file: Path, layout: dict[str, Any]) -> dict[str, Any]:
@@ -98,6 +101,11 @@ def _digest(bases: Any) -> str | None:
 
 def abstract_cache(method: KVMethod, layout: Layout, bases: Any = None) -> Cache:
     """The shapes, dtypes and shardings of a cache, nothing allocated; `cache_bytes` reads it as it reads a cache."""
+    return hold_bits(_abstract_arrays(method, layout, bases))
+
+
+def _abstract_arrays(method: KVMethod, layout: Layout, bases: Any) -> Cache:
+    """The same with bfloat16 everywhere, as it is saved."""
     bases = bases_of_group(method, layout.spec, bases)
     groups = tuple(jax.eval_shape(lambda b=b: lay_out(method.init(layout, b), layout.tokens)) for b in bases)
     rows: Any = jax.ShapeDtypeStruct((layout.batch,), jnp.int32)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.accounting import cache_bytes, full_cache_bytes
 from lowrank_kv_jax.cache import Cache
+from lowrank_kv_jax.cache_dtype import default_cache_dtype
 from lowrank_kv_jax.forward import DEFAULT_BLOCK
 from lowrank_kv_jax.method import KVMethod, Layout
 from lowrank_kv_jax.saved_cache import abstract_cache
@@ -62,7 +63,7 @@ def nominal_smaller(
     with the prompt, vanish in it. None where a method holds a fixed number of tokens, so that further ones
     cost nothing.
     """
-    dtype = jnp.dtype(jnp.bfloat16 if dtype is None else dtype).name
+    dtype = jnp.dtype(default_cache_dtype() if dtype is None else dtype).name
     sizes = []
     for prompt in _LENGTHS:
         layout = Layout(spec, 1, prompt, prompt + DEFAULT_BLOCK, DEFAULT_BLOCK, dtype)

@@ -4,6 +4,7 @@ import argparse
 
 import numpy as np
 
+from lowrank_kv_jax.cache_dtype import CACHE_DTYPES, default_cache_dtype
 from lowrank_kv_jax.cli.options import add_model_options
 
 HELP = "fit the bases of a method to texts and save them"
@@ -20,7 +21,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a window (%(default)s)")
     parser.add_argument("--windows", type=int, default=4, help="windows, evenly spaced (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="shifts the windows (%(default)s)")
-    parser.add_argument("--bases-dtype", default="bfloat16", choices=("bfloat16", "float32"),
+    parser.add_argument("--bases-dtype", default=default_cache_dtype(), choices=CACHE_DTYPES,
                         help="of the bases (%(default)s)")
     parser.add_argument("--out", required=True, metavar="DIR",
                         help="directory to save to; windows that are done lie beside it until then, and a command that "

@@ -8,6 +8,7 @@ HELP = "what each method costs and keeps, beside the full cache"
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
+    from lowrank_kv_jax.cache_dtype import CACHE_DTYPES, default_cache_dtype
     from lowrank_kv_jax.cli.options import add_model_options
 
     parser = subparsers.add_parser(
@@ -27,7 +28,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
                              "first half of Python's language reference")
     parser.add_argument("--text", nargs="+", metavar="TEXT",
                         help="what perplexity is measured on; by default the second half")
-    parser.add_argument("--cache-dtype", choices=("bfloat16", "float32"), default="bfloat16",
+    parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, default=default_cache_dtype(),
                         help="of the caches whose quality and bytes are measured (%(default)s)")
     parser.add_argument("--timed-length", type=int, metavar="N",
                         help="tokens of the prompt that is timed; by default the shortest length")

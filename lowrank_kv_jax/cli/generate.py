@@ -11,6 +11,7 @@ HELP = "generate text from a compressed cache"
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
+    from lowrank_kv_jax.cache_dtype import CACHE_DTYPES, default_cache_dtype
     from lowrank_kv_jax.cli.options import add_model_options
 
     parser = subparsers.add_parser("generate", help=HELP, description=HELP)
@@ -29,7 +30,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
                         help="of `lowrank-kv calibrate`, for methods that need them")
     parser.add_argument("--calibrate", nargs="+", metavar="TEXT",
                         help="without --bases: what to fit them to; by default Python's language reference")
-    parser.add_argument("--cache-dtype", choices=("bfloat16", "float32"), default="bfloat16",
+    parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, default=default_cache_dtype(),
                         help="(%(default)s)")
     parser.add_argument("--mesh", metavar="AXES",
                         help="lay weights and cache out over devices, e.g. data=2,model=3: prompts over data, kv heads "

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.bits import Bits, bits_of
+from lowrank_kv_jax.cache_dtype import narrow
 from lowrank_kv_jax.method import KVMethod, Layout
 from lowrank_kv_jax.methods.stages import VerbatimStage, attend_tokens
 from lowrank_kv_jax.partial import AttnPartial, merge
@@ -454,7 +456,7 @@ def _kept(state: StagedState) -> Candidates:
 
 def _join(a: Candidates, b: Candidates) -> Candidates:
     pairs = zip(a, b, strict=True)
-    return Candidates(*(None if x is None else jnp.concatenate([x, y.astype(x.dtype)], axis=2) for x, y in pairs))
+    return Candidates(*(None if x is None else jnp.concatenate([x, narrow(y, x.dtype)], axis=2) for x, y in pairs))
 
 
 def _alpha(spec, exact, found: Candidates, q):
@@ -485,7 +487,9 @@ def _write_fresh(state: StagedState, fresh: Candidates, kept, size: int) -> Stag
     at = jnp.where(comes, jnp.take_along_axis(hole, jnp.maximum(nth, 0), axis=2), size)
 
     def put(buffer, new):
-        row = jax.vmap(jax.vmap(lambda b, n, i: b.at[i].set(n.astype(b.dtype), mode="drop")))
+        if isinstance(buffer, Bits):
+            return buffer.moved(put, bits_of(new))
+        row = jax.vmap(jax.vmap(lambda b, n, i: b.at[i].set(narrow(n, b.dtype), mode="drop")))
         return row(buffer, new, at)
 
     where = coded.positions

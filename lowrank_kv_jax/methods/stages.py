@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.cache_dtype import narrow
 from lowrank_kv_jax.codecs.basis import fold_query
 from lowrank_kv_jax.method import Layout, Place
 from lowrank_kv_jax.methods.lowrank import LowRank
+from lowrank_kv_jax.pallas_kernels.blockwise import slice_block
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
 from lowrank_kv_jax.partial import AttnPartial
 from lowrank_kv_jax.positions import PerHead
@@ -75,7 +77,7 @@ class VerbatimStage(Stage):
     def encode_prompt(self, layout: Layout, bases: Any, held: Any, tap: Taps) -> tuple[jax.Array, jax.Array]:
         """Keys and values of the prompt as they are stored, `[B, J, S, R]`."""
         del bases, held
-        k, v = (x.swapaxes(1, 2).astype(layout.dtype) for x in (tap.k, tap.v))
+        k, v = (narrow(x.swapaxes(1, 2), layout.dtype) for x in (tap.k, tap.v))
         return k, v
 
     def take_in(self, layout, bases, held, k, v, positions, weight):
@@ -130,7 +132,7 @@ class BasisStage(Stage):
 
     def encode_prompt(self, layout, bases, held, tap):
         keys = tap.k_pre if self.method.rope == "pre" else tap.k
-        k, v = (x.astype(layout.dtype) for x in self.method.encode(bases, held, keys, tap.v))
+        k, v = (narrow(x, layout.dtype) for x in self.method.encode(bases, held, keys, tap.v))
         return k, v
 
     def take_in(self, layout, bases, held, k, v, positions, weight):
@@ -139,7 +141,7 @@ class BasisStage(Stage):
             k = rotate(k.astype(jnp.float32), cos, -sin)
         if self.method.adapts:
             held = self.method.adapt(layout, bases, held, k, v, positions, weight)
-        k, v = (x.astype(layout.dtype) for x in self.method.encode(bases, held, k, v))
+        k, v = (narrow(x, layout.dtype) for x in self.method.encode(bases, held, k, v))
         return held, k, v
 
     def decode(self, layout, bases, held, k, v, position):
@@ -154,9 +156,8 @@ class BasisStage(Stage):
 
     def readable(self, layout, bases, held, q):
         use, keys = self.method.bases_of(bases, held), held.coded.k
-        if hasattr(keys, "read_block"):  # on the lanes of a TPU
-            keys = keys.read_block(0, keys.shape[2])
         if self.method.rope == "post":
             return Readable(fold_query(use.k, q, layout.spec.kv_heads), keys)
+        keys = slice_block(keys, 0, keys.shape[2])
         keys = self.method.rebuild(use, "k", keys, layout.spec.kv_heads)
         return Readable(q, rotate(keys, *rope_angles(layout.spec.rope, held.coded.positions.position)))

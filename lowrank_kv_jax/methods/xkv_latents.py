@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.cache_dtype import narrow
 from lowrank_kv_jax.codecs.basis import project, reconstruct
 from lowrank_kv_jax.codecs.quantised import read_basis, store_basis, store_tokens
 from lowrank_kv_jax.estimators.subspace_iteration import leading_subspace
 from lowrank_kv_jax.estimators.svd import second_moment
 from lowrank_kv_jax.method import Layout, Place
+from lowrank_kv_jax.pallas_kernels.blockwise import slice_block
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
 from lowrank_kv_jax.partial import AttnPartial
 from lowrank_kv_jax.positions import Runs
@@ -63,12 +65,8 @@ class RebuiltKeys:
 
     def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
         """Tokens `start` to `start + size`, float32 `[B, 1, size, D]`."""
-        if hasattr(self.codes, "read_block"):
-            codes = self.codes.read_block(start, size)
-        else:
-            codes = jax.lax.dynamic_slice_in_dim(self.codes, start, size, axis=2)
-        rotary = jax.lax.dynamic_slice_in_dim(self.rotary, start, size, axis=2).astype(jnp.float32)
-        latents = reconstruct(self.basis, codes.astype(jnp.float32), 1)
+        codes, rotary = (slice_block(x, start, size).astype(jnp.float32) for x in (self.codes, self.rotary))
+        latents = reconstruct(self.basis, codes, 1)
         return jnp.concatenate([rotary, self.latent.normalise(latents)], axis=-1)
 
 
@@ -103,7 +101,7 @@ def compress(method: Any, layout: Layout, state: LatentState, taps: tuple[Taps, 
 
     codes = fill(project(read_basis(basis), latents[:, coded].astype(jnp.float32) * weight[:, coded, None, None]))
     rotary = tuple(
-        RotaryKeys(fill(tap.k[:, coded, :, :rotary_dim].swapaxes(1, 2)).astype(state.rotary[0].k.dtype)) for tap in taps
+        RotaryKeys(narrow(fill(tap.k[:, coded, :, :rotary_dim].swapaxes(1, 2)), state.rotary[0].k.dtype)) for tap in taps
     )
     exact = tuple(
         exact_tokens.hold_prompt(segment, tap.k, tap.v, lengths, sinks, recent)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.cache_dtype import narrow
 from lowrank_kv_jax.codecs.packed import PackedTokens
 from lowrank_kv_jax.codecs.quantised import (
     COEFFICIENTS,
@@ -66,7 +67,7 @@ def fill_tokens(stored: jax.Array | QuantisedTokens, x: jax.Array, counts: jax.A
     """An empty buffer with the first `counts[b]` of T tokens `[B, J, T, R]`, as many of them as it has slots."""
     size = min(x.shape[2], stored.shape[2])
     if not isinstance(stored, QuantisedTokens):
-        return stored.at[:, :, :size].set(x[:, :, :size].astype(stored.dtype))
+        return stored.at[:, :, :size].set(narrow(x[:, :, :size], stored.dtype))
     whole = -(-size // stored.tile.tokens) * stored.tile.tokens
     x = jnp.pad(x[:, :, :size].astype(jnp.float32), ((0, 0), (0, 0), (0, whole - size), (0, 0)))
     valid = jnp.arange(whole)[None] < counts[:, None]

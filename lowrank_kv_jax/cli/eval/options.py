@@ -17,13 +17,14 @@ def add_suite_options(parser: argparse.ArgumentParser, seed: int) -> None:
 
 def add_method_options(parser: argparse.ArgumentParser) -> None:
     """Model and methods, how they are run, and where the records go."""
+    from lowrank_kv_jax.cache_dtype import CACHE_DTYPES, default_cache_dtype
     from lowrank_kv_jax.cli.options import add_model_options
 
     add_model_options(parser)
     parser.add_argument("--methods", nargs="+", metavar="SPEC",
                         help="e.g. full ojakv:rank=0.5, or `all`; by default a short list")
     parser.add_argument("--rows", type=int, default=5, help="contexts that share a batch (%(default)s)")
-    parser.add_argument("--cache-dtype", choices=("bfloat16", "float32"), default="bfloat16",
+    parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, default=default_cache_dtype(),
                         help="(%(default)s)")
     parser.add_argument("--calibrate", nargs="+", metavar="TEXT",
                         help="what bases are fitted to: files, built-in names, hub datasets; by default the "
