@@ -135,7 +135,7 @@ class KVMethod(abc.ABC):
         By default the whole capacity, the slots that padding left free too. A method with slots that only tokens of the
         prompt can take, so that what a shorter row leaves free stays free, says less: see `segments.exact.tail_limit`.
         """
-        return jnp.full_like(lengths, layout.capacity)
+        return jnp.maximum(lengths, layout.capacity)  # no constant: on a mesh it lies where the lengths do
 
     @abc.abstractmethod
     def append(
