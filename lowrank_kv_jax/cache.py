@@ -18,7 +18,7 @@ class Cache:
     Attributes:
         groups: one state for each of the method's layer groups.
         length: int32 `[B]`, tokens that each row has seen; the position of its next token.
-        limit: int32 `[B]`, tokens that each row may see: its prompt and `capacity - prompt` more.
+        limit: int32 `[B]`, tokens that each row may see: the capacity, or less (see `KVMethod.limit`).
         pending: int32 scalar, slots used since the last refresh; at most `layout.block`.
         method: the method that made it and alone can read it.
         layout: its static shape.

@@ -165,7 +165,7 @@ def prefill(
         reading, state = _together(reading, state)
         states.append(state)
     cache = Cache(  # its own copy of the lengths: the cache is donated, the caller's array is not
-        tuple(states), jnp.copy(lengths), lengths + (layout.capacity - layout.prompt), jnp.int32(0), method, layout
+        tuple(states), jnp.copy(lengths), method.limit(layout, lengths), jnp.int32(0), method, layout
     )
     return cache, last_logits(config, params, reading.x[:, :width], lengths)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from lowrank_kv_jax.partial import AttnPartial
 from lowrank_kv_jax.spec import AttentionSpec, Taps
@@ -138,6 +139,14 @@ class KVMethod(abc.ABC):
             taps: of each layer of the group, T = layout.prompt, rows padded on the right.
             lengths: int32 `[B]`.
         """
+
+    def limit(self, layout: Layout, lengths: jax.Array) -> jax.Array:
+        """Tokens that each row may see in all, int32 `[B]`, where its prompt has `lengths` `[B]` of `layout.prompt`.
+
+        By default the whole capacity, the slots that padding left free too. A method with slots that only tokens of the
+        prompt can take, so that what a shorter row leaves free stays free, says less: see `segments.exact.tail_limit`.
+        """
+        return jnp.maximum(lengths, layout.capacity)  # no constant: on a mesh it lies where the lengths do
 
     @abc.abstractmethod
     def append(

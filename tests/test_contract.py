@@ -259,6 +259,47 @@ def test_going_beyond_the_block_or_the_capacity_is_loud(name):
     assert np.isnan(logits).all()
 
 
+def short_row_to_its_limit(method, width):
+    """Logits `[T, V]` of a prompt of 3 tokens, padded to `width`, and of all that its cache has room for; the one behind."""
+    params, bases, tokens = model().params, bases_for(method), prompts(rows=1, length=CAPACITY + BLOCK, seed=3)
+    cache, logits = prefill(
+        method, PLAIN, params, tokens[:, :width], jnp.array([3]), bases=bases, capacity=CAPACITY, block=BLOCK,
+        dtype=jnp.float32,
+    )
+    limit, out = int(cache.limit[0]), [logits[0, None]]
+    for begin in range(3, limit, BLOCK):
+        count = min(BLOCK, limit - begin)
+        piece = tokens[:, begin : begin + BLOCK], jnp.array([count])
+        cache, logits = extend(method, PLAIN, params, cache, *piece, bases=bases, all_logits=True)
+        cache = refresh(method, cache, bases=bases)
+        out.append(logits[0, :count])
+    _, behind = extend(method, PLAIN, params, cache, tokens[:, :BLOCK], jnp.array([1]), bases=bases)
+    return np.concatenate(out), behind
+
+
+exact_short_row = functools.cache(functools.partial(short_row_to_its_limit, REGISTRY["full"](), 3))
+
+
+@every_method
+def test_a_short_row_has_the_room_that_its_padding_left(name):
+    """Up to `limit`, which is the capacity unless only tokens of a prompt can take some of the slots."""
+    method = full_configuration(REGISTRY[name])
+    logits, behind = short_row_to_its_limit(method, 64)
+    room = len(logits) + 2
+    assert room == CAPACITY or (type(method).limit is not KVMethod.limit and CAPACITY - 64 + 3 <= room < CAPACITY)
+    assert_equals_exact(logits, exact_short_row()[0][: len(logits)])
+    assert np.isnan(behind).all()
+
+
+@pytest.mark.slow
+@every_method
+def test_compression_of_a_short_row_does_not_see_its_padding(name):
+    method = small_configuration(REGISTRY[name])
+    wide, narrow = (short_row_to_its_limit(method, width)[0] for width in (64, 40))
+    assert np.isfinite(wide).all() and np.isfinite(narrow).all()
+    np.testing.assert_allclose(wide, narrow[: len(wide)], atol=2e-4)
+
+
 @every_method
 def test_a_restored_cache_is_the_saved_one(name, tmp_path):
     cache, _ = small_run(name)

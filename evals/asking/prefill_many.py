@@ -84,9 +84,8 @@ class _Compressor:
             self.pending = []
 
     def cache(self) -> Cache:
-        room = self.layout.capacity - self.layout.prompt
         # every cache owns its arrays: the next step may donate them
-        length, limit = jnp.copy(self.lengths), self.lengths + room
+        length, limit = jnp.copy(self.lengths), self.method.limit(self.layout, self.lengths)
         return Cache(tuple(self.states), length, limit, jnp.int32(0), self.method, self.layout)
 
 

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from lowrank_kv_jax.accounting import cache_bytes
     from lowrank_kv_jax.cli.options import load_from
-    from lowrank_kv_jax.generate import generate
+    from lowrank_kv_jax.generate import PAD_TO, generate
     from lowrank_kv_jax.parse import parse_method
     from lowrank_kv_jax.sampling import Sampler
     from lowrank_kv_jax.sharding import make_mesh
@@ -61,10 +61,13 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"model {model.name!r} has no tokenizer")
     ids = [_encode(model.tokenizer, text, args.chat) for text in texts]
     bases = _bases(args, model, method)
+    width = -(-max(map(len, ids)) // PAD_TO) * PAD_TO  # no turn follows: the cache has room for the answer only
+    capacity = min(width + args.max_new_tokens, model.config.context)
     stream = _Stream(model.tokenizer, model.config.eos_ids, silent=len(texts) > 1)
     out = generate(
         model, method, ids, bases=bases, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
-        top_k=args.top_k, top_p=args.top_p, seeds=args.seed, dtype=args.cache_dtype, mesh=mesh, on_tokens=stream,
+        top_k=args.top_k, top_p=args.top_p, seeds=args.seed, capacity=capacity, dtype=args.cache_dtype, mesh=mesh,
+        on_tokens=stream,
     )
     stream.end()
     for number, text in enumerate((out.texts or []) if len(texts) > 1 else [], start=1):

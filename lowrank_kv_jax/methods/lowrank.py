@@ -238,6 +238,11 @@ class LowRank(KVMethod):
             coded = dataclasses.replace(coded, positions=positions)
         return dataclasses.replace(state, exact=exact, coded=coded)
 
+    def limit(self, layout, lengths):
+        if self.decoded == "coded":
+            return super().limit(layout, lengths)
+        return exact_tokens.tail_limit(layout, lengths, self.sinks + self.recent)
+
     def append(self, layout, bases, state, taps, counts, positions, place):
         return dataclasses.replace(state, exact=exact_tokens.append(state.exact, taps.k, taps.v, counts))
 

@@ -190,6 +190,9 @@ class MiniCache(KVMethod):
         positions = index[:, : segment.k.shape[2]].astype(jnp.int32)
         return Merged(**sides, length=counts, positions=Listed(positions))
 
+    def limit(self, layout, lengths):
+        return exact_tokens.tail_limit(layout, lengths, ends=0)
+
     def append(self, layout, bases, state, taps, counts, positions, place):
         if isinstance(state, exact_tokens.Exact):
             return exact_tokens.append(state, taps.k, taps.v, counts)

@@ -177,6 +177,11 @@ class Staged(KVMethod):
             state = dataclasses.replace(state, evicted=moment_summary.update(state.evicted, k, v, weight))
         return state
 
+    def limit(self, layout, lengths):
+        if self.selection_stage().decoding == "evict":
+            return super().limit(layout, lengths)
+        return exact_tokens.tail_limit(layout, lengths, sum(self.ends(layout)))
+
     def append(self, layout, bases, state, taps, counts, positions, place):
         exact = exact_tokens.append(state.held.exact, taps.k, taps.v, counts)
         state = dataclasses.replace(state, held=dataclasses.replace(state.held, exact=exact))

@@ -249,6 +249,11 @@ class XKV(KVMethod):
         sides = ((keys, state.k_basis), (values, state.v_basis))
         return [self._store_basis(layout, leading_subspace(gram(x), stored.shape[-1])) for x, stored in sides]
 
+    def limit(self, layout, lengths):
+        if self.recompress is not None:
+            return super().limit(layout, lengths)
+        return exact_tokens.tail_limit(layout, lengths, self.sinks + self.recent)
+
     def append(self, layout, bases, state, taps, counts, positions, place):
         exact = list(state.exact)
         exact[place.index] = exact_tokens.append(exact[place.index], taps.k, taps.v, counts)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.bits import Bits
 from lowrank_kv_jax.cache_dtype import narrow
+from lowrank_kv_jax.method import Layout
 from lowrank_kv_jax.pallas_kernels.blockwise import slice_block
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
 from lowrank_kv_jax.partial import AttnPartial
@@ -88,6 +89,20 @@ def append(segment: Exact, k: jax.Array, v: jax.Array, counts: jax.Array) -> Exa
         segment.length + counts,
         segment.positions,
     )
+
+
+def tail_limit(layout: Layout, lengths: jax.Array, ends: int) -> jax.Array:
+    """The limit (see `KVMethod.limit`) of a cache that holds all that comes after the prompt exactly, int32 `[B]`.
+
+    It has `capacity - prompt` slots for them, and those of the prompt's exact `ends` that a shorter row leaves free; the
+    other slots that its padding left are made for compressed tokens of a prompt.
+
+    Args:
+        lengths: int32 `[B]`, of the prompts.
+        ends: sinks and recent tokens that stay exact of a prompt.
+    """
+    ends = min(ends, layout.prompt)
+    return layout.capacity - layout.prompt + jnp.maximum(lengths, ends)
 
 
 def attend(
