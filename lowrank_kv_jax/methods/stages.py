@@ -147,13 +147,14 @@ class BasisStage(Stage):
         k, v = (self.method.rebuild(use, side, x, heads) for side, x in (("k", k), ("v", v)))
         if self.method.rope == "pre":
             k = rotate(k, *rope_angles(layout.spec.rope, position))
-        return k, v
+        return self.method.with_gamma(layout.spec, bases, k), v
 
     def attend(self, layout, bases, held, q, positions, place):
         return self.method.attend_coded(layout, self.method.bases_of(bases, held), held, q, positions, place)
 
     def readable(self, layout, bases, held, q):
         use, keys = self.method.bases_of(bases, held), held.coded.k
+        q = self.method.scaled(layout.spec, bases, q)
         if hasattr(keys, "read_block"):  # on the lanes of a TPU
             keys = keys.read_block(0, keys.shape[2])
         if self.method.rope == "post":
