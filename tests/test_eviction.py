@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowrank_kv_jax.accounting import cache_bytes
-from lowrank_kv_jax.forward import prefill
+from lowrank_kv_jax.cache import fork, take_rows
+from lowrank_kv_jax.forward import decode_step, prefill, refresh
 from lowrank_kv_jax.generate import Progress, decode_block
 from lowrank_kv_jax.method import REGISTRY, Layout, Place
 from lowrank_kv_jax.methods import compose
@@ -253,6 +254,9 @@ def test_compose_and_plus_are_the_same():
     ("momentkv:order=2", "order='2'"),
     ("momentkv:schedule=late", "schedule='late'"),
     ("momentkv:chunk=0", "chunk=0"),
+    ("momentkv:schedule=paper,decoding=keep", "schedule='paper', decoding='keep': the paper's schedule evicts while "
+                                              "decoding; allowed are decoding=evict, or schedule=block"),
+    ("momentkv:paper,schedule=paper", "schedule='paper', decoding='keep'"),
     ("momentkv:prefill=guess", "prefill='guess': allowed are informed, literal"),
     ("momentkv:moments_dtype=int8", "dtype='int8'"),
     ("snapkv:keep=0.5+h2o:keep=0.5", "snapkv and h2o are both a selection"),
@@ -283,3 +287,23 @@ def test_a_window_longer_than_the_prompt_and_too_few_bytes_are_refused():
         prefill(parse_method("snapkv:budget_bytes=1000"), PLAIN, model().params, prompts())
     with pytest.raises(TypeError, match="is no selection"):
         compose(selection=parse_method("ojakv"))
+
+
+def test_rows_that_wait_keep_their_tokens_where_one_is_evicted_a_step():
+    """Heads' budgets are rounded, some upwards: what a row holds beyond the mean is not its leave to evict."""
+    method, params, rows = parse_method("momentkv:budget=22,recent=6,schedule=paper"), model().params, 12
+    lengths = jnp.where(jnp.arange(rows) < 10, PROMPT, 5)  # some are shorter than what stays exact
+    cache, _ = prefill(method, PLAIN, params, prompts(rows), lengths, capacity=CAPACITY, block=BLOCK, dtype=jnp.float32)
+    active = jnp.arange(rows) % 2 == 0
+
+    def answer(cache):  # of the rows that wait
+        return decode_step(method, PLAIN, params, fork(cache), jnp.full(rows, 3))[1][1::2]
+
+    before, first = jax.tree.leaves(take_rows(cache, range(1, rows, 2)).groups), answer(cache)
+    for _ in range(4):
+        cache, _ = decode_step(method, PLAIN, params, cache, jnp.full(rows, 7), active=active)
+    for x, y in zip(before, jax.tree.leaves(take_rows(cache, range(1, rows, 2)).groups), strict=True):
+        np.testing.assert_array_equal(x, y)
+    cache = refresh(method, cache)
+    np.testing.assert_allclose(answer(cache), first, atol=1e-6)
+    np.testing.assert_array_equal(cache.length, lengths + 4 * active)

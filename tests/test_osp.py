@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PLAIN, random_moments, softmax_attention
+from helpers import PLAIN, model, prompts, random_moments, softmax_attention
 
 from lowrank_kv_jax.codecs.chunk_bases import store_bases
 from lowrank_kv_jax.codecs.quantised import store_tokens
-from lowrank_kv_jax.forward import compress_group, make_layout
+from lowrank_kv_jax.forward import compress_group, extend, make_layout, prefill, refresh
 from lowrank_kv_jax.method import Place
 from lowrank_kv_jax.methods import OnlineSubspaceProjection, StaticSubspace
 from lowrank_kv_jax.methods.osp import quarter_turn
@@ -321,6 +321,35 @@ def test_gamma_scales_the_logits_of_coded_tokens(spec, gamma):
     part = method.attend(layout, bases, state, q, at, Place())
     np.testing.assert_allclose(part.out, softmax_attention(q, *full, mask, SPEC.scale)[0], atol=2e-5)
     assert np.abs(part.lse - plain.attend(layout, bases, state, q, at, Place()).lse).max() > 1e-3
+
+
+@pytest.mark.parametrize("rope, rule", [
+    ("post", "h2o:budget=24,sinks=2,recent=4"),
+    pytest.param("pre", "snapkv:budget=24,sinks=2,recent=4+moments", marks=pytest.mark.slow),
+])
+def test_behind_a_selection_gamma_is_a_longer_key_basis(rope, rule):
+    """gamma q . (U U^T k) is q . (V V^T k) with V = sqrt(gamma) U: the same logits, hence votes, hence tokens that stay."""
+    tokens, params = prompts(2, 96 + 32), model(PLAIN).params
+    gains = jnp.linspace(-0.6, 1.5, KV)
+
+    def logits(gamma, longer):
+        method = parse_method(f"osp-static:rank=5,sinks=2,recent=4,rope={rope},gamma={gamma}+{rule}")
+        bases = tuple(
+            b._replace(gain=gains, k=b.k * jnp.sqrt(1 + gains)[:, None, None] if longer else b.k)
+            for b in method.fit(SPEC, random_moments(PLAIN))
+        )
+        cache, _ = prefill(method, PLAIN, params, tokens[:, :96], bases=bases, capacity=160, block=8, dtype=jnp.float32)
+        out = []
+        for begin in range(96, 128, 8):
+            piece = tokens[:, begin : begin + 8]
+            cache, found = extend(method, PLAIN, params, cache, piece, bases=bases, all_logits=True)
+            cache = refresh(method, cache, bases=bases)
+            out.append(found)
+        return np.concatenate(out, axis=1)
+
+    scaled = logits("calibrated", longer=False)
+    np.testing.assert_allclose(scaled, logits("unit", longer=True), atol=1e-4)
+    assert np.abs(scaled - logits("unit", longer=False)).max() > 0.05
 
 
 def test_each_head_has_the_rank_that_its_energy_asks_for():

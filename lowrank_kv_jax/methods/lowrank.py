@@ -192,7 +192,7 @@ class LowRank(KVMethod):
     def starting_bases(self, layout: Layout, bases: Bases | None) -> Bases:
         """Bases `[B, J, W, R]` before anything was seen, for methods that adapt."""
         if bases is not None:
-            return Bases(*(jnp.broadcast_to(u[None], (layout.batch, *u.shape)) for u in bases))
+            return Bases(*(jnp.broadcast_to(u[None], (layout.batch, *u.shape)) for u in (bases.k, bases.v)))
         groups = self.basis_heads(layout.spec)
         width = layout.spec.kv_heads // groups * layout.spec.head_dim
         eyes = (jnp.eye(width, rank, dtype=jnp.float32) for rank in self.ranks(layout.spec))
@@ -292,6 +292,16 @@ class LowRank(KVMethod):
         own = bases if state.k_basis is None or state.v_basis is None else Bases(state.k_basis, state.v_basis)
         assert own is not None
         return own
+
+    def scaled(self, spec: AttentionSpec, bases: Any, q: jax.Array) -> jax.Array:
+        """Queries `[B, T, N, D]` as coded tokens are attended to: times whatever factor stands on those logits."""
+        del spec, bases
+        return q
+
+    def with_gamma(self, spec: AttentionSpec, bases: Any, k: jax.Array) -> jax.Array:
+        """Rebuilt keys `[B, K, S, D]` times the factor of `scaled`: what queries without it see."""
+        del spec, bases
+        return k
 
     def rebuilt(self, layout: Layout, bases: Bases, state: LowRankState) -> tuple[jax.Array, jax.Array]:
         """What attention sees of the coded tokens: keys (before RoPE where they are coded so) and values, float32

@@ -137,7 +137,8 @@ class Staged(KVMethod):
             layout.batch, spec.kv_heads, sinks + recent + room, spec.head_dim, jnp.dtype(layout.dtype),
             gaps=(sinks, sinks),
         )
-        where = (layout.batch, shape.buffers, shape.size)
+        # where heads share their tokens, one list says which, however many buffers hold their codes
+        where = (layout.batch, 1 if shape.mode == "joint" else shape.buffers, shape.size)
         owner = jnp.zeros(where, jnp.int8) if shape.mode == "packed" else None
         positions = PerHead(jnp.zeros(where, jnp.int32), owner, spec.kv_heads)
         held = self.codec_stage().empty(
@@ -186,7 +187,7 @@ class Staged(KVMethod):
         exact = exact_tokens.append(state.held.exact, taps.k, taps.v, counts)
         state = dataclasses.replace(state, held=dataclasses.replace(state.held, exact=exact))
         if self.selection_stage().schedule == "paper" and taps.k.shape[1] == 1:
-            return self._evict_one(layout, bases, state, taps.q)
+            return self._evict_one(layout, bases, state, taps.q, counts > 0)
         return state
 
     def attend(self, layout, bases, state, q, positions, place):
@@ -254,20 +255,18 @@ class Staged(KVMethod):
         state = dataclasses.replace(state, held=held)
         position = jnp.broadcast_to(left.positions[:, None], votes.shape).astype(jnp.int32)
         found = _join(_kept(state), _arrange(shape, k, v, position, votes, valid))
-        state, kept = self._choose(layout, bases, state, shape, found)
+        state, kept = self._choose(layout, bases, state, shape, found, waits=left.counts == 0)
         if state.evicted is not None:
             state = self._sum_up(layout, own, state, shape, found, kept)
-        if state.far_votes is not None:
-            fade = {side: rule.decay * getattr(state, side) for side in ("near_votes", "far_votes")}
-            state = dataclasses.replace(state, **fade)
-        return state
+        return _fade(state, rule.decay, left.counts > 0)
 
     # ---- eviction -----------------------------------------------------------------------------------------------
 
-    def _flush(self, layout, state, most: int):
-        """Take up to `most` tokens out of the recent window; the state, the tokens and their votes `[B, K, most]`."""
+    def _flush(self, layout, state, most: int, rows: jax.Array | bool = True):
+        """Take up to `most` tokens out of the recent window of `rows` `[B]`; the state, the tokens and their votes
+        `[B, K, most]`."""
         sinks, recent = self.ends(layout)
-        exact, left = exact_tokens.flush(state.held.exact, sinks, recent, most)
+        exact, left = exact_tokens.flush(state.held.exact, sinks, jnp.where(rows, recent, layout.capacity), most)
         near = state.near_votes
         if near is None:
             votes = jnp.zeros((layout.batch, layout.spec.kv_heads, most), jnp.float32)
@@ -279,11 +278,14 @@ class Staged(KVMethod):
         held = dataclasses.replace(state.held, exact=exact)
         return dataclasses.replace(state, held=held, near_votes=near), left, votes
 
-    def _choose(self, layout, bases, state, shape: Shape, found: Candidates, first: bool = False):
+    def _choose(
+        self, layout, bases, state, shape: Shape, found: Candidates, first: bool = False, waits: jax.Array | bool = False
+    ):
         """Keep the best candidates; the state that holds them, and which they were, bool `[B, J, S]`.
 
         Args:
             first: nothing was evicted yet.
+            waits: bool `[B]`, rows without new candidates: what was chosen stays, though budgets of heads were rounded.
         """
         rule, heads, held = self.selection_stage(), layout.spec.kv_heads, state.held
         score = found.votes
@@ -301,6 +303,7 @@ class Staged(KVMethod):
             budgets = head_budgets(score[:, 0], found.owner[:, 0], heads, shape.tokens, floor, share, allocation)
             most = jnp.take_along_axis(budgets[:, None], found.owner.astype(jnp.int32), axis=2)
             kept = found.valid & (ranks(score[:, 0], found.owner[:, 0], heads)[:, None] < most)
+        kept = jnp.where(jnp.reshape(waits, (-1, 1, 1)), found.valid, kept)
         slots = compact(kept, shape.size)
         length = jnp.minimum(kept.sum(-1, dtype=jnp.int32)[:, 0], shape.size)
         owner = None if found.owner is None else take_slots(found.owner, slots)
@@ -324,14 +327,15 @@ class Staged(KVMethod):
         weight = _by_head(found._replace(owner=owner), there, heads)
         return dataclasses.replace(state, evicted=moment_summary.update(state.evicted, k, v, weight))
 
-    def _evict_one(self, layout, bases, state, q):
+    def _evict_one(self, layout, bases, state, q, active):
         """Algorithm 1: one token leaves the recent window, and when the budget is full each head evicts one.
 
         alpha is the softmax of the current query over the retained tokens, summed over the query heads of a kv head.
+        Rows that are not `active` `[B]` have no current query and stay as they are.
         """
         rule, spec, own = self.selection_stage(), layout.spec, self.codec_bases(bases)
         shape, heads = self.shape(layout, bases), spec.kv_heads
-        state, left, votes = self._flush(layout, state, 1)
+        state, left, votes = self._flush(layout, state, 1, active)
         valid = jnp.broadcast_to((left.counts > 0)[:, None, None], (layout.batch, heads, 1))
         position = jnp.broadcast_to(left.positions[:, None], valid.shape).astype(jnp.int32)
         fresh = _arrange(shape, left.k, left.v, position, votes, valid)
@@ -347,12 +351,13 @@ class Staged(KVMethod):
         worst = jnp.argmin(jnp.where(mine, score[:, :, None], jnp.inf), axis=-1)
         held_by = head_counts(found.valid, owner, own_heads)  # [B, J, heads of the buffer]
         # a packed buffer is full when its heads together are over the budget; each then loses one
-        full = held_by.sum(-1, keepdims=True) > own_heads * shape.tokens
+        full = (held_by.sum(-1, keepdims=True) > own_heads * shape.tokens) & active[:, None, None]
         gone = jnp.any((jnp.arange(score.shape[-1]) == worst[..., None]) & full[..., None], axis=2) & found.valid
         kept = found.valid & ~gone
         if state.evicted is not None:
             state = self._sum_up(layout, own, state, shape, found, kept)
-        return _write_fresh(state, fresh, kept, shape.size)
+        state = _write_fresh(state, fresh, kept, shape.size)
+        return _fade(state, rule.decay ** (1 / layout.block), left.counts > 0)
 
     # ---- re-rotation --------------------------------------------------------------------------------------------
 
@@ -480,6 +485,14 @@ def _alpha(spec, exact, found: Candidates, q):
     lse = jnp.logaddexp(near_lse, jax.nn.logsumexp(logits, axis=-1))
     lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
     return jnp.where(there, jnp.exp(logits - lse[..., None]), 0.0).sum(2)
+
+
+def _fade(state: StagedState, share: float, rows: jax.Array) -> StagedState:
+    """Leave `share` of the votes of `rows` `[B]`, those whose tokens moved on: a row that waits forgets nothing."""
+    if state.near_votes is None or state.far_votes is None:
+        return state
+    left = jnp.where(rows, share, 1.0)[:, None, None]
+    return dataclasses.replace(state, near_votes=left * state.near_votes, far_votes=left * state.far_votes)
 
 
 def _write_fresh(state: StagedState, fresh: Candidates, kept, size: int) -> StagedState:

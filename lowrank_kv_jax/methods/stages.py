@@ -149,13 +149,14 @@ class BasisStage(Stage):
         k, v = (self.method.rebuild(use, side, x, heads) for side, x in (("k", k), ("v", v)))
         if self.method.rope == "pre":
             k = rotate(k, *rope_angles(layout.spec.rope, position))
-        return k, v
+        return self.method.with_gamma(layout.spec, bases, k), v
 
     def attend(self, layout, bases, held, q, positions, place):
         return self.method.attend_coded(layout, self.method.bases_of(bases, held), held, q, positions, place)
 
     def readable(self, layout, bases, held, q):
         use, keys = self.method.bases_of(bases, held), held.coded.k
+        q = self.method.scaled(layout.spec, bases, q)
         if self.method.rope == "post":
             return Readable(fold_query(use.k, q, layout.spec.kv_heads), keys)
         keys = slice_block(keys, 0, keys.shape[2])

@@ -180,13 +180,14 @@ class StreamingKV(GroupedProjections):
         if self.learn_from == "token":
             weight = weight * (positions % self.step == 0)
         moved, coefficients = {}, {}
+        fed = jnp.any(weight > 0, axis=1)[:, None, None, None]  # settling alone moves the basis of a waiting row a little
         for side, x in self._tokens(bases, k, v).items():
             lead, old = self._columns(bases, state, side)
 
             def learn(i, tail, lead=lead, x=x):
                 return self._update(lead, tail, x, weight * (interval - first == i), self.eta_dec, self.iterations_dec)
 
-            new = self._settle(lead, jax.lax.fori_loop(0, count, learn, old))
+            new = jnp.where(fed, self._settle(lead, jax.lax.fori_loop(0, count, learn, old)), old)
             moved[f"{side}_basis"] = new
             stored = getattr(state.coded, side)
             if self.form == "coupled" and self.transport:

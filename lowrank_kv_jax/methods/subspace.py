@@ -88,14 +88,12 @@ class Subspace(LowRank):
         width = spec.kv_heads // self.basis_heads(spec) * spec.head_dim
         return jnp.full((spec.kv_heads,), 1.0 if self.gamma == "unit" else math.sqrt(bases.k.shape[-1] / width))
 
-    def scaled(self, spec: AttentionSpec, bases: SubspaceBases, q: jax.Array) -> jax.Array:
-        """Queries `[B, T, N, D]` times gamma."""
+    def scaled(self, spec, bases, q):
         if self.gamma == "unit":
             return q
         return q * jnp.repeat(self.gammas(spec, bases), spec.group_size)[:, None].astype(q.dtype)
 
-    def with_gamma(self, spec: AttentionSpec, bases: SubspaceBases, k: jax.Array) -> jax.Array:
-        """Rebuilt keys `[B, K, S, D]` times gamma: what the queries see."""
+    def with_gamma(self, spec, bases, k):
         return k * self.gammas(spec, bases)[:, None, None]
 
 

@@ -60,6 +60,9 @@ class GroupComposed(Composed):
         """Ranks of a group in a cache of this shape."""
         return group.ranks or ranks_for_bytes(self.codec, self, layout, group.layers)
 
+    def fault(self, groups):
+        return self.codec.fault(tuple(group.kept for group in groups))
+
     # ---- the contract --------------------------------------------------------------------------------------
 
     def init(self, layout, bases):
