@@ -97,7 +97,7 @@ def check_replaceable(path: str | Path, kind: str) -> None:
 
 
 def _foreign(path: Path, kind: str, name: str) -> FileExistsError:
-    return FileExistsError(f"{path} is not a saved {kind}, or not only: it holds {name!r}; choose another place")
+    return FileExistsError(f"{path} holds {name!r}, which is no part of saved {kind}: choose another place")
 
 
 def load_metadata(path: str | Path, kind: str) -> dict[str, Any]:
