@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lowrank_kv_jax.corpus import load_corpus
     from lowrank_kv_jax.forward import decode_step, extend, prefill, refresh
     from lowrank_kv_jax.generate import Generation, decode_block, generate, ingest
-    from lowrank_kv_jax.method import KVMethod, Layout, Place, register
+    from lowrank_kv_jax.method import KVMethod, Layout, Part, Place, register
     from lowrank_kv_jax.models.load import LoadedModel, load_model
     from lowrank_kv_jax.parse import parse_method, spell_method
     from lowrank_kv_jax.partial import AttnPartial, merge
@@ -33,7 +33,7 @@ _HOME = {
     "corpus": ("load_corpus",),
     "forward": ("decode_step", "extend", "prefill", "refresh"),
     "generate": ("Generation", "decode_block", "generate", "ingest"),
-    "method": ("KVMethod", "Layout", "Place", "register"),
+    "method": ("KVMethod", "Layout", "Part", "Place", "register"),
     "models.load": ("LoadedModel", "load_model"),
     "parse": ("parse_method", "spell_method"),
     "partial": ("AttnPartial", "merge"),
@@ -47,7 +47,7 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "AttentionSpec", "AttnPartial", "Cache", "CacheBytes", "Generation", "KVMethod", "Layout",
-    "LoadedModel", "Place", "Sampler", "Taps", "__version__", "cache_bytes", "calibrate",
+    "LoadedModel", "Part", "Place", "Sampler", "Taps", "__version__", "cache_bytes", "calibrate",
     "collect_moments", "decode_block", "decode_step", "extend", "fork", "full_cache_bytes", "generate",
     "ingest", "insert_rows", "load_bases", "load_cache", "load_corpus", "load_model", "merge", "methods",
     "parse_method", "prefill", "refresh", "register", "save_bases", "save_cache", "spell_method",

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.method import REGISTRY, Layout, Part
-from lowrank_kv_jax.methods.compose import as_method
+from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.state import leaf, map_leaves, state, static
 
 
@@ -19,7 +19,7 @@ class Cache:
     Attributes:
         groups: one state for each of the method's layer groups.
         length: int32 `[B]`, tokens that each row has seen; the position of its next token.
-        limit: int32 `[B]`, tokens that each row may see: its prompt and `capacity - prompt` more.
+        limit: int32 `[B]`, tokens that each row may see: the capacity, or less (see `KVMethod.limit`).
         pending: int32 scalar, slots used since the last refresh; at most `layout.block`.
         method: the method that made it and alone can read it.
         layout: its static shape.
@@ -42,7 +42,7 @@ def bases_of_group(method: Part, spec, bases: Sequence[Any] | None) -> tuple[Any
     check_latents(method, spec)
     if bases is None and method.calibrated:
         raise ValueError(f"method {method.name!r} needs calibrated bases: pass bases=calibrate(model, method)")
-    return as_method(method).group_bases(spec, bases)
+    return machine_of(method).group_bases(spec, bases)
 
 
 def check_latents(method: Part, spec) -> None:

@@ -18,6 +18,7 @@ from lowrank_kv_jax.layer_votes import collect_votes
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.moments import Moments, layer_moments
+from lowrank_kv_jax.parse import as_method
 from lowrank_kv_jax.progress import ProgressBar
 from lowrank_kv_jax.sharding import to_host
 from lowrank_kv_jax.spec import Taps
@@ -83,7 +84,7 @@ def collect_moments(
 
 
 def calibrate(
-    model: Any, method: Part, texts: Corpus | Sequence[str] | None = None, length: int = 2048,
+    model: Any, method: Part | str, texts: Corpus | Sequence[str] | None = None, length: int = 2048,
     windows: int = 4, seed: int = 0, dtype: Any = jnp.bfloat16, progress: bool = False,
     resume: str | os.PathLike | None = None,
 ) -> tuple[Any, ...]:
@@ -91,8 +92,8 @@ def calibrate(
 
     Args:
         model: a `LoadedModel`.
-        method: what the bases are for; one that needs none gets its `default_bases`, and the model does not
-            run.
+        method: what the bases are for, or its spec (see `parse_method`); one that needs none gets its
+            `default_bases`, and the model does not run.
         texts: a corpus (see `load_corpus`) or documents; by default Python's own language reference.
         length, windows, seed: tokens of a window, and how many (see `token_windows`). No window is longer
             than the model's context.
@@ -107,6 +108,7 @@ def calibrate(
     Raises:
         ValueError: the method does not suit the model, the corpus is too short, activations are not finite.
     """
+    method = as_method(method)
     method.validate(model.config.attention)
     if not method.calibrated:
         return method.default_bases(model.config.attention)

@@ -1,49 +1,103 @@
-"""Saving arrays with Orbax beside a JSON description of what they are; written aside, then renamed."""
+"""Saving arrays with Orbax beside a JSON description of what they are.
 
+A save is a directory with a description and, in a folder of a new random name, the arrays. Saving again writes other
+arrays beside the old ones and then replaces the description in one step: a process that is killed leaves the old save or
+the new one, and folders that no description names, which the next save deletes.
+"""
+
+import contextlib
+import hashlib
 import json
+import os
+import re
+import secrets
 import shutil
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from lowrank_kv_jax.files import behind_links, check_fields, lock, naming, read_json_object, write_text
+
 METADATA = "lowrank_kv.json"
-ARRAYS = "arrays"
-FORMAT = 1
+FORMAT = 2
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+"""Dtypes of the floating arrays that are saved."""
+
+_FIELDS = {"format": int, "kind": str, "arrays": str, "files": dict, "sha256": str}
+_ARRAYS = re.compile(r"arrays-[0-9a-f]{16}")
+_OURS = re.compile(_ARRAYS.pattern + r"(\..*)?|" + re.escape(f".{METADATA}.") + r"[0-9a-f]{16}\.writing")
+"""Names inside a save beside its description: arrays, those that Orbax had not finished, an unfinished description."""
 
 
 def save_arrays(path: str | Path, kind: str, arrays: Mapping[str, jax.Array], metadata: Mapping[str, Any]) -> None:
-    """Write named arrays and what describes them to the directory `path`, replacing what an earlier save left there.
+    """Write named arrays and what describes them to the directory `path`, replacing an earlier save of the same kind.
 
     Args:
-        kind: what is saved; `load_arrays` refuses to read one kind as another.
+        path: a link is followed, what it leads to is written.
+        kind: what is saved; `load_metadata` refuses to read one kind as another.
 
     Raises:
-        FileExistsError: `path` exists and no save of this library made it.
+        FileExistsError: `path` holds something else (see `check_replaceable`).
+        OSError: it cannot be written; what was saved there before is as it was.
     """
     import orbax.checkpoint as ocp
 
-    path = Path(path).expanduser().absolute()
-    if path.exists() and not (path / METADATA).is_file():
-        raise FileExistsError(f"{path} exists and is not a saved {kind}: choose another place")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(scratch / ARRAYS, dict(arrays))
-        versions = {name: version(name) for name in ("jax", "orbax-checkpoint")}
-        description = {"format": FORMAT, "kind": kind, "versions": versions, **metadata}
-        (scratch / METADATA).write_text(json.dumps(description, indent=1, sort_keys=True))
-        replaced = path.with_name(f"{scratch.name}.old")
-        if path.exists():  # set aside, not removed: a crash between the two renames loses nothing
-            path.rename(replaced)
-        scratch.rename(path)
-        shutil.rmtree(replaced, ignore_errors=True)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    path = behind_links(path)
+    check_replaceable(path, kind)
+    new = not path.exists()
+    with naming(path):
+        path.mkdir(parents=True, exist_ok=True)
+    with _alone(path):
+        name = f"arrays-{secrets.token_hex(8)}"
+        try:
+            _delete_unnamed(path)
+            with _orbax(path), ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save(path / name, dict(arrays))
+            versions = {package: version(package) for package in ("jax", "orbax-checkpoint")}
+            files = {file: _digest(path / name / file, sync=True) for file in _files(path / name)}
+            description = {"format": FORMAT, "kind": kind, "versions": versions, "arrays": name, "files": files}
+            description |= metadata
+            description["sha256"] = _seal(description)
+            write_text(path / METADATA, json.dumps(description, indent=1, sort_keys=True))
+        finally:
+            _delete_unnamed(path)
+            if new:
+                with contextlib.suppress(OSError):  # not empty: it was saved
+                    path.rmdir()
+
+
+def check_replaceable(path: str | Path, kind: str) -> None:
+    """Raise FileExistsError where `path` holds anything but a save of this kind, or what a killed one left.
+
+    A save of another kind, files that no save of this library made, links and damage are never deleted.
+    """
+    path = behind_links(path)
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise FileExistsError(f"{path} is not a directory: choose another place")
+    named = None
+    if METADATA in os.listdir(path):
+        try:
+            held = load_metadata(path, kind)
+        except (ValueError, OSError) as error:
+            raise FileExistsError(f"{path} is not a saved {kind} that could be replaced ({error}): "
+                                  "delete it or choose another place") from error
+        named = held["arrays"]
+        foreign = sorted(set(_files(path / named)) - set(held["files"]))
+        if foreign:
+            raise _foreign(path, kind, f"{named}/{foreign[0]}")
+    for entry in sorted(path.iterdir()):
+        own = entry.name in (METADATA, named) or _OURS.fullmatch(entry.name)
+        if not own or entry.is_symlink() or entry.is_dir() != entry.name.startswith("arrays"):
+            raise _foreign(path, kind, entry.name)
+
+
+def _foreign(path: Path, kind: str, name: str) -> FileExistsError:
+    return FileExistsError(f"{path} holds {name!r}, which is no part of saved {kind}: choose another place")
 
 
 def load_metadata(path: str | Path, kind: str) -> dict[str, Any]:
@@ -53,36 +107,137 @@ def load_metadata(path: str | Path, kind: str) -> dict[str, Any]:
         FileNotFoundError: nothing was saved there.
         ValueError: it is damaged, of another kind or of an unknown format.
     """
-    path = Path(path).expanduser().absolute()
-    if not (path / METADATA).is_file():
+    file = behind_links(path) / METADATA
+    if not file.is_file():
         raise FileNotFoundError(f"{path}: no saved {kind} here ({METADATA} is missing)")
     try:
-        metadata = json.loads((path / METADATA).read_text())
+        metadata = read_json_object(file)
     except ValueError as error:
-        raise ValueError(f"{path / METADATA} is damaged: {error}") from error
+        raise ValueError(f"{error}: this save is damaged") from error
     if metadata.get("kind") != kind:
-        raise ValueError(f"{path} holds {metadata.get('kind')!r}, not {kind!r}")
+        raise ValueError(f"{file}: kind={metadata.get('kind')!r}: must be {kind!r}")
     if metadata.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {metadata.get('format')!r}; this version reads format {FORMAT}")
+        raise ValueError(f"{file}: format={metadata.get('format')!r}: this version reads format {FORMAT}")
+    check_fields(file, metadata, _FIELDS)
+    if not _ARRAYS.fullmatch(metadata["arrays"]):
+        raise ValueError(f"{file}: arrays={metadata['arrays']!r}: must be arrays-, then 16 hexadecimal digits")
     return metadata
 
 
-def load_arrays(path: str | Path, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def load_arrays(
+    path: str | Path, metadata: Mapping[str, Any], like: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
     """The arrays, with the dtypes and shardings of `like`.
 
+    Args:
+        metadata: of `load_metadata`.
+
     Raises:
-        ValueError: names, shapes or dtypes differ from what was saved.
+        ValueError: names, shapes or dtypes differ from what was saved, or a file is not as it was saved.
     """
     import orbax.checkpoint as ocp
 
-    path = Path(path).expanduser().absolute() / ARRAYS
+    path = behind_links(path)
+    _check_files(path, metadata)
+    folder = path / metadata["arrays"]
     with ocp.StandardCheckpointer() as checkpointer:
-        saved = checkpointer.metadata(path).item_metadata.tree
-        wrong = sorted(set(saved) ^ set(like)) + [
-            f"{name}: {tuple(saved[name].shape)} {saved[name].dtype}, expected {like[name].shape} {like[name].dtype}"
-            for name in like
-            if name in saved and (tuple(saved[name].shape), saved[name].dtype) != (like[name].shape, like[name].dtype)
-        ]
+        try:
+            saved = checkpointer.metadata(folder).item_metadata.tree
+            wrong = sorted(set(saved) ^ set(like)) + [
+                f"{name}: {tuple(saved[name].shape)} {saved[name].dtype}, expected {like[name].shape} {like[name].dtype}"
+                for name in like
+                if name in saved and (tuple(saved[name].shape), saved[name].dtype) != (like[name].shape, like[name].dtype)
+            ]
+        except Exception as error:  # Orbax has no error of its own for files that it did not write
+            raise ValueError(f"{folder}: its description of arrays cannot be read ({_first_line(error)})") from error
         if wrong:
-            raise ValueError(f"{path.parent}: what was saved does not fit: {'; '.join(map(str, wrong))}")
-        return checkpointer.restore(path, dict(like))
+            raise ValueError(f"{path}: what was saved does not fit: {'; '.join(map(str, wrong))}")
+        if metadata["sha256"] != _seal({field: value for field, value in metadata.items() if field != "sha256"}):
+            raise ValueError(f"{path / METADATA}: is damaged (its sha256 is not that of its fields)")
+        try:
+            return checkpointer.restore(folder, dict(like))
+        except Exception as error:
+            raise ValueError(f"{folder}: its arrays cannot be read ({_first_line(error)})") from error
+
+
+def _check_files(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Raise ValueError unless every file is the one that was saved."""
+    folder = path / metadata["arrays"]
+    if folder.is_symlink() or not folder.is_dir():
+        raise ValueError(f"{folder}: the directory with the arrays is missing")
+    held = set(_files(folder))
+    for name, digest in metadata["files"].items():
+        file = folder / name
+        if name not in held or file.is_symlink() or not file.is_file():
+            raise ValueError(f"{file}: is missing")
+        if (found := _digest(file)) != digest:
+            raise ValueError(f"{file}: is damaged (sha256 {found[:12]}, saved as {str(digest)[:12]})")
+
+
+def _seal(description: Mapping[str, Any]) -> str:
+    """SHA-256 of a description as it is read again."""
+    return hashlib.sha256(json.dumps(json.loads(json.dumps(description)), sort_keys=True).encode()).hexdigest()
+
+
+def _files(folder: Path) -> list[str]:
+    """Names of everything but directories under a folder, links not followed, sorted."""
+    return sorted(
+        Path(base, name).relative_to(folder).as_posix()
+        for base, directories, names in os.walk(folder)
+        for name in [*names, *(d for d in directories if Path(base, d).is_symlink())]
+    )
+
+
+def _digest(path: Path, sync: bool = False) -> str:
+    """SHA-256 of a file; with `sync` it is on the disk then."""
+    with naming(path), open(path, "rb+" if sync else "rb") as file:
+        if sync:
+            os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold the directory for one save.
+
+    Raises:
+        OSError: another process is saving there.
+    """
+    if os.name == "nt":  # directories are not opened there
+        yield
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if not lock(descriptor):
+            raise BlockingIOError(f"{path}: another process is saving there")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _orbax(path: Path) -> Iterator[None]:
+    """Whatever Orbax fails with names the directory; it reports a full disk as one of several kinds of errors."""
+    try:
+        yield
+    except Exception as error:
+        raise OSError(f"{path}: cannot be saved ({_first_line(error)})") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _delete_unnamed(path: Path) -> None:
+    """Delete arrays and descriptions that the description of a save does not name."""
+    try:
+        named = read_json_object(path / METADATA).get("arrays")
+    except (FileNotFoundError, NotADirectoryError):
+        named = None
+    for entry in path.iterdir():
+        if entry.name == named or not _OURS.fullmatch(entry.name):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)

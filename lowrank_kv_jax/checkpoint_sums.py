@@ -2,11 +2,14 @@
 
 import json
 import os
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from lowrank_kv_jax.files import check_regular, replacing
 
 
 class CheckpointedSums:
@@ -30,12 +33,15 @@ class CheckpointedSums:
         """
         if self._path is None or not self._path.exists():
             return 0
+        check_regular(self._path)
         try:
-            with np.load(self._path, allow_pickle=False) as held:
-                found = {name: held[name] for name in held.files}
+            found = _read(self._path)
             key, done = str(found.pop("key")), int(found.pop("done"))
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # zip, zlib and NumPy have errors of their own for what is damaged
             raise ValueError(f"{self._path}: no unfinished calibration ({error}); delete it or name another") from error
+        if done < 1 or not all(array.dtype == np.float64 and np.isfinite(array).all() for array in found.values()):
+            raise ValueError(f"{self._path}: no unfinished calibration (done={done}: must be at least 1, and sums "
+                             "finite float64); delete it or name another")
         if key != self._key:
             raise ValueError(f"{self._path}: holds the unfinished calibration of {key}, not of {self._key}; delete it or "
                              "name another")
@@ -50,12 +56,20 @@ class CheckpointedSums:
         """Keep the sums over the first `done` windows."""
         if self._path is None:
             return
-        partial = self._path.with_name(self._path.name + ".writing")
-        with open(partial, "wb") as file:
+        with replacing(self._path) as file:
             np.savez(file, key=np.array(self._key), done=np.array(done), **self.arrays)  # type: ignore[arg-type]
-        os.replace(partial, self._path)
 
     def discard(self) -> None:
         """Delete the file: the work is done."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an `.npz` file, none of them larger than the file: they are stored as they are."""
+    size = path.stat().st_size
+    with zipfile.ZipFile(path) as archive:
+        if any(entry.file_size > size for entry in archive.infolist()):
+            raise ValueError("an array is larger than the file")
+    with np.load(path, allow_pickle=False) as held:
+        return {name: held[name] for name in held.files}

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from lowrank_kv_jax.files import read_text
+
 DEFAULT_CORPUS = "pydoc"
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 TEXT_SUFFIXES = (".txt", ".md", ".raw", ".tokens", ".py")  # missing files, not datasets of the hub
@@ -78,10 +80,9 @@ def _read(name: str) -> list[str]:
         return _read_folder(name, path)
     if path.exists():
         try:
-            return [path.read_text(encoding="utf-8")]
-        except UnicodeDecodeError as error:
-            reason = f"{error.reason} at byte {error.start}"
-            raise ValueError(f"corpus {name!r}: is not UTF-8 text ({reason})") from error
+            return [read_text(path)]
+        except ValueError as error:
+            raise ValueError(f"corpus {name!r}: {error}") from error
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]*){0,2}", name) and path.suffix not in TEXT_SUFFIXES:
         return _read_dataset(name)
     raise FileNotFoundError(f"corpus {name!r}: no such file, not one of {', '.join(BUILT_IN)}, and not a "

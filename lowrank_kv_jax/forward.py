@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from lowrank_kv_jax.bits import hold_bits, like_before
 from lowrank_kv_jax.cache import Cache, bases_of_group, check_method
+from lowrank_kv_jax.cache_dtype import default_cache_dtype
 from lowrank_kv_jax.method import Layout, Part, Place
-from lowrank_kv_jax.methods.compose import as_method
+from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import block_output, block_prefill, block_taps, embed, unembed
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import causal_attention
+from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention
 from lowrank_kv_jax.selections.reread import CHUNK, reread_attention, reread_positions
 from lowrank_kv_jax.sharding import check_mesh, constrain, replicate, shard_rows
 from lowrank_kv_jax.spec import Taps
@@ -58,25 +60,26 @@ def layer_prefill_twice(
 @functools.partial(jax.jit, static_argnames=("method", "layout"))
 def compress_group(method: Part, layout: Layout, bases: Any, taps: tuple[Taps, ...], lengths: jax.Array):
     """The compressed state of a group of layers whose prompt was prefilled."""
-    method = as_method(method)
+    method = machine_of(method)
     empty = constrain(layout.mesh, method.init(layout, bases))
-    return constrain(layout.mesh, method.compress(layout, bases, empty, taps, lengths))
+    return constrain(layout.mesh, hold_bits(method.compress(layout, bases, empty, taps, lengths)))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "method", "layout", "place"), donate_argnames=("state",))
 def layer_extend(config, method, layout, place, layer, bases, state, x, positions, counts):
     """Append T tokens to one layer's cache and attend through it."""
-    method, taps = as_method(method), block_taps(config, layer, x, positions)
+    method, taps = machine_of(method), block_taps(config, layer, x, positions)
+    before = state
     state = method.append(layout, bases, state, taps, counts, positions, place)
     partial = method.attend(layout, bases, state, taps.q, positions, place)
     state = method.observe(layout, bases, state, taps.q, partial.lse, positions, place)
-    return block_output(config, layer, x, partial.out), constrain(layout.mesh, state)
+    return block_output(config, layer, x, partial.out), constrain(layout.mesh, like_before(before, state))
 
 
 @functools.partial(jax.jit, static_argnames=("method", "layout"), donate_argnames=("state",))
 def refresh_group(method, layout, bases, state):
-    refreshed = as_method(method).refresh(layout, bases, lay_out(state, "rows"))
-    return constrain(layout.mesh, lay_out(refreshed, layout.tokens))
+    refreshed = machine_of(method).refresh(layout, bases, lay_out(state, "rows"))
+    return constrain(layout.mesh, like_before(state, lay_out(refreshed, layout.tokens)))
 
 
 embed_tokens = jax.jit(embed, static_argnums=0)
@@ -97,14 +100,14 @@ def make_layout(
     config: ModelConfig, batch: int, prompt: int, capacity: int | None, block: int = DEFAULT_BLOCK, dtype: Any = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Layout:
-    """A checked `Layout`; `capacity` defaults to the prompt and one block more, `dtype` to bfloat16.
+    """A checked `Layout`; `capacity` defaults to the prompt and one block more, `dtype` to `default_cache_dtype()`.
 
     Raises:
         ValueError: empty prompt, capacity below the prompt or above the model's context, block below 1.
         TypeError: a dtype that is not floating.
     """
     capacity = prompt + block if capacity is None else capacity
-    dtype = jnp.dtype(jnp.bfloat16 if dtype is None else dtype)
+    dtype = jnp.dtype(default_cache_dtype() if dtype is None else dtype)
     if batch < 1 or prompt < 0:
         raise ValueError(f"batch={batch}, prompt={prompt}: must be at least 1 and 0")
     if block < 1:
@@ -136,7 +139,7 @@ def prefill(
         bases: from `calibrate`, where the method needs them.
         capacity: longest sequence, S included.
         block: tokens that may be appended between two calls of `refresh`.
-        dtype: of the cache, bfloat16 by default.
+        dtype: of the cache, any floating one, `default_cache_dtype()` (bfloat16) by default; see `cache_dtype`.
         mesh: lay the cache out over these devices, rows over "data" and kv heads over "model"; the weights must lie on
             the same mesh (`load_model(..., mesh=mesh)`).
 
@@ -164,7 +167,7 @@ def prefill(
         reading, state = _together(reading, state)
         states.append(state)
     cache = Cache(  # its own copy of the lengths: the cache is donated, the caller's array is not
-        tuple(states), jnp.copy(lengths), lengths + (layout.capacity - layout.prompt), jnp.int32(0), method, layout
+        tuple(states), jnp.copy(lengths), machine_of(method).limit(layout, lengths), jnp.int32(0), method, layout
     )
     return cache, last_logits(config, params, reading.x[:, :width], lengths)
 

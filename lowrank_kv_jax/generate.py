@@ -12,13 +12,15 @@ import numpy as np
 from lowrank_kv_jax.cache import Cache, fork
 from lowrank_kv_jax.forward import DEFAULT_BLOCK, decode_step, extend, prefill, refresh
 from lowrank_kv_jax.method import Fault, Part
-from lowrank_kv_jax.methods.compose import as_method
+from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.models.config import ModelConfig
+from lowrank_kv_jax.parse import as_method
 from lowrank_kv_jax.sampling import Sampler, sample
 from lowrank_kv_jax.sharding import to_host
 
 GREEDY = Sampler()
 PAD_TO = 64  # prompts are padded to multiples of it, so that prompts of similar length share their compiled programs
+NEXT_TURN = 64  # tokens of one more turn that a cache has room for by default, beside its answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,10 +109,7 @@ def ingest(
     counts = np.array([len(row) for row in tokens])
     if len(tokens) != layout.batch or (counts == 0).any():
         raise ValueError(f"tokens: expected {layout.batch} rows of at least one token, got lengths {counts.tolist()}")
-    over = to_host(cache.length) + counts - to_host(cache.limit)
-    if (over > 0).any():
-        row = int(np.argmax(over))
-        raise ValueError(f"row {row} would outgrow the cache by {int(over[row])} tokens: prefill with a larger capacity")
+    check_room(cache, counts)
     cache = refresh(method, cache, bases=bases)
     last = None
     for begin in range(0, int(counts.max()), layout.block):
@@ -124,6 +123,15 @@ def ingest(
         last = logits if last is None else jnp.where(jnp.asarray(here > 0)[:, None], logits, last)
     assert last is not None
     return cache, last
+
+
+def check_room(cache: Cache, counts: np.ndarray, answer: int = 0) -> None:
+    """Raise ValueError where `counts` `[B]` more tokens, and then `answer` more, do not fit into a row of the cache."""
+    over = to_host(cache.length) + counts + answer - to_host(cache.limit)
+    if (over > 0).any():
+        row, capacity = int(np.argmax(over)), cache.layout.capacity
+        raise ValueError(f"row {row} would outgrow the cache by {int(over[row])} tokens: give `generate` (or `prefill`) "
+                         f"capacity={capacity + int(over[row])} or more in the first turn, it was {capacity}")
 
 
 def decode(
@@ -163,7 +171,7 @@ def decode(
 
 def stop_on_fault(cache: Cache, progress: Progress, step: int) -> None:
     """Raise `Fault` where logits were NaN or the method found that its state broke, `step` steps after the prompt."""
-    found = as_method(cache.method).fault(cache.groups)
+    found = machine_of(cache.method).fault(cache.groups)
     broken = to_host(progress.broken)
     if found is None and broken.any():
         found = f"the logits of row {int(np.argmax(broken))} are NaN"
@@ -186,7 +194,7 @@ def row_seeds(seeds: Sequence[int] | int, rows: int) -> np.ndarray:
 
 
 def generate(
-    model: Any, method: Part, prompts: str | Sequence[str] | Sequence[Sequence[int]], *, bases: Any = None,
+    model: Any, method: Part | str, prompts: str | Sequence[str] | Sequence[Sequence[int]], *, bases: Any = None,
     max_new_tokens: int = 64, temperature: float = 0.0, top_k: int | None = None, top_p: float = 1.0,
     seeds: Sequence[int] | int = 0, stop_at_eos: bool = True, cache: Cache | Generation | None = None,
     block: int | None = None, capacity: int | None = None, dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
@@ -196,7 +204,7 @@ def generate(
 
     Args:
         model: from `load_model`.
-        method: how the cache is compressed.
+        method: how the cache is compressed, or its spec (see `parse_method`).
         prompts: texts or rows of ids; their lengths may differ.
         bases: from `calibrate`, where the method needs them.
         max_new_tokens: at most so many a row.
@@ -208,17 +216,20 @@ def generate(
             token, which no cache holds yet, is put in front; with a bare cache, `prompts` must hold all that is new.
             The cache is kept, not consumed; block, capacity, dtype and mesh are its own.
         block: decode steps between two refreshes, `DEFAULT_BLOCK` by default.
-        capacity: longest sequence; the padded prompts and `max_new_tokens` by default.
-        dtype: of the cache, bfloat16 by default.
+        capacity: longest conversation, in tokens. By default the padded prompts, `max_new_tokens` and room for one more
+            turn, `NEXT_TURN` tokens and as long an answer, within the model's context. Free slots take bytes: where no
+            turn follows, prompt and `max_new_tokens` are enough; several turns need more, from the first one on.
+        dtype: of the cache, `default_cache_dtype()` (bfloat16) by default.
         mesh: lay the cache out over these devices, see `prefill`; the model must lie on the same mesh.
         on_tokens: called with each block of new tokens `[B, n]` (-1: none) as soon as it is there.
 
     Raises:
-        ValueError: empty prompts, prompts beyond the capacity or the model's context, or `max_new_tokens` below 1.
+        ValueError: empty prompts, prompts and new tokens beyond the capacity or the model's context, `max_new_tokens`
+            below 1, or a spec that spells no method.
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
-    rows = encode_prompts(model, prompts)
+    method, rows = as_method(method), encode_prompts(model, prompts)
     config, params = model.config, model.params
     sampler, eos = Sampler(temperature, top_k, top_p), config.eos_ids if stop_at_eos else ()
     row_seeds(seeds, len(rows))
@@ -235,25 +246,26 @@ def generate(
         rows = [[int(token), *row] for token, row in zip(cache.last, rows, strict=True)]
         cache = cache.cache
     if cache is not None:
+        check_room(cache, np.array([len(row) for row in rows]), max_new_tokens - 1)  # the last token drawn is not cached
         state, logits = ingest(method, config, params, fork(cache), rows, bases=bases)
     else:
         longest = config.context - max_new_tokens
+        if longest < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens}: must be at most {config.context - 1}, the context of the "
+                             f"model, {config.context} tokens, less one of the prompt")
         if capacity is not None:
             needed = max(map(len, rows)) + max_new_tokens - 1  # the last token drawn is not cached
-            if needed > capacity:
+            if needed > capacity and capacity < config.context:
                 raise ValueError(f"capacity={capacity}: the longest prompt and max_new_tokens={max_new_tokens} need "
                                  f"{needed}")
             longest = min(longest, capacity - max_new_tokens + 1)
         tokens, lengths = pad_prompts(rows, longest)
-        capacity = min(tokens.shape[1] + max_new_tokens, config.context) if capacity is None else capacity
+        if capacity is None:
+            capacity = min(tokens.shape[1] + 2 * max_new_tokens + NEXT_TURN, config.context)
         state, logits = prefill(
             method, config, params, tokens, lengths, bases=bases, capacity=capacity,
             block=DEFAULT_BLOCK if block is None else block, dtype=dtype, mesh=mesh,
         )
-    room = int((to_host(state.limit) - to_host(state.length)).min()) + 1
-    if max_new_tokens > room:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: the cache has room for {room}; give the first turn a larger "
-                         "capacity")
     blocks, progress = [], None
     for new, state, progress in decode(  # noqa: B007, B020
         method, config, params, state, logits, max_new_tokens, bases=bases, sampler=sampler, seeds=seeds, eos=eos

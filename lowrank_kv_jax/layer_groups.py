@@ -37,10 +37,24 @@ def stride_groups(num_layers: int, size: int, first: int = 0) -> tuple[tuple[int
     return alone + tuple(tuple(range(s, min(s + size, num_layers))) for s in starts)
 
 
-def split_rank(mean: int, width: int, ratio: float) -> Ranks:
-    """Ranks of keys and values of a given mean, as 1 : `ratio` (xKV, section 5.1), within the width."""
-    v = min(round(2 * mean * ratio / (1 + ratio)), width, 2 * mean - 1)
-    return Ranks(min(2 * mean - v, width), v)
+SPLIT_MULTIPLE = 8
+"""Of the two ranks that a chosen mean is split into: finer than the mean's own multiple, which would bend the ratio."""
+
+
+def split_rank(mean: int, width: int, ratio: float, multiple: int = 1) -> Ranks:
+    """Ranks of keys and values of a given mean, as 1 : `ratio` (xKV, section 5.1), within the width.
+
+    Args:
+        mean: at most the width.
+        width: of the bases.
+        ratio: rank of the values to that of the keys.
+        multiple: of both ranks, where they are below the width and the mean leaves room for one of each.
+    """
+    multiple = multiple if mean >= multiple else 1
+    v = min(multiple * round(2 * mean * ratio / (1 + ratio) / multiple), width, 2 * mean - multiple)
+    v = max(v, multiple)
+    k = 2 * mean - v
+    return Ranks(width if k >= width else k - k % multiple, v)
 
 
 def read_table(text: str, groups: int) -> tuple[tuple[int, int], ...]:

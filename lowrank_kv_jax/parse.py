@@ -40,6 +40,20 @@ def parse_method(text: str) -> Part:
     return compose(**stages)
 
 
+def as_method(method: Part | str) -> Part:
+    """The method itself, or the one that a spec spells.
+
+    Raises:
+        ValueError: as `parse_method`.
+        TypeError: neither a method nor text.
+    """
+    if isinstance(method, str):
+        return parse_method(method)
+    if not isinstance(method, Part):
+        raise TypeError(f"method={method!r}: must be a method, or its spec such as 'ojakv:rank=0.5'")
+    return method
+
+
 def _parse_part(text: str) -> Any:
     """One method or summary."""
     name, _, rest = text.strip().partition(":")

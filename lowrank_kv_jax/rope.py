@@ -43,6 +43,18 @@ class RopeSpec:
             raise ValueError(f"rope scaling {self.scaling!r} is not one of 'default', 'linear', 'llama3', 'yarn'")
         if self.rotary_dim <= 0 or self.rotary_dim % 2:
             raise ValueError(f"rotary_dim must be a positive even number, got {self.rotary_dim}")
+        if not 1 < self.theta < math.inf:
+            raise ValueError(f"rope theta {self.theta}: must be a finite number above 1")
+        if not 1 <= self.factor < math.inf:
+            raise ValueError(f"rope factor {self.factor}: must be a finite number of at least 1")
+        if self.scaling == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
+            raise ValueError(f"rope low_freq_factor {self.low_freq_factor}, high_freq_factor {self.high_freq_factor}: "
+                             "must be finite, the first above 0 and below the second")
+        if self.scaling == "yarn" and not 0 < self.beta_slow < self.beta_fast < math.inf:
+            raise ValueError(f"rope beta_slow {self.beta_slow}, beta_fast {self.beta_fast}: must be finite, the first "
+                             "above 0 and below the second")
+        if self.scaling in ("llama3", "yarn") and not 1 <= self.original_context < 2**31:
+            raise ValueError(f"rope original_context {self.original_context}: must lie in 1..{2**31 - 1}")
 
     def inverse_frequencies(self) -> np.ndarray:
         """Angular frequency per channel pair, float64 `[rotary_dim / 2]`, radians per position."""

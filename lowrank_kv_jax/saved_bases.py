@@ -8,12 +8,15 @@ from typing import Any
 import jax
 
 from lowrank_kv_jax import __version__
-from lowrank_kv_jax.checkpoint import METADATA, load_arrays, load_metadata, save_arrays
+from lowrank_kv_jax.checkpoint import FLOATS, METADATA, check_replaceable, load_arrays, load_metadata, save_arrays
 from lowrank_kv_jax.corpus import Corpus
+from lowrank_kv_jax.files import behind_links, check_fields, short
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.parse import spell_method
 
 KIND = "bases"
+
+_FIELDS = {"model": str, "fingerprint": str, "method": str, "fit": dict, "groups": list}
 
 
 def save_bases(
@@ -40,6 +43,9 @@ def save_bases(
     if len(bases) != groups or not all(group is None or isinstance(group, kind) for group in bases):
         raise ValueError(f"bases: expected {groups} groups of {kind.__name__}, as calibrate returns them")
     arrays = {f"{i}.{name}": array for i, group in enumerate(bases) for name, array in _fields(group).items()}
+    for name, array in arrays.items():
+        if not jax.numpy.issubdtype(array.dtype, jax.numpy.floating):
+            raise ValueError(f"bases: {name} is {array.dtype.name}: must be a floating dtype")
     metadata = {
         "model": model.name,
         "fingerprint": model.fingerprint,
@@ -53,11 +59,9 @@ def save_bases(
     save_arrays(path, KIND, arrays, metadata)
 
 
-def check_replaceable(path: str | Path) -> None:
+def check_bases_replaceable(path: str | Path) -> None:
     """Raise FileExistsError now, not after minutes of calibration, if `save_bases` would refuse `path`."""
-    path = Path(path).expanduser()
-    if path.exists() and not (path / METADATA).is_file():
-        raise FileExistsError(f"{path} exists and does not hold saved {KIND}: choose another place")
+    check_replaceable(path, KIND)
 
 
 def load_bases(path: str | Path, model: Any, method: Part) -> tuple[Any, ...]:
@@ -71,7 +75,7 @@ def load_bases(path: str | Path, model: Any, method: Part) -> tuple[Any, ...]:
         ValueError: they are of another model or other weights, were fitted with other fields (each is named),
             or are damaged.
     """
-    metadata = load_metadata(path, KIND)
+    metadata = describe_bases(path)
     if metadata["fingerprint"] != model.fingerprint:
         raise ValueError(f"{path}: these bases belong to model {metadata['model']!r} with the weights "
                          f"{metadata['fingerprint'][:12]}, not to {model.name!r} ({model.fingerprint[:12]})")
@@ -81,29 +85,61 @@ def load_bases(path: str | Path, model: Any, method: Part) -> tuple[Any, ...]:
     if differ:
         raise ValueError(f"{path}: these bases were calibrated for {metadata['method']!r} and do not serve "
                          f"{spell_method(method)!r}: they have {'; '.join(differ)}")
-    return _rebuild(path, method, metadata["groups"])
+    return _rebuild(path, method, metadata, len(method.layer_groups(model.config.attention)))
 
 
 def describe_bases(path: str | Path) -> dict[str, Any]:
-    """What was saved beside the bases: model, fingerprint, method, fit, corpus, settings, versions."""
-    return load_metadata(path, KIND)
+    """What was saved beside the bases: model, fingerprint, method, fit, corpus, settings, versions.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_bases` where nothing was saved, or it is damaged.
+    """
+    metadata = load_metadata(path, KIND)
+    check_fields(behind_links(path) / METADATA, metadata, _FIELDS)
+    return metadata
 
 
-def _rebuild(path: str | Path, method: Part, groups: list[dict[str, Any] | None]) -> tuple[Any, ...]:
+def _rebuild(path: str | Path, method: Part, metadata: Mapping[str, Any], count: int) -> tuple[Any, ...]:
     kind: Any = method.bases_type
+    file, groups = behind_links(path) / METADATA, metadata["groups"]
+    if len(groups) != count:
+        raise ValueError(f"{file}: groups has {len(groups)} entries: must be {count}, one for each layer group")
+    names = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set(kind._fields)
     like = {
-        f"{i}.{name}": jax.ShapeDtypeStruct(tuple(entry["shape"]), jax.numpy.dtype(entry["dtype"]))
-        for i, group in enumerate(groups) for name, entry in (group or {}).items()
+        f"{i}.{name}": _abstract(f"{file}: groups[{i}].{name}", name in names, entry)
+        for i, group in enumerate(groups) for name, entry in _entries(f"{file}: groups[{i}]", group).items()
     }
-    arrays = load_arrays(path, like)
+    arrays = load_arrays(path, metadata, like)
 
     def build(i: int, group: dict[str, Any]) -> Any:
         found = {name: arrays[f"{i}.{name}"] for name in group}
         if dataclasses.is_dataclass(kind):
+            if any(array.shape for array in found.values()):
+                raise ValueError(f"{file}: groups[{i}]: must hold numbers, of shape []")
             return kind(**{name: array.item() for name, array in found.items()})
         return kind(**dict.fromkeys(kind._fields) | found)
 
     return tuple(None if group is None else build(i, group) for i, group in enumerate(groups))
+
+
+def _entries(place: str, group: Any) -> dict[str, Any]:
+    if group is not None and not isinstance(group, dict):
+        raise ValueError(f"{place}={short(group)}: must be an object or null")
+    return group or {}
+
+
+def _abstract(place: str, known: bool, entry: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a saved array."""
+    if not known:
+        raise ValueError(f"{place}: the bases of this method have no such array")
+    if not isinstance(entry, dict):
+        raise ValueError(f"{place}={short(entry)}: must be an object with shape and dtype")
+    check_fields(place, entry, {"shape": list, "dtype": str})
+    if not all(type(size) is int and 0 <= size < 2**31 for size in entry["shape"]):
+        raise ValueError(f"{place}.shape={short(entry['shape'])}: must be a list of sizes from 0 to 2**31 - 1")
+    if entry["dtype"] not in FLOATS:
+        raise ValueError(f"{place}.dtype={short(entry['dtype'])}: must be one of {', '.join(FLOATS)}")
+    return jax.ShapeDtypeStruct(tuple(entry["shape"]), jax.numpy.dtype(entry["dtype"]))
 
 
 def _fields(group: Any) -> dict[str, jax.Array]:

@@ -9,16 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowrank_kv_jax.bits import Bits, hold_bits
 from lowrank_kv_jax.cache import Cache, bases_of_group
-from lowrank_kv_jax.checkpoint import load_arrays, load_metadata, save_arrays
+from lowrank_kv_jax.checkpoint import FLOATS, METADATA, load_arrays, load_metadata, save_arrays
+from lowrank_kv_jax.files import behind_links, check_fields, short
 from lowrank_kv_jax.method import Layout, Part
-from lowrank_kv_jax.methods.compose import as_method
+from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.sharding import check_mesh, leaf_sharding
 from lowrank_kv_jax.state import map_leaves, walk
 from lowrank_kv_jax.token_layout import lay_out
 
 KIND = "cache"
-_STORED = ("batch", "prompt", "capacity", "block", "dtype", "tokens")
+_LEAST = {"batch": 1, "prompt": 0, "capacity": 1, "block": 1}
+_STORED = (*_LEAST, "dtype", "tokens")
+_FIELDS = {"method": str, "model": str, "fingerprint": str, "bases": (str, type(None)), "layout": dict}
 
 
 def save_cache(path: str | Path, cache: Cache, model: Any, *, bases: Any = None) -> None:
@@ -36,7 +40,9 @@ def save_cache(path: str | Path, cache: Cache, model: Any, *, bases: Any = None)
         "method": repr(cache.method), "model": model.name, "fingerprint": model.fingerprint, "bases": _digest(bases),
         "layout": {field: getattr(cache.layout, field) for field in _STORED},
     }
-    save_arrays(path, KIND, {name: array for name, array, _ in walk(cache)}, metadata)
+    # bits on a CPU are saved as the bfloat16 numbers that they are: every platform loads them
+    arrays = {name: x.widened() if isinstance(x, Bits) else x for name, x, _ in walk(cache)}
+    save_arrays(path, KIND, arrays, metadata)
 
 
 def load_cache(
@@ -52,6 +58,8 @@ def load_cache(
         ValueError: it belongs to another method, model or bases, or its arrays do not fit.
     """
     metadata = load_metadata(path, KIND)
+    file = behind_links(path) / METADATA
+    check_fields(file, metadata, _FIELDS)
     if metadata["fingerprint"] != model.fingerprint:
         raise ValueError(f"{path}: this cache belongs to model {metadata['model']!r} with other weights "
                          f"({metadata['fingerprint'][:12]}), not to {model.name!r} ({model.fingerprint[:12]})")
@@ -59,13 +67,26 @@ def load_cache(
         raise ValueError(f"{path}: this cache was made by {metadata['method']}, not by {method!r}")
     if metadata["bases"] != _digest(bases):
         raise ValueError(f"{path}: this cache was made with other calibrated bases than those given")
-    layout = Layout(spec=model.config.attention, **metadata["layout"])
+    layout = Layout(spec=model.config.attention, **_checked_layout(file, metadata["layout"]))
     if mesh is not None:
         layout = dataclasses.replace(layout, mesh=check_mesh(mesh, layout.spec, layout.batch))
-    abstract = abstract_cache(method, layout, bases)
-    arrays = load_arrays(path, {name: array for name, array, _ in walk(abstract)})
+    abstract = _abstract_arrays(method, layout, bases)
+    arrays = load_arrays(path, metadata, {name: array for name, array, _ in walk(abstract)})
     in_order = iter([arrays[name] for name, _, _ in walk(abstract)])
-    return map_leaves(lambda info, _: next(in_order), abstract)
+    return hold_bits(map_leaves(lambda info, _: next(in_order), abstract))
+
+
+def _checked_layout(file: Path, layout: dict[str, Any]) -> dict[str, Any]:
+    """The saved fields of a `Layout`, those and no others."""
+    check_fields(f"{file}: layout", layout, dict.fromkeys(_LEAST, int) | {"dtype": str, "tokens": str})
+    for name, least in _LEAST.items():
+        if not least <= layout[name] < 2**31:
+            raise ValueError(f"{file}: layout: {name}={layout[name]}: must lie in {least}..{2**31 - 1}")
+    if layout["dtype"] not in FLOATS:
+        raise ValueError(f"{file}: layout: dtype={short(layout['dtype'])}: must be one of {', '.join(FLOATS)}")
+    if layout["tokens"] not in ("rows", "lanes"):
+        raise ValueError(f"{file}: layout: tokens={short(layout['tokens'])}: must be 'rows' or 'lanes'")
+    return {name: layout[name] for name in _STORED}
 
 
 def _digest(bases: Any) -> str | None:
@@ -81,8 +102,13 @@ def _digest(bases: Any) -> str | None:
 
 def abstract_cache(method: Part, layout: Layout, bases: Any = None) -> Cache:
     """The shapes, dtypes and shardings of a cache, nothing allocated; `cache_bytes` reads it as it reads a cache."""
+    return hold_bits(_abstract_arrays(method, layout, bases))
+
+
+def _abstract_arrays(method: Part, layout: Layout, bases: Any) -> Cache:
+    """The same with bfloat16 everywhere, as it is saved."""
     bases = bases_of_group(method, layout.spec, bases)
-    groups = tuple(jax.eval_shape(lambda b=b: lay_out(as_method(method).init(layout, b), layout.tokens)) for b in bases)
+    groups = tuple(jax.eval_shape(lambda b=b: lay_out(machine_of(method).init(layout, b), layout.tokens)) for b in bases)
     rows: Any = jax.ShapeDtypeStruct((layout.batch,), jnp.int32)
     scalar: Any = jax.ShapeDtypeStruct((), jnp.int32)
     cache = Cache(groups, rows, rows, scalar, method, layout)

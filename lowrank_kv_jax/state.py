@@ -5,11 +5,14 @@ declarations, so a new method gets them for nothing.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, dataclass_transform
 
 import jax
 import jax.numpy as jnp
+
+from lowrank_kv_jax.cache_dtype import narrow
 
 KINDS = ("exact", "coefficients", "bases", "scales", "moments", "indices")
 AXES = ("batch", "kv_heads", "tokens", "head_dim", "rank", "width", "chunks", "layers")
@@ -72,6 +75,8 @@ def map_leaves(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         others = [getattr(r, name) for r in rest]
         if info is None or value is None:
             changes[name] = map_leaves(f, value, *others)
+        elif hasattr(value, "moved"):  # an array held as its bits
+            changes[name] = value.moved(functools.partial(f, info), *others)
         else:
             changes[name] = f(info, value, *others)
     return dataclasses.replace(tree, **changes)
@@ -113,7 +118,7 @@ def write_tokens(
     tokens, size, axis = new.shape[token_axis], buffer.shape[token_axis], token_axis - 1
     if tokens > size:
         raise ValueError(f"{tokens} tokens written at once into a buffer of {size}")
-    new = new.astype(buffer.dtype)
+    new = narrow(new, buffer.dtype)
 
     def row(buf, fresh, begin, count):
         # dynamic slices clamp: near the end the window starts earlier and keeps what it holds there

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
+from lowrank_kv_jax.models.config_ranges import check_rope_entry, out_of_range
 from lowrank_kv_jax.rope import RopeSpec
 from lowrank_kv_jax.spec import AttentionSpec
 
@@ -66,6 +67,8 @@ class ModelConfig:
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{field} must be a positive integer, got {value!r}")
+        if self.context >= 2**31:
+            raise ValueError(f"context must be at most {2**31 - 1}, got {self.context:.3g}")
         if self.q_heads % self.kv_heads:
             raise ValueError(
                 f"q_heads must be a multiple of kv_heads, got {self.q_heads} and {self.kv_heads}"
@@ -250,11 +253,7 @@ def refuse_unknown(
     """
     known = _COMMON_ATTRIBUTES | attributes | _IRRELEVANT | set(fixed) | set(required)
     problems = [f"{name} is missing" for name in required if config.get(name) is None]
-    problems += [
-        f"{name}={config[name]!r} is not a positive integer"
-        for name in required
-        if config.get(name) is not None and not (isinstance(config[name], int) and config[name] > 0)
-    ]
+    problems += out_of_range(config)
     for name, value in config.items():
         if name not in known and value is not None:
             problems.append(f"{name}={value!r} is not known")
@@ -276,6 +275,7 @@ def _read_rope(config: Mapping[str, Any], head_dim: int) -> tuple[RopeSpec, int]
     entry = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if config.get("rope_condense_ratio"):  # the first LongChat checkpoints: positions divided by the ratio
         entry = {"rope_type": "linear", "factor": config["rope_condense_ratio"]}
+    check_rope_entry(entry)
     legacy = entry.pop("type", None)
     scaling = entry.pop("rope_type", legacy) or "default"
     theta = float(entry.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
@@ -292,11 +292,9 @@ def _read_rope(config: Mapping[str, Any], head_dim: int) -> tuple[RopeSpec, int]
     if scaling == "default":
         return RopeSpec(theta, head_dim), context
     factor = float(values["factor"])
-    if not factor >= 1.0:
-        raise ValueError(f"rope factor must be at least 1, got {factor}")
     if scaling == "linear":
-        original = values.get("original_max_position_embeddings", context)
-        return RopeSpec(theta, head_dim, "linear", factor), int(original * factor)
+        rope = RopeSpec(theta, head_dim, "linear", factor)
+        return rope, int(values.get("original_max_position_embeddings", context) * factor)
     return RopeSpec(
         theta,
         head_dim,
@@ -319,6 +317,8 @@ def _read_windows(config: Mapping[str, Any], family: str, num_layers: int) -> tu
     kinds = config.get("layer_types") or [
         "full_attention" if i < first else "sliding_attention" for i in range(num_layers)
     ]
+    if len(kinds) != num_layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries: must be {num_layers}, one for each layer")
     if unknown := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
         raise ValueError(
             f"layer_types {unknown} are not supported, only 'full_attention' and 'sliding_attention'"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowrank_kv_jax.models.config import ModelConfig, refuse_unknown, token_ids
+from lowrank_kv_jax.models.config_ranges import check_rope_entry
 from lowrank_kv_jax.rope import RopeSpec
 from lowrank_kv_jax.spec import AttentionSpec, LatentSpec
 
@@ -143,6 +144,7 @@ def _read_rope(config: Mapping[str, Any], rotary: int) -> tuple[RopeSpec, float,
     DeepSeek-V3 and (5.2) not in its DeepSeek-V2, which then computes another function than was trained.
     """
     entry = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    check_rope_entry(entry)
     legacy = entry.pop("type", None)
     scaling = entry.pop("rope_type", legacy) or "default"
     theta = float(entry.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
@@ -156,8 +158,6 @@ def _read_rope(config: Mapping[str, Any], rotary: int) -> tuple[RopeSpec, float,
     if missing or unknown:
         raise ValueError(f"rope of type 'yarn': missing {missing}, unknown {unknown}")
     factor = float(values["factor"])
-    if not factor >= 1.0:
-        raise ValueError(f"rope factor must be at least 1, got {factor}")
     every, some = float(values.get("mscale_all_dim") or 0), float(values.get("mscale") or 1)
     rope = RopeSpec(
         theta, rotary, "yarn", factor, original_context=int(values["original_max_position_embeddings"]),

@@ -4,6 +4,7 @@ The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import dataclasses
+import itertools
 import math
 import mmap
 import struct
@@ -14,6 +15,7 @@ from lowrank_kv_jax.models.stored import PLAIN_TYPES, QUANTISED_TYPES, StoredTen
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_DEEPEST = 8  # arrays of arrays; files have none, and a stack is finite
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,6 +46,10 @@ def read_gguf(path: Path) -> GgufFile:
     end = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=data_start)
     if end > size:
         raise ValueError(f"{path}: truncated GGUF, its tensors need {end} bytes and the file has {size}")
+    in_order = sorted(tensors, key=lambda name: tensors[name].offset)
+    for one, other in itertools.pairwise(in_order):
+        if tensors[one].offset + tensors[one].nbytes > tensors[other].offset:
+            raise ValueError(f"{path}: corrupt GGUF, the bytes of {one!r:.80} and {other!r:.80} overlap")
     return GgufFile(path, metadata, tensors)
 
 
@@ -76,15 +82,17 @@ class _Cursor:
         self.at += length
         return self.data[self.at - length : self.at].decode("utf-8")
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
             item, count = self.integer("I"), self.integer("Q")
             if item in _SCALARS:
                 return list(self.scalars(_SCALARS[item], count))
+            if depth == _DEEPEST:
+                raise ValueError(f"{self.path}: corrupt GGUF, arrays nested too deeply at byte {self.at}")
             self.need(count)  # an item takes a byte at least: a corrupt count must not loop for ever
-            return [self.value(item) for _ in range(count)]
+            return [self.value(item, depth + 1) for _ in range(count)]
         if kind not in _SCALARS:
             raise ValueError(f"{self.path}: corrupt GGUF, value type {kind} at byte {self.at}")
         return self.scalars(_SCALARS[kind])[0]
@@ -103,14 +111,25 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, tuple], int
     metadata = {}
     for _ in range(key_count):
         key = cursor.string()
+        if key in metadata:
+            raise ValueError(f"{cursor.path}: corrupt GGUF, the key {key!r:.80} stands there twice")
         metadata[key] = cursor.value(cursor.integer("I"))
     directory = {}
     for _ in range(tensor_count):
         name, dims = cursor.string(), cursor.integer("I")
+        if name in directory:
+            raise ValueError(f"{cursor.path}: corrupt GGUF, the tensor {name!r:.80} stands there twice")
+        if not 1 <= dims <= 4:
+            raise ValueError(f"{cursor.path}: corrupt GGUF, {name!r:.80} has {dims} dimensions; allowed are 1 to 4")
         directory[name] = (cursor.scalars("Q", dims)[::-1], cursor.integer("I"), cursor.integer("Q"))
     alignment = metadata.get("general.alignment", 32)
-    if not isinstance(alignment, int) or alignment < 1:
-        raise ValueError(f"{cursor.path}: corrupt GGUF, general.alignment is {alignment!r}")
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"{cursor.path}: corrupt GGUF, general.alignment is {alignment!r:.80}; it must be a power "
+                         "of two")
+    for name, (_, _, offset) in directory.items():
+        if offset % alignment:
+            raise ValueError(f"{cursor.path}: corrupt GGUF, the offset of {name!r:.80} is {offset}; it must be a "
+                             f"multiple of {alignment}")
     return metadata, directory, -(-cursor.at // alignment) * alignment
 
 

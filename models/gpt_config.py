@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowrank_kv_jax.models.config import ModelConfig, refuse_unknown, token_ids
+from lowrank_kv_jax.models.config_ranges import check_rope_entry
 from lowrank_kv_jax.rope import RopeSpec
 
 ACTIVATIONS = ("gelu", "gelu_new")
@@ -105,6 +106,7 @@ def _head_dim(family: str, hidden: int, heads: int) -> int:
 def _neox_rope(config: Mapping[str, Any], head_dim: int) -> RopeSpec:
     """RoPE of the first `rotary_pct` of a head's channels; transformers 5 keeps it in `rope_parameters`."""
     entry = {key: value for key, value in (config.get("rope_parameters") or {}).items() if value is not None}
+    check_rope_entry(entry)
     kind = entry.pop("rope_type", "default")
     if kind != "default" or config.get("rope_scaling"):
         raise ValueError(f"rope_type {kind!r} with scaling {config.get('rope_scaling')!r} is not supported in gpt_neox; "

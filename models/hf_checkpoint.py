@@ -1,12 +1,15 @@
 """HF model directories: `config.json` and safetensors, in one file or in shards with an index."""
 
+import contextlib
 import dataclasses
 import json
-import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lowrank_kv_jax.files import read_json_object, short
 from lowrank_kv_jax.models.config import ModelConfig, token_ids
+from lowrank_kv_jax.models.config_ranges import out_of_range
 from lowrank_kv_jax.models.convert import Checkpoint
 from lowrank_kv_jax.models.stored import PLAIN_TYPES, StoredTensor
 
@@ -18,11 +21,13 @@ def open_hf_directory(directory: Path) -> Checkpoint:
         FileNotFoundError: the directory, `config.json`, the weights or one of their shards are not there.
         ValueError: a file is damaged, or holds what the decoder does not implement.
     """
-    config = ModelConfig.from_hf(_read_json(directory / "config.json"))
-    if (
-        directory / "generation_config.json"
-    ).is_file():  # its list of end tokens is the one that generation heeds
-        generation = _read_json(directory / "generation_config.json")
+    with _naming(directory / "config.json") as file:
+        config = ModelConfig.from_hf(read_json_object(file))
+    if (directory / "generation_config.json").is_file():  # its list of end tokens is the one that generation heeds
+        with _naming(directory / "generation_config.json") as file:
+            generation = read_json_object(file)
+            if problems := out_of_range({"eos_token_id": generation.get("eos_token_id")}):
+                raise ValueError(problems[0])
         if generation.get("eos_token_id") is not None:
             config = dataclasses.replace(config, eos_ids=token_ids(generation["eos_token_id"]))
     tensors = {}
@@ -33,14 +38,15 @@ def open_hf_directory(directory: Path) -> Checkpoint:
     return Checkpoint(str(directory), config, tensors, naming="hf")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+@contextlib.contextmanager
+def _naming(file: Path) -> Iterator[Path]:
+    """Mistakes name the file; a value that no check foresaw is damage, not a bug."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: a JSON object is expected, got a {type(content).__name__}")
-    return content
+        yield file
+    except ValueError as error:
+        raise ValueError(str(error) if str(file) in str(error) else f"{file}: {error}") from error
+    except (LookupError, TypeError, ArithmeticError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file}: holds what cannot be used ({error!r})") from error
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -53,9 +59,10 @@ def _weight_files(directory: Path) -> list[Path]:
                 "weights in other formats than safetensors are not read"
             )
         return [single]
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ValueError(f"{index}: has no weight_map")
+    weight_map = read_json_object(index).get("weight_map")
+    names = weight_map.values() if isinstance(weight_map, dict) else [None]
+    if not all(isinstance(name, str) and name not in ("", ".", "..") and "/" not in name for name in names):
+        raise ValueError(f"{index}: weight_map={short(weight_map)}: must be an object that names files of {directory}")
     shards = sorted(set(weight_map.values()))
     if missing := [name for name in shards if not (directory / name).is_file()]:
         raise FileNotFoundError(f"{directory}: shards named in {index.name} are missing: {missing}")
@@ -65,36 +72,28 @@ def _weight_files(directory: Path) -> list[Path]:
 def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file: 8 bytes of header length, a JSON header, the bytes of the tensors.
 
+    The format's own parser checks the file, that its tensors neither overlap nor leave gaps included; it does not tell
+    where they lie, which is read here again.
+
     Raises:
-        ValueError: the file is shorter than its header says, the header is damaged, or an element type is
-            not read.
+        ValueError: the file is damaged or truncated, or an element type is not read.
     """
-    size = path.stat().st_size
+    import safetensors
+
+    try:
+        with safetensors.safe_open(path, framework="numpy"):
+            pass
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path}: truncated, damaged or not a safetensors file ({error})") from error
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise ValueError(
-                f"{path}: truncated or not a safetensors file (header of {length} bytes, file of {size})"
-            )
-        try:
-            header = json.loads(file.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: not a safetensors file, its header is not JSON ({error})") from error
+        header = json.loads(file.read(length))
     header.pop("__metadata__", None)
-    tensors = {name: _entry(path, 8 + length, name, entry) for name, entry in header.items()}
-    end = max((tensor.offset + tensor.nbytes for tensor in tensors.values()), default=0)
-    if end > size:
-        raise ValueError(f"{path}: truncated, its header asks for {end} bytes and the file has {size}")
-    return tensors
+    return {name: _entry(path, 8 + length, name, entry) for name, entry in header.items()}
 
 
 def _entry(path: Path, data_start: int, name: str, entry: dict[str, Any]) -> StoredTensor:
-    try:
-        kind, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: damaged header entry of {name}: {entry!r}") from error
+    kind, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     if kind not in PLAIN_TYPES:
         raise ValueError(f"{path}: {name} has element type {kind!r}; it must be one of {sorted(PLAIN_TYPES)}")
-    if end - start != math.prod(shape) * PLAIN_TYPES[kind].itemsize:
-        raise ValueError(f"{path}: {name} {shape} of {kind} does not fill its {end - start} bytes")
     return StoredTensor(path, data_start + start, end - start, shape, kind)

@@ -143,7 +143,9 @@ def _open(path: Path) -> tuple[Checkpoint, Any]:
     file = read_gguf(path)
     try:
         return open_gguf(file), build_tokenizer(file)
-    except (LookupError, TypeError, ArithmeticError, AttributeError) as error:
+    except ValueError as error:
+        raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
+    except Exception as error:  # the tokenizers library raises bare Exception
         # metadata may hold a value of any type under any key: one that could not be used is damage, not a bug
         raise ValueError(f"{path}: corrupt GGUF, its metadata cannot be used ({error!r})") from error
 

@@ -35,4 +35,7 @@ def directory_tokenizer(directory: Path):
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ValueError(f"{directory}: cannot read its tokenizer ({error})") from error

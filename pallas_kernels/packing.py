@@ -127,6 +127,7 @@ def stored_arrays(tokens: Any) -> Stored:
         Unsupported: a storage that is neither a plain array nor symmetric 8-bit codes with a scale for each component
             of every `TILE_OF_SCALES` tokens.
     """
+    tokens = tokens.widened() if hasattr(tokens, "widened") else tokens  # held as bits on a CPU
     if isinstance(tokens, jax.Array):
         return Stored(tokens, None)
     tile = getattr(tokens, "tile", None)

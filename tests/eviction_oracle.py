@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.method import Layout, Place
+from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.spec import AttentionSpec, Taps
 
 SPEC = AttentionSpec(1, 4, 2, 8, None, 4096, (None,))
@@ -58,15 +59,15 @@ def compiled(method, layout):
     (bases,) = method.default_bases(SPEC)
 
     def compress(taps, lengths):
-        return method.compress(layout, bases, method.init(layout, bases), (taps,), lengths)
+        return machine_of(method).compress(layout, bases, machine_of(method).init(layout, bases), (taps,), lengths)
 
     def step(state, taps, positions):
         counts = jnp.asarray([taps.k.shape[1]], jnp.int32)
-        state = method.append(layout, bases, state, taps, counts, positions, Place())
-        partial = method.attend(layout, bases, state, taps.q, positions, Place())
-        return method.observe(layout, bases, state, taps.q, partial.lse, positions, Place()), partial.out
+        state = machine_of(method).append(layout, bases, state, taps, counts, positions, Place())
+        partial = machine_of(method).attend(layout, bases, state, taps.q, positions, Place())
+        return machine_of(method).observe(layout, bases, state, taps.q, partial.lse, positions, Place()), partial.out
 
-    return jax.jit(compress), jax.jit(step), jax.jit(lambda state: method.refresh(layout, bases, state))
+    return jax.jit(compress), jax.jit(step), jax.jit(lambda state: machine_of(method).refresh(layout, bases, state))
 
 
 def drive(method, stream, prompt, *, block=8, refresh_every=8):
@@ -77,7 +78,7 @@ def drive(method, stream, prompt, *, block=8, refresh_every=8):
     if prompt:
         state = compress(taps_of(stream, 0, prompt), jnp.asarray([prompt], jnp.int32))
     else:
-        state = method.init(layout, *method.default_bases(SPEC))
+        state = machine_of(method).init(layout, *method.default_bases(SPEC))
     outs = []
     for at in range(prompt, size):
         if at > prompt and (at - prompt) % refresh_every == 0:
@@ -89,13 +90,13 @@ def drive(method, stream, prompt, *, block=8, refresh_every=8):
 
 def check_ends(state, stream, sinks, recent):
     """Sinks and recent tokens are held, selected ones lie between them and once a head, keys are those of the stream."""
-    held, size = state.held.exact, len(stream.q)
+    held, size = state.ends[0], len(stream.q)
     at = np.asarray(held.positions.at(jnp.arange(int(held.length[0]))))[0].tolist()
     assert set(range(sinks)) <= set(at) and set(range(size - recent, size)) <= set(at)
     for found in kept_positions(state):
         assert not set(at) & set(found) and len(set(found)) == len(found)
         assert all(sinks <= p < size for p in found)
-    coded = state.held.coded
+    coded = state.store.tokens
     count, where = int(coded.length[0]), coded.positions
     for j, positions in enumerate(np.asarray(where.position[0, :, :count])):
         heads = np.full(count, j) if where.owner is None else np.asarray(where.owner[0, 0, :count])
@@ -105,7 +106,7 @@ def check_ends(state, stream, sinks, recent):
 
 def kept_positions(state, heads=SPEC.kv_heads) -> list[list[int]]:
     """Positions of the selected tokens of each head, sorted."""
-    coded = state.held.coded
+    coded = state.store.tokens
     count, position = int(coded.length[0]), np.asarray(coded.positions.position[0])
     if coded.positions.owner is None:
         return [sorted(position[j, :count].tolist()) for j in range(position.shape[0])]

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.forward import extend, prefill, refresh
-from lowrank_kv_jax.method import KVMethod
+from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import init_params
-from lowrank_kv_jax.moments import Moments
+from lowrank_kv_jax.moments import Fisher, Moments
 from lowrank_kv_jax.rope import RopeSpec
 
 PLAIN = ModelConfig(
@@ -61,27 +61,40 @@ def prompts(rows: int = 2, length: int = PROMPT, seed: int = 0, vocab: int = PLA
     return jnp.asarray(np.random.default_rng(seed).integers(0, vocab, (rows, length)), jnp.int32)
 
 
-def random_moments(config: ModelConfig, seed: int = 0) -> Moments:
-    """Moments of anisotropic random activations."""
+def random_moments(config: ModelConfig, seed: int = 0, *, means: bool = False, fisher: bool = False) -> Moments:
+    """Moments of anisotropic random activations.
+
+    Args:
+        means: of activations around a random mean, whose sums are given too.
+        fisher: Fisher information is given too, a different one for each matrix.
+    """
     spec, rng = config.attention, np.random.default_rng(seed)
+    sums = []
 
     def moment(*lead, width):
         x = rng.normal(size=(*lead, 64, width)) * np.linspace(2.0, 0.2, width)
+        if means:
+            x = x + rng.normal(size=(*lead, 1, width))
+            sums.append(x.sum(-2).astype(np.float32))
         return (np.swapaxes(x, -1, -2) @ x).astype(np.float32)
 
     layers, kv, dim = spec.num_layers, spec.kv_heads, spec.head_dim
     k, k_pre, v = (moment(layers, width=kv * dim) for _ in range(3))
     q, q_pre = (moment(layers, kv, width=dim) for _ in range(2))
     votes = np.sort(rng.random((layers, 61)) ** 2)[:, ::-1]  # the share of a layer's votes above rising edges
-    return Moments(64, k, k_pre, v, q, q_pre, votes=votes)
+    information = None
+    if fisher:
+        weight, eye = rng.uniform(0.5, 2.0, (2, layers, 1, 1)), np.eye(kv * dim)
+        information = Fisher(weight[0] * eye, weight[1] * eye, 1)
+    return Moments(64, k, k_pre, v, q, q_pre, *sums[:3], fisher=information, votes=votes)
 
 
-def _configured(cls: type[KVMethod], wanted: dict[str, Any]) -> KVMethod:
+def _configured(cls: type[Part], wanted: dict[str, Any]) -> Part:
     names = {field.name for field in dataclasses.fields(cls)}
     return cls(**{name: value for name, value in wanted.items() if name in names})
 
 
-def full_configuration(cls: type[KVMethod], capacity: int = CAPACITY) -> KVMethod:
+def full_configuration(cls: type[Part], capacity: int = CAPACITY) -> Part:
     """Full rank, full budget, no quantisation; short exact ends, so that most tokens are really coded."""
     names = {field.name for field in dataclasses.fields(cls)}
     wanted = dict.fromkeys(("rank_k", "rank_v", "energy", "smaller", "budget_bytes", "keep", "bits"))
@@ -90,18 +103,18 @@ def full_configuration(cls: type[KVMethod], capacity: int = CAPACITY) -> KVMetho
     return _configured(cls, wanted)
 
 
-def small_configuration(cls: type[KVMethod]) -> KVMethod:
+def small_configuration(cls: type[Part]) -> Part:
     """The default compression, shrunken to prompts of a hundred tokens."""
     return _configured(cls, {"budget": 24, "keep": None, "sinks": 4, "recent": 8, "chunk_length": 32})
 
 
 @functools.cache
-def bases_for(method: KVMethod, config: ModelConfig = PLAIN) -> Any:
+def bases_for(method: Part, config: ModelConfig = PLAIN) -> Any:
     return method.fit(config.attention, random_moments(config))
 
 
 def run(
-    method: KVMethod,
+    method: Part,
     config: ModelConfig,
     tokens: jax.Array,
     prompt: int,

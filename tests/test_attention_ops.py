@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 from helpers import softmax_attention
 
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import (
-    CachedTokens,
-    causal_attention,
-    coefficient_attention,
-)
+from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import reference, rotary_coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.reference import TOGETHER
 from lowrank_kv_jax.positions import Runs

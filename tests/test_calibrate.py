@@ -295,6 +295,7 @@ def test_what_cannot_be_saved_leaves_nothing_behind(tmp_path):
     with pytest.raises(ValueError, match="nothing to save"):
         save_bases(tmp_path / "bases", (None,) * 3, model(), methods.Full())
     (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "NOTES.md").write_text("mine")
     with pytest.raises(FileExistsError):
         save_bases(tmp_path / "notes", fitted(method), model(), method)
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]

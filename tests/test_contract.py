@@ -39,8 +39,8 @@ from lowrank_kv_jax.forward import (
     refresh,
 )
 from lowrank_kv_jax.generate import Progress, decode_block
-from lowrank_kv_jax.method import KVMethod
-from lowrank_kv_jax.methods import REGISTRY
+from lowrank_kv_jax.method import Part
+from lowrank_kv_jax.methods import REGISTRY, machine_of
 from lowrank_kv_jax.parse import parse_method
 from lowrank_kv_jax.saved_cache import abstract_cache, load_cache, save_cache
 from lowrank_kv_jax.state import walk
@@ -177,7 +177,7 @@ def test_init_has_the_shapes_of_every_later_state(name):
     cache, _ = small_run(name)
     method, layout = cache.method, cache.layout
     for group, bases in zip(cache.groups, bases_for(method), strict=True):
-        abstract = jax.eval_shape(functools.partial(method.init, layout), bases)
+        abstract = jax.eval_shape(functools.partial(machine_of(method).init, layout), bases)
         assert jax.tree.structure(abstract) == jax.tree.structure(group)
         for x, y in zip(jax.tree.leaves(abstract), jax.tree.leaves(group), strict=True):
             assert (x.shape, x.dtype) == (y.shape, y.dtype)
@@ -259,6 +259,47 @@ def test_going_beyond_the_block_or_the_capacity_is_loud(name):
     assert np.isnan(logits).all()
 
 
+def short_row_to_its_limit(method, width):
+    """Logits `[T, V]` of a prompt of 3 tokens, padded to `width`, and of all that its cache has room for; the one behind."""
+    params, bases, tokens = model().params, bases_for(method), prompts(rows=1, length=CAPACITY + BLOCK, seed=3)
+    cache, logits = prefill(
+        method, PLAIN, params, tokens[:, :width], jnp.array([3]), bases=bases, capacity=CAPACITY, block=BLOCK,
+        dtype=jnp.float32,
+    )
+    limit, out = int(cache.limit[0]), [logits[0, None]]
+    for begin in range(3, limit, BLOCK):
+        count = min(BLOCK, limit - begin)
+        piece = tokens[:, begin : begin + BLOCK], jnp.array([count])
+        cache, logits = extend(method, PLAIN, params, cache, *piece, bases=bases, all_logits=True)
+        cache = refresh(method, cache, bases=bases)
+        out.append(logits[0, :count])
+    _, behind = extend(method, PLAIN, params, cache, tokens[:, :BLOCK], jnp.array([1]), bases=bases)
+    return np.concatenate(out), behind
+
+
+exact_short_row = functools.cache(functools.partial(short_row_to_its_limit, REGISTRY["full"](), 3))
+
+
+@every_method
+def test_a_short_row_has_the_room_that_its_padding_left(name):
+    """Up to `limit`, which is the capacity unless only tokens of a prompt can take some of the slots."""
+    method = full_configuration(REGISTRY[name])
+    logits, behind = short_row_to_its_limit(method, 64)
+    room = len(logits) + 2
+    assert room == CAPACITY or (type(method).limit is not Part.limit and CAPACITY - 64 + 3 <= room < CAPACITY)
+    assert_equals_exact(logits, exact_short_row()[0][: len(logits)])
+    assert np.isnan(behind).all()
+
+
+@pytest.mark.slow
+@every_method
+def test_compression_of_a_short_row_does_not_see_its_padding(name):
+    method = small_configuration(REGISTRY[name])
+    wide, narrow = (short_row_to_its_limit(method, width)[0] for width in (64, 40))
+    assert np.isfinite(wide).all() and np.isfinite(narrow).all()
+    np.testing.assert_allclose(wide, narrow[: len(wide)], atol=2e-4)
+
+
 @every_method
 def test_a_restored_cache_is_the_saved_one(name, tmp_path):
     cache, _ = small_run(name)
@@ -301,7 +342,7 @@ def test_missing_bases_are_asked_for(name):
 @every_method
 def test_fields_stand_in_a_frozen_dataclass(name):
     cls = REGISTRY[name]
-    assert issubclass(cls, KVMethod) and dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen
+    assert issubclass(cls, Part) and dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen
     assert cls.name == name and cls.__doc__
     assert not getattr(cls, "__abstractmethods__", None)
 

@@ -14,8 +14,8 @@ from test_models import GOLDENS
 from lowrank_kv_jax import models
 from lowrank_kv_jax.accounting import cache_bytes, full_cache_bytes
 from lowrank_kv_jax.calibrate import collect_moments
-from lowrank_kv_jax.evals.cross_layer import analyse
-from lowrank_kv_jax.evals.cross_layer_plot import plot_analysis
+from lowrank_kv_jax.evals.studies.cross_layer.analysis import analyse
+from lowrank_kv_jax.evals.studies.cross_layer.plot import plot_analysis
 from lowrank_kv_jax.forward import extend, prefill, refresh
 from lowrank_kv_jax.models.deepseek import Experts
 from lowrank_kv_jax.models.parameters import param_table

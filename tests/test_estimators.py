@@ -16,9 +16,9 @@ from lowrank_kv_jax.cli import estimators as command
 from lowrank_kv_jax.estimators import ESTIMATORS, make_estimator
 from lowrank_kv_jax.estimators.gha import gha_update, start_columns
 from lowrank_kv_jax.estimators.svd import principal_subspace
-from lowrank_kv_jax.evals.estimator_comparison import stream_table
-from lowrank_kv_jax.evals.piecewise_stream import piecewise_stream, segment_error
-from lowrank_kv_jax.evals.records import read_records
+from lowrank_kv_jax.evals.results.records import read_records
+from lowrank_kv_jax.evals.studies.bases.estimators import stream_table
+from lowrank_kv_jax.evals.studies.bases.piecewise_stream import piecewise_stream, segment_error
 from lowrank_kv_jax.models.load import LoadedModel
 
 WIDTH, RANK = 12, 4
@@ -307,7 +307,7 @@ def test_the_comparison_measures_every_estimator(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "120")  # room for whole names
     tiny = LoadedModel("tiny", helpers.PLAIN, helpers.model().params, Characters(), "a" * 64)
     monkeypatch.setattr("lowrank_kv_jax.cli.options.load_from", lambda args: tiny)
-    monkeypatch.setattr("lowrank_kv_jax.evals.estimator_comparison.stream_table", functools.partial(stream_table, ["svd"], 1))
+    monkeypatch.setattr("lowrank_kv_jax.evals.studies.bases.estimators.stream_table", functools.partial(stream_table, ["svd"], 1))
     for name in ("prose", "code"):
         (tmp_path / f"{name}.txt").write_text(f"some {name} text, " * 40)
     parser = argparse.ArgumentParser()

@@ -106,4 +106,4 @@ def test_paper_schedule_is_algorithm_1(kind):
     np.testing.assert_allclose(out, outs, atol=5e-5)
     if kind == "random":
         assert kept_positions(state) == [sorted(x) for x in retained]
-    np.testing.assert_array_equal(np.asarray(state.evicted.count), np.full((1, SPEC.kv_heads), 60 - 16))
+    np.testing.assert_array_equal(np.asarray(state.gone[0].count), np.full((1, SPEC.kv_heads), 60 - 16))

@@ -9,7 +9,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 from helpers import PLAIN
-from test_eval_run import Loaded
+from suites import Loaded
 
 import lowrank_kv_jax as lkv
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from helpers import PLAIN, Model, bases_for, model, prompts, small_configuration
 
-from lowrank_kv_jax.cache import fork
+from lowrank_kv_jax.cache import fork, take_rows
 from lowrank_kv_jax.forward import DEFAULT_BLOCK, decode_step, extend, prefill, refresh
-from lowrank_kv_jax.generate import decode, decode_block, generate
+from lowrank_kv_jax.generate import NEXT_TURN, decode, decode_block, generate, ingest
 from lowrank_kv_jax.method import Fault
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.parse import parse_method
@@ -206,10 +206,42 @@ def test_a_thousand_tokens_compile_once(name):
     assert decode_block._cache_size() == programs + 1
 
 
-def test_default_capacity_holds_prompt_and_new_tokens():
-    out = generate(model(), FULL, ROWS, max_new_tokens=3)
-    layout = out.cache.layout
-    assert (layout.prompt, layout.capacity, layout.block, layout.dtype) == (64, 67, DEFAULT_BLOCK, "bfloat16")
+@pytest.mark.parametrize("spec", ["full", "streamingllm:budget=24,keep=none", "ojakv", "single-svd", "minicache"])
+def test_by_default_there_is_room_for_another_turn(spec):
+    """Of `NEXT_TURN` tokens and as long an answer, whatever the method, and not for many more."""
+    bases = bases_for(parse_method(spec))
+    first = generate(model(), spec, ROWS, bases=bases, max_new_tokens=9)
+    layout = first.cache.layout
+    assert (layout.prompt, layout.capacity, layout.block, layout.dtype) == (64, 64 + 9 + 64 + 9, DEFAULT_BLOCK, "bfloat16")
+    turn = [[1] * NEXT_TURN, [2] * NEXT_TURN]
+    second = generate(model(), spec, turn, bases=bases, max_new_tokens=9, cache=first)
+    assert [len(row) for row in second.tokens] == [9, 9]
+    with pytest.raises(ValueError, match=r"row 0 would outgrow .*: give `generate` .* capacity=\d+ or more in the first turn"):
+        generate(model(), spec, turn, bases=bases, max_new_tokens=9, cache=second)
+
+
+def test_the_default_capacity_ends_with_the_context():
+    out = generate(model(), FULL, [[1] * 300], max_new_tokens=100)
+    assert (out.cache.layout.prompt, out.cache.layout.capacity) == (320, PLAIN.context)
+
+
+def test_a_row_has_the_slots_that_its_padding_left():
+    """The answer to a short prompt in a batch of long ones fills the cache to its capacity."""
+    first = gen(model(), FULL, [[1] * 64, [2]], max_new_tokens=2, capacity=80)
+    assert first.cache.limit.tolist() == [80, 80]
+    alone = take_rows(first.cache, [1])
+    turn = [[int(first.last[1]), *range(20)]]
+    out = gen(model(), FULL, turn, max_new_tokens=58, cache=alone)
+    whole = gen(model(), FULL, [[2, first.tokens[1][0], *turn[0]]], max_new_tokens=58, capacity=128)
+    assert out.tokens == whole.tokens and out.cache.length.tolist() == [80]
+
+
+def test_a_method_may_be_its_spec():
+    assert gen(model(), "full", ROWS, max_new_tokens=9).tokens == gen(model(), FULL, ROWS, max_new_tokens=9).tokens
+    with pytest.raises(ValueError, match="unknown method 'ful', did you mean 'full'"):
+        gen(model(), "ful", ROWS)
+    with pytest.raises(TypeError, match="method=3: must be a method, or its spec"):
+        gen(model(), 3, ROWS)
 
 
 @pytest.mark.parametrize(
@@ -260,8 +292,13 @@ def test_prefill_refuses_lengths_that_do_not_fit(lengths, message):
 
 def test_a_turn_that_does_not_fit_is_refused():
     cache = gen(model(), FULL, ROWS, max_new_tokens=4, capacity=80).cache
-    with pytest.raises(ValueError, match="row 1 would outgrow the cache by 2 tokens"):
-        gen(model(), FULL, [[1], [1] * 15], cache=cache, max_new_tokens=1)
+    assert cache.length.tolist() == [40, 8]
+    said = "row 1 would outgrow the cache by 2 tokens: give `generate` .or `prefill`. capacity=82 or more in the first turn"
+    for turn, new in ((74, 1), (70, 5)):
+        with pytest.raises(ValueError, match=said):
+            gen(model(), FULL, [[1], [1] * turn], cache=cache, max_new_tokens=new)
+    with pytest.raises(ValueError, match=said):
+        ingest(FULL, PLAIN, model().params, cache, [[1], [1] * 74])
     with pytest.raises(ValueError, match="prompts has 1 rows"):
         gen(model(), FULL, [[1]], cache=cache, max_new_tokens=1)
     with pytest.raises(ValueError, match="capacity=400: the conversation goes on in its cache, .* with 80"):

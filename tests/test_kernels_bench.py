@@ -3,8 +3,8 @@
 import pytest
 
 from lowrank_kv_jax.cli import main
-from lowrank_kv_jax.evals import kernels
-from lowrank_kv_jax.evals.records import read_records
+from lowrank_kv_jax.evals.results.records import read_records
+from lowrank_kv_jax.evals.speed import kernels
 
 SMALL = ["--lengths", "40", "--batch", "2", "--ranks", "8", "--q-heads", "2", "--kv-heads", "1", "--head-dim", "32",
          "--dtype", "float32", "--ragged", "--repeats", "1"]

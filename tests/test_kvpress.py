@@ -11,6 +11,7 @@ from eviction_oracle import kept_positions
 
 from lowrank_kv_jax.forward import prefill
 from lowrank_kv_jax.method import Layout
+from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.models.load import load_model
 from lowrank_kv_jax.parse import parse_method
 from lowrank_kv_jax.spec import AttentionSpec, Taps
@@ -63,9 +64,9 @@ def compressed(spec, layer, state):
     layout = Layout(SPEC, 1, LENGTH, LENGTH, 1, "float32")
     q, k, v = (jnp.asarray(x.detach().numpy().swapaxes(1, 2)) for x in (q, keys, values))
     bases = method.default_bases(SPEC)[layer]
-    empty = method.init(layout, bases)
+    empty = machine_of(method).init(layout, bases)
     lengths = jnp.asarray([LENGTH], jnp.int32)
-    return method.compress(layout, bases, empty, (Taps(q, k, k, v, k[:, :, 0]),), lengths)
+    return machine_of(method).compress(layout, bases, empty, (Taps(q, k, k, v, k[:, :, 0]),), lengths)
 
 
 def ours(spec, layer, state):
@@ -159,7 +160,7 @@ def test_stored_keys_and_values(layers):
     module, hidden, keys, values, _, rope = layers[0]
     with torch.no_grad():
         theirs = press.compress(module, hidden, keys, values, None, {"position_embeddings": rope})
-    coded = compressed(f"snapkv:kvpress,budget=50,recent={WINDOW}", 0, layers[0]).held.coded
+    coded = compressed(f"snapkv:kvpress,budget=50,recent={WINDOW}", 0, layers[0]).store.tokens
     for mine, kept in zip((coded.k, coded.v), theirs, strict=True):
         for head in range(4):
             mine_sorted, kept_sorted = (

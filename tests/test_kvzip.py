@@ -15,13 +15,13 @@ from hypothesis.extra.numpy import arrays
 
 from lowrank_kv_jax.accounting import cache_bytes
 from lowrank_kv_jax.calibrate import fit_bases, moments_for
-from lowrank_kv_jax.evals.prefill_many import prefill_many
+from lowrank_kv_jax.evals.asking.prefill_many import prefill_many
 from lowrank_kv_jax.forward import decode_step, prefill, read_layer, start_reading
 from lowrank_kv_jax.layer_votes import EDGES, collect_votes
 from lowrank_kv_jax.parse import parse_method
 from lowrank_kv_jax.saved_bases import load_bases, save_bases
-from lowrank_kv_jax.selection import reread
-from lowrank_kv_jax.selection.layer_shares import STEP, layer_shares
+from lowrank_kv_jax.selections import reread
+from lowrank_kv_jax.selections.layer_shares import STEP, layer_shares
 from lowrank_kv_jax.spec import Taps
 
 
@@ -193,7 +193,7 @@ def test_layers_keep_their_shares(tmp_path):
         own.fit(PLAIN.attention, moments._replace(votes=None))
     bases = fit_bases(model(), own, moments._replace(votes=some_votes(PLAIN.num_layers)[1]))
     caches = [prefill(m, PLAIN, model().params, prompts(), bases=b)[0] for m, b in ((even, None), (own, bases))]
-    slots = [[state.held.coded.k.shape[2] for state in cache.groups] for cache in caches]
+    slots = [[state.store.tokens.k.shape[2] for state in cache.groups] for cache in caches]
     average = 96 // 4 - 4
     assert slots[0] == [4 * average + 2] * PLAIN.num_layers
     assert slots[1] == [4 * int(average * entry.share) + 2 for entry in bases] and len(set(slots[1])) > 1

@@ -11,7 +11,7 @@ from helpers import CAPACITY, PLAIN, bases_for, small_configuration
 
 from lowrank_kv_jax.estimators import linalg
 from lowrank_kv_jax.forward import make_layout, refresh_group
-from lowrank_kv_jax.methods import REGISTRY
+from lowrank_kv_jax.methods import REGISTRY, machine_of
 
 needs_one_cpu = pytest.mark.skipif(
     jax.default_backend() != "cpu" or jax.device_count() > 1, reason="only a single CPU device splits its batches"
@@ -51,7 +51,7 @@ def test_a_refresh_waits_for_no_thread(name):
     layout = make_layout(PLAIN, 3, 96, CAPACITY, 16, jnp.float32)
     bases = bases_for(method, PLAIN)
     group = bases[0] if bases is not None else None
-    state = jax.eval_shape(lambda: method.init(layout, group))
+    state = jax.eval_shape(lambda: machine_of(method).init(layout, group))
     assert set(lapack_batches(refresh_group.lower(method, layout, group, state).compile().as_text())) <= {1}
 
 

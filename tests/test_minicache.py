@@ -10,6 +10,7 @@ from helpers import BLOCK, PLAIN, PROMPT, model, prompts, run
 from lowrank_kv_jax import methods
 from lowrank_kv_jax.accounting import cache_bytes
 from lowrank_kv_jax.forward import make_layout, prefill
+from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.parse import parse_method
 from lowrank_kv_jax.segments.merged import angle, layer_tokens, slerp
 from lowrank_kv_jax.spec import Taps
@@ -41,7 +42,7 @@ def taps_of(k, v):
 def compressed(method, first, second, lengths):
     layout = make_layout(DEEP, *first.k.shape[:2], 80, dtype=jnp.float32)
     group = method.default_bases(DEEP.attention)[-1]
-    return method.compress(layout, group, method.init(layout, group), (first, second), jnp.array(lengths))
+    return machine_of(method).compress(layout, group, machine_of(method).init(layout, group), (first, second), jnp.array(lengths))
 
 
 def random_taps(rows=2, size=64, seed=0):
@@ -55,7 +56,7 @@ def test_layers_that_differ_in_magnitude_only_lose_nothing():
     second = first._replace(k=2 * first.k, v=-0.5 * first.v * -1)
     state = compressed(methods.MiniCache(keep=0.0), first, second, [64, 64])
     for index, tap in enumerate((first, second)):
-        tokens = layer_tokens(state.merged, index)
+        tokens = layer_tokens(state.store.merged, index)
         np.testing.assert_allclose(tokens.keys.read_block(0, 64), tap.k.swapaxes(1, 2), atol=1e-5)
         np.testing.assert_allclose(tokens.values.read_block(0, 64), tap.v.swapaxes(1, 2), atol=1e-5)
 
@@ -68,12 +69,12 @@ def test_which_tokens_are_retained(retain, index):
     far = far.at[jnp.array([0, 1])].set(0.0)[None, :, None, None]
     second = first._replace(k=first.k + far * noise.k, v=first.v + far * noise.v)
     state = compressed(methods.MiniCache(budget=2, retain=retain), first, second, [64, 40])
-    np.testing.assert_array_equal(state.positions.position, [index, index])
-    np.testing.assert_array_equal(state.counts, [2, 2])
-    np.testing.assert_array_equal(state.merged.length, [62, 38])
-    np.testing.assert_allclose(state.retained[1].k[0, :, 0], second.k[0, index[0]], atol=1e-6)
+    np.testing.assert_array_equal(state.store.positions.position, [index, index])
+    np.testing.assert_array_equal(state.store.counts, [2, 2])
+    np.testing.assert_array_equal(state.store.merged.length, [62, 38])
+    np.testing.assert_allclose(state.store.retained[1].k[0, :, 0], second.k[0, index[0]], atol=1e-6)
     rest = [i for i in range(64) if i not in index]
-    np.testing.assert_array_equal(state.merged.positions.position[0], rest)
+    np.testing.assert_array_equal(state.store.merged.positions.position[0], rest)
 
 
 def test_half_of_the_layers_merged_is_the_paper_s_ratio():

@@ -218,7 +218,7 @@ def test_config_lists_every_attribute_it_does_not_know():
         ({"rope_scaling": {"type": "linear"}}, r"missing \['factor'\]"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}}, r"unknown \['beta'\]"),
         ({"num_key_value_heads": 3}, "q_heads must be a multiple of kv_heads, got 4 and 3"),
-        ({"hidden_size": "48"}, "hidden_size='48' is not a positive integer"),
+        ({"hidden_size": "48"}, "hidden_size='48' is not an integer in 1..2147483647"),
     ],
 )
 def test_config_refuses_values_it_cannot_honour(change, message):

@@ -16,7 +16,7 @@ from lowrank_kv_jax.estimators.svd import principal_subspace, second_moment
 from lowrank_kv_jax.forward import extend, prefill, refresh
 from lowrank_kv_jax.importance import most_important, window_attention
 from lowrank_kv_jax.method import Layout, Place
-from lowrank_kv_jax.methods import REGISTRY
+from lowrank_kv_jax.methods import REGISTRY, machine_of
 from lowrank_kv_jax.moments import Moments, layer_moments
 from lowrank_kv_jax.parse import parse_method
 from lowrank_kv_jax.rope import RopeSpec, rope_angles, rotate
@@ -135,13 +135,13 @@ def test_rows_without_new_tokens_keep_their_coefficients(spec):
     method = parse_method(f"ojakv:{spec},sinks=2,recent=4")
     bases, tokens = bases_for(method), prompts(2, 96)
     cache, _ = prefill(method, PLAIN, model().params, tokens, bases=bases, capacity=400, block=16)
-    first = [jax.tree.map(np.asarray, group.coded) for group in cache.groups]
+    first = [jax.tree.map(np.asarray, group.store.tokens) for group in cache.groups]
     for _ in range(6):
         counts = np.array([16, 0])
         cache, _ = extend(method, PLAIN, model().params, cache, tokens[:, :16], counts, bases=bases)
         cache = refresh(method, cache, bases=bases)
     for before, after in zip(first, cache.groups, strict=True):
-        for was, now in zip(jax.tree.leaves((before.k, before.v)), jax.tree.leaves((after.coded.k, after.coded.v)), strict=True):
+        for was, now in zip(jax.tree.leaves((before.k, before.v)), jax.tree.leaves((after.store.tokens.k, after.store.tokens.v)), strict=True):
             np.testing.assert_array_equal(np.asarray(now)[1], was[1])
 
 
@@ -305,13 +305,13 @@ def test_streaming_attends_over_keys_rotated_at_cache_indices(positions):
     def taps(a, b):
         return Taps(q_post[:, a:b], k_post[:, a:b], jnp.asarray(k[:, a:b]), jnp.asarray(v[:, a:b]), None)
 
-    init = method.init(layout, None)
-    state = method.compress(layout, None, init, (taps(0, prompt),), jnp.array([prompt], jnp.int32))
+    init = machine_of(method).init(layout, None)
+    state = machine_of(method).compress(layout, None, init, (taps(0, prompt),), jnp.array([prompt], jnp.int32))
 
     @jax.jit
     def step(state, taps, at):
-        state = method.append(layout, None, state, taps, jnp.array([1], jnp.int32), at, Place())
-        return state, method.attend(layout, None, state, taps.q, at, Place())
+        state = machine_of(method).append(layout, None, state, taps, jnp.array([1], jnp.int32), at, Place())
+        return state, machine_of(method).attend(layout, None, state, taps.q, at, Place())
 
     for t in range(prompt, total):
         state, partial = step(state, taps(t, t + 1), jnp.array([[t]], jnp.int32))
@@ -324,7 +324,7 @@ def test_streaming_attends_over_keys_rotated_at_cache_indices(positions):
         np.testing.assert_allclose(partial.out, oracle, atol=2e-5)
         np.testing.assert_allclose(partial.lse, lse, atol=2e-5)
         if (t - prompt) % block == block - 1:
-            state = method.refresh(layout, None, state)
+            state = machine_of(method).refresh(layout, None, state)
 
 
 def test_random_bases_are_orthonormal_and_of_the_asked_ranks():
@@ -363,7 +363,7 @@ def _rebuilt_error(cache, exact):
     """Relative squared error of the coded values, over all layers."""
     lost = total = 0.0
     for mine, layer, bases in zip(cache.groups, exact.groups, bases_for(cache.method), strict=True):
-        count = int(mine.coded.length[0])
+        count = int(mine.store.tokens.length[0])
         v = np.asarray(cache.method.rebuilt(cache.layout, bases, mine)[1], np.float64)[:, :, :count]
         true = np.asarray(layer.v, np.float64)[:, :, cache.method.sinks : cache.method.sinks + count]
         lost, total = lost + ((v - true) ** 2).sum(), total + (true**2).sum()

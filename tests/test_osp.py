@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PLAIN, random_moments, softmax_attention
+from helpers import PLAIN, model, prompts, random_moments, softmax_attention
 
 from lowrank_kv_jax.codecs.chunk_bases import store_bases
+from lowrank_kv_jax.codecs.osp import quarter_turn
 from lowrank_kv_jax.codecs.quantised import store_tokens
-from lowrank_kv_jax.forward import compress_group, make_layout
+from lowrank_kv_jax.codecs.subspace import least_squares_gamma
+from lowrank_kv_jax.forward import compress_group, extend, make_layout, prefill, refresh
 from lowrank_kv_jax.method import Place
-from lowrank_kv_jax.methods import OnlineSubspaceProjection, StaticSubspace
-from lowrank_kv_jax.methods.osp import quarter_turn
-from lowrank_kv_jax.methods.subspace import least_squares_gamma
+from lowrank_kv_jax.methods import OnlineSubspaceProjection, StaticSubspace, machine_of
 from lowrank_kv_jax.pallas_kernels.chunked_attention import chunked_attention, folded, pages
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
 from lowrank_kv_jax.parse import parse_method
@@ -67,11 +67,11 @@ def compressed(method, lengths=(LENGTH, 90), **kind):
 
 def residual(method, state, lengths=(LENGTH, 90), **kind):
     """Relative residual energies (keys, values) of coded tokens, a row each `[2, S]`; NaN where none is."""
-    keys, values = method.rebuilt(layout_of(), bases_of(method), state)
+    keys, values = method.rebuilt(layout_of(), bases_of(method), state.store)
     taps, out = layer_taps(**kind), []
     for seen, x in ((keys, taps.k_pre if method.rope == "pre" else taps.k), (values, taps.v)):
         rows = np.full((2, LENGTH), np.nan)
-        for row, n in enumerate(np.asarray(state.coded.length)):
+        for row, n in enumerate(np.asarray(state.store.tokens.length)):
             own = np.asarray(x)[row, method.sinks : method.sinks + n].swapaxes(0, 1)
             rows[row, :n] = ((seen[row, :, :n] - own) ** 2).sum((0, 2)) / (own**2).sum((0, 2))
         out.append(rows)
@@ -88,12 +88,12 @@ def test_nothing_truncated_is_exact_attention_for_any_chunking(chunk, page):
     layout, state = compressed(method)
     taps, at = layer_taps(), jnp.array([[LENGTH, LENGTH + 1], [90, 91]])
     q = taps.q[:, :2]
-    out = method.attend(layout, bases_of(method), state, q, at, Place())
+    out = machine_of(method).attend(layout, bases_of(method), state, q, at, Place())
     mask = np.arange(LENGTH)[None, None] < np.array([LENGTH, 90])[:, None, None]
     exact, lse = softmax_attention(q, taps.k, taps.v, np.broadcast_to(mask, (2, 2, LENGTH)), SPEC.scale)
     np.testing.assert_allclose(out.out, exact, atol=1e-5)
     np.testing.assert_allclose(out.lse, lse, atol=1e-5)
-    assert int(state.chunks.used.max()) == -(-int(state.coded.length.max()) // chunk)
+    assert int(state.store.chunks.used.max()) == -(-int(state.store.tokens.length.max()) // chunk)
 
 
 @pytest.mark.parametrize("groups, rope, window, bits, dtype", [
@@ -142,8 +142,8 @@ def test_truncated_chunks_equal_softmax_over_what_was_rebuilt(monkeypatch, group
 def test_no_coded_token_is_an_empty_part():
     method = small()
     layout = layout_of()
-    state = method.init(layout, bases_of(method))
-    part = method.attend(layout, bases_of(method), state, layer_taps().q[:, :1], jnp.zeros((2, 1), jnp.int32), Place())
+    state = machine_of(method).init(layout, bases_of(method))
+    part = machine_of(method).attend(layout, bases_of(method), state, layer_taps().q[:, :1], jnp.zeros((2, 1), jnp.int32), Place())
     assert np.isneginf(part.lse).all() and not np.asarray(part.out).any()
 
 
@@ -193,9 +193,9 @@ def test_chunks_equal_a_float64_oracle(fields):
         x = [np.asarray(s, np.float64)[row, 4:].swapaxes(0, 1) for s in (taps.k, taps.v)]
         count = length - 12
         owners, found = reference_chunks(method, x, count, length - 4, *([np.asarray(u, np.float64) for u in part] for part in (bases[:2], bases[2:4])))
-        np.testing.assert_array_equal(state.chunks.owner[row, : len(owners)], owners)
-        assert int(state.chunks.used[row]) == len(found) > 1
-        for side, (room, stored) in enumerate(((state.chunks.k_bases, state.coded.k), (state.chunks.v_bases, state.coded.v))):
+        np.testing.assert_array_equal(state.store.chunks.owner[row, : len(owners)], owners)
+        assert int(state.store.chunks.used[row]) == len(found) > 1
+        for side, (room, stored) in enumerate(((state.store.chunks.k_bases, state.store.tokens.k), (state.store.chunks.v_bases, state.store.tokens.v))):
             ours = np.asarray(room.take(jnp.arange(room.capacity)[None].repeat(len(lengths), 0)), np.float64)[row]
             for number, pair in enumerate(found):
                 ours_p, theirs = (u @ np.swapaxes(u, -1, -2) for u in (ours[number], pair[side]))
@@ -210,7 +210,7 @@ def test_a_shift_of_the_text_ends_a_chunk():
     """A subspace that changes fires the trigger at the end of the page in which it does; one that stays does not."""
     method = small(lookahead=8, tau_k=0.3, tau_v=0.3, chunk_length=96, chunks=12)
     _, state = compressed(method)
-    owner = np.asarray(state.chunks.owner)[0, :12]
+    owner = np.asarray(state.store.chunks.owner)[0, :12]
     page = (SHIFT - 4) // 8  # the page in which the shift lies, counted from behind the sinks
     assert len(set(owner[1 : page + 1])) == 1 and owner[page + 1] > owner[page]
     keys, _ = residual(method, state)
@@ -233,7 +233,7 @@ def test_a_basis_that_still_fits_is_used_again():
     for reuse in (None, 0.95, 0.0):
         method = small(reuse=reuse)
         _, state = compressed(method)
-        used[reuse], lost[reuse] = np.asarray(state.chunks.used), np.nanmean(residual(method, state))
+        used[reuse], lost[reuse] = np.asarray(state.store.chunks.used), np.nanmean(residual(method, state))
     assert used[None].tolist() == [5, 4] and used[0.0].tolist() == [1, 1]
     assert (used[0.95] < used[None]).all() and (used[0.95] > 1).all()
     assert lost[0.95] < 1.2 * lost[None] + 1e-3 < lost[0.0]
@@ -243,11 +243,11 @@ def test_when_there_is_no_room_the_last_basis_stays():
     """More chunks than the capacity holds: tokens are coded in the last basis, as good as it is; nothing breaks."""
     method = small(chunks=2)
     _, state = compressed(method)
-    assert np.asarray(state.chunks.used).tolist() == [2, 2]
-    np.testing.assert_array_equal(state.chunks.owner[0, :12], [0] * 3 + [1] * 9)
+    assert np.asarray(state.store.chunks.used).tolist() == [2, 2]
+    np.testing.assert_array_equal(state.store.chunks.owner[0, :12], [0] * 3 + [1] * 9)
     assert np.isfinite(np.asarray(residual(method, state))[:, 0, :100]).all()
     with pytest.raises(ValueError, match="chunks=20: a capacity of 160 tokens has at most 19 chunks of min_chunk=8"):
-        small(chunks=20).init(layout_of(), bases_of(small()))
+        machine_of(small(chunks=20)).init(layout_of(), bases_of(small()))
 
 
 @pytest.mark.slow
@@ -263,13 +263,13 @@ def test_streaming_equals_prefill_where_nothing_is_looked_ahead():
         rows = np.stack([np.minimum(begin + done + np.arange(16), LENGTH - 1) for begin in (50, 28)])
         new = jax.tree.map(lambda x, rows=rows: x[np.arange(2)[:, None], rows], taps)
         counts = jnp.full((2,), min(16, 62 - done))
-        state = refresh(method.append(layout, bases, state, new, counts, None, Place()))
+        state = refresh(machine_of(method).append(layout, bases, state, new, counts, None, Place()))
     lengths = (50 + 62, 28 + 62)
     whole = compress_group(method, layout_of(), bases, (taps,), jnp.array(lengths))
     for ours, theirs in zip(method.rebuilt(layout, bases, state), method.rebuilt(layout_of(), bases, whole), strict=True):
         for row, n in enumerate(lengths):
             np.testing.assert_allclose(ours[row, :, : n - 12], theirs[row, :, : n - 12], atol=1e-4)
-    np.testing.assert_array_equal(state.coded.length, whole.coded.length)
+    np.testing.assert_array_equal(state.store.tokens.length, whole.store.tokens.length)
 
 
 # ---- gamma ------------------------------------------------------------------------------------------------------
@@ -314,13 +314,42 @@ def test_gamma_scales_the_logits_of_coded_tokens(spec, gamma):
     expected = np.sqrt(3 / DIM) if gamma == "sqrt_rank" else 1 + np.asarray(bases.gain)[:, None, None]
     np.testing.assert_allclose(keys, plain.rebuilt(layout, bases, state)[0] * expected, rtol=1e-5, atol=1e-6)
     full = [np.array(x, np.float64) for x in (taps.k, taps.v)]
-    for row, n in enumerate(np.asarray(state.coded.length)):
+    for row, n in enumerate(np.asarray(state.store.tokens.length)):
         for x, seen in zip(full, (keys, values), strict=True):
             x[row, 4 : 4 + n] = np.asarray(seen)[row, :, :n].swapaxes(0, 1)
     mask = (np.arange(LENGTH)[None] < np.array([LENGTH, 90])[:, None])[:, None]
-    part = method.attend(layout, bases, state, q, at, Place())
+    part = machine_of(method).attend(layout, bases, state, q, at, Place())
     np.testing.assert_allclose(part.out, softmax_attention(q, *full, mask, SPEC.scale)[0], atol=2e-5)
-    assert np.abs(part.lse - plain.attend(layout, bases, state, q, at, Place()).lse).max() > 1e-3
+    assert np.abs(part.lse - machine_of(plain).attend(layout, bases, state, q, at, Place()).lse).max() > 1e-3
+
+
+@pytest.mark.parametrize("rope, rule", [
+    ("post", "h2o:budget=24,sinks=2,recent=4"),
+    pytest.param("pre", "snapkv:budget=24,sinks=2,recent=4+moments", marks=pytest.mark.slow),
+])
+def test_behind_a_selection_gamma_is_a_longer_key_basis(rope, rule):
+    """gamma q . (U U^T k) is q . (V V^T k) with V = sqrt(gamma) U: the same logits, hence votes, hence tokens that stay."""
+    tokens, params = prompts(2, 96 + 32), model(PLAIN).params
+    gains = jnp.linspace(-0.6, 1.5, KV)
+
+    def logits(gamma, longer):
+        method = parse_method(f"osp-static:rank=5,sinks=2,recent=4,rope={rope},gamma={gamma}+{rule}")
+        bases = tuple(
+            b._replace(gain=gains, k=b.k * jnp.sqrt(1 + gains)[:, None, None] if longer else b.k)
+            for b in method.fit(SPEC, random_moments(PLAIN))
+        )
+        cache, _ = prefill(method, PLAIN, params, tokens[:, :96], bases=bases, capacity=160, block=8, dtype=jnp.float32)
+        out = []
+        for begin in range(96, 128, 8):
+            piece = tokens[:, begin : begin + 8]
+            cache, found = extend(method, PLAIN, params, cache, piece, bases=bases, all_logits=True)
+            cache = refresh(method, cache, bases=bases)
+            out.append(found)
+        return np.concatenate(out, axis=1)
+
+    scaled = logits("calibrated", longer=False)
+    np.testing.assert_allclose(scaled, logits("unit", longer=True), atol=1e-4)
+    assert np.abs(scaled - logits("unit", longer=False)).max() > 0.05
 
 
 def test_each_head_has_the_rank_that_its_energy_asks_for():
@@ -336,7 +365,7 @@ def test_each_head_has_the_rank_that_its_energy_asks_for():
     assert bases.k.shape == (1, KV * DIM, sum(ranks["k"])) and bases.v.shape[-1] == sum(ranks["v"])
     assert len(set(ranks["k"] + ranks["v"])) > 1 and bases_of(widest).k.shape[-1] == max(ranks["k"])
     _, state = compressed(own)
-    assert state.coded.k.shape[1] == 1 and state.coded.k.nbytes < compressed(widest)[1].coded.k.nbytes
+    assert state.store.tokens.k.shape[1] == 1 and state.store.tokens.k.nbytes < compressed(widest)[1].store.tokens.k.nbytes
     values = own.rebuilt(layout_of(), bases, state)[1]
     for head, rank in enumerate(ranks["v"]):
         u = np.asarray(bases_of(widest).v, np.float64)[head, :, :rank]
@@ -355,14 +384,14 @@ def test_rotary_bases_are_complex_subspaces():
     """The rotation-aware basis: with each direction it holds i times it, read by frequency pairs."""
     method = small(rank=4, rope="pre", rotary=True, lookahead=24)
     state = compress_group(method, layout_of(), bases_of(method), (layer_taps(rope=True),), jnp.array([LENGTH, 90]))
-    bases = np.asarray(state.chunks.k_bases.codes)[0, :3].astype(np.float64)
+    bases = np.asarray(state.store.chunks.k_bases.codes)[0, :3].astype(np.float64)
     projector = bases @ np.swapaxes(bases, -1, -2)
     turn = quarter_turn(DIM, DIM)
     np.testing.assert_allclose(turn @ turn, -np.eye(DIM))
     np.testing.assert_allclose(projector @ turn, turn @ projector, atol=1e-4)
     plain = small(rank=4, rope="pre")
     other = compress_group(plain, layout_of(), bases_of(plain), (layer_taps(rope=True),), jnp.array([LENGTH, 90]))
-    free = np.asarray(other.chunks.k_bases.codes)[0, 0].astype(np.float64)
+    free = np.asarray(other.store.chunks.k_bases.codes)[0, 0].astype(np.float64)
     free = free @ np.swapaxes(free, -1, -2)
     assert np.abs(free @ turn - turn @ free).max() > 0.1
     # the constraint can only lose energy of the tokens that a basis was fitted to

@@ -16,13 +16,14 @@ from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, QWEN, WINDOWED, model, promp
 from lowrank_kv_jax.calibrate import calibrate, collect_moments, iterate_taps, moments_for
 from lowrank_kv_jax.codecs.basis import project
 from lowrank_kv_jax.codecs.folding import fold_layer
+from lowrank_kv_jax.codecs.palu import hadamard_blocks
 from lowrank_kv_jax.estimators.whitening import LARGEST_JITTER, truncate, whiten
-from lowrank_kv_jax.evals.fisher_overlap import fisher_overlap, plot_overlap
-from lowrank_kv_jax.evals.roofline import white_bases
+from lowrank_kv_jax.evals.speed.roofline import white_bases
+from lowrank_kv_jax.evals.studies.streaming.fisher_overlap import fisher_overlap, plot_overlap
 from lowrank_kv_jax.fisher import collect_fisher
 from lowrank_kv_jax.forward import decode_step, extend, make_layout, prefill, refresh
 from lowrank_kv_jax.method import Place
-from lowrank_kv_jax.methods.palu import hadamard_blocks
+from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.models.decoder import block_prefill, embed, unembed
 from lowrank_kv_jax.moments import Fisher
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
@@ -127,7 +128,7 @@ def test_joint_latents_keep_more_than_those_of_heads_alone():
     lost = []
     for group in (1, 2, 4):
         method, bases = fitted(f"palu:rank=0.5,head_group={group},mean=false")
-        state = method.init(layout_of(), bases[0])
+        state = machine_of(method).init(layout_of(), bases[0])
         codes = method.encode(bases[0], state, taps.k_pre, taps.v)
         close = method.rebuild(bases[0], "v", codes[1], PLAIN.kv_heads).swapaxes(1, 2)
         lost.append(float(jnp.sum((taps.v - close) ** 2)))
@@ -264,7 +265,7 @@ def test_a_bias_is_an_affine_mean():
     for mean in ("true", "false"):
         method = parse_method(f"palu:rank=0.125,mean={mean}")
         bases = method.fit(BIASED.attention, moments)
-        state = method.init(layout_of(), bases[0])
+        state = machine_of(method).init(layout_of(), bases[0])
         codes = method.encode(bases[0], state, taps.k_pre, taps.v)
         for side, x, code in zip("kv", (taps.k_pre, taps.v), codes, strict=True):
             close = method.rebuild(bases[0], side, code, BIASED.kv_heads).swapaxes(1, 2)
@@ -329,9 +330,9 @@ def test_folded_and_unfolded_agree(config):
     folded = fold_layer(spec, attention, own)
     for side, kernel, bias in (("k", folded.k_kernel, folded.k_bias), ("v", folded.v_kernel, folded.v_bias)):
         latents = (taps.x @ kernel + bias).reshape(2, 64, 2, -1).swapaxes(1, 2)
-        np.testing.assert_allclose(getattr(state.coded, side)[:, :, :64], latents, atol=1e-5)
+        np.testing.assert_allclose(getattr(state.store.tokens, side)[:, :, :64], latents, atol=1e-5)
     q, positions = taps.q[:, -1:], jnp.full((2, 1), 64)
-    whole = method.attend(cache.layout, own, state, q, positions, Place())
+    whole = machine_of(method).attend(cache.layout, own, state, q, positions, Place())
     o = attention["o_proj"]
     unfolded = whole.out.reshape(2, 1, -1) @ o["kernel"] + o.get("bias", 0.0)
     latent = rotary_coefficient_attention(

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowrank_kv_jax.codecs.lowrank import Bases
 from lowrank_kv_jax.method import REGISTRY, Layout, Place
-from lowrank_kv_jax.methods.lowrank import Bases
+from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.positions import Runs
 from lowrank_kv_jax.segments import exact as exact_tokens
 from lowrank_kv_jax.spec import AttentionSpec, Taps
@@ -26,13 +27,13 @@ SPEC = AttentionSpec(
 IDENTITY = Bases(jnp.eye(D)[None], jnp.eye(D)[None])
 
 compress = jax.jit(
-    lambda m, layout, taps, n: m.compress(layout, IDENTITY, m.init(layout, IDENTITY), (taps,), n),
+    lambda m, layout, taps, n: machine_of(m).compress(layout, IDENTITY, machine_of(m).init(layout, IDENTITY), (taps,), n),
     static_argnums=(0, 1),
 )
 append = jax.jit(
-    lambda m, layout, s, taps, n: m.append(layout, IDENTITY, s, taps, n, None, Place()), static_argnums=(0, 1)
+    lambda m, layout, s, taps, n: machine_of(m).append(layout, IDENTITY, s, taps, n, None, Place()), static_argnums=(0, 1)
 )
-refresh = jax.jit(lambda m, layout, s: m.refresh(layout, IDENTITY, s), static_argnums=(0, 1))
+refresh = jax.jit(lambda m, layout, s: machine_of(m).refresh(layout, IDENTITY, s), static_argnums=(0, 1))
 
 
 def numbered(first, count):
@@ -125,8 +126,8 @@ def test_exact_and_coded_parts_are_the_token_order(shape):
             used += tokens
             for b, row in enumerate(lists):
                 row.append(counts[b])
-                assert stored(state.exact, b) == row.exact
-                assert stored(state.coded, b) == row.coded
+                assert stored(state.ends[0], b) == row.exact
+                assert stored(state.store.tokens, b) == row.coded
                 assert sorted(row.exact + row.coded) == list(range(row.length))
 
     check()
@@ -174,7 +175,7 @@ def test_runs_are_slots_with_gaps(given_gaps, begin, which, more):
 def test_a_slice_of_a_segment_keeps_its_positions():
     method = REGISTRY["static-pca-h"](rank=1.0, sinks=2, recent=3)
     layout = Layout(SPEC, B, 12, 20, 4, "float32")
-    segment = compress(method, layout, numbered([0] * B, 12), np.array([12, 3], np.int32)).exact
+    segment = compress(method, layout, numbered([0] * B, 12), np.array([12, 3], np.int32)).ends[0]
     assert [stored(segment, b) for b in range(B)] == [[0, 1, 9, 10, 11], [0, 1, 2]]
     for begin, end in [(0, 2), (2, 9), (1, 4), (4, 5)]:
         piece = exact_tokens.part(segment, begin, end)

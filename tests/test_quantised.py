@@ -134,12 +134,12 @@ def test_stored_prompts_equal_the_oracle(spec):
     _, taps = layer_prefill(PLAIN, None, params["layers"][0], embed_tokens(PLAIN, params, toks), positions)
     layout = make_layout(PLAIN, 2, PROMPT, 160, 16, jnp.float32)
     state = compress_group(method, layout, None, (taps,), lengths)
-    k_tile, v_tile = state.coded.k.tile, state.coded.v.tile
+    k_tile, v_tile = state.store.tokens.k.tile, state.store.tokens.v.tile
     for row, length in enumerate((PROMPT, 71)):
-        count = int(state.coded.length[row])
+        count = int(state.store.tokens.length[row])
         assert count == (length - method.sinks - method.recent) // method.unit * method.unit
-        assert int(state.exact.length[row]) == length - count
-        for stored, x, tile in ((state.coded.k, taps.k, k_tile), (state.coded.v, taps.v, v_tile)):
+        assert int(state.ends[0].length[row]) == length - count
+        for stored, x, tile in ((state.store.tokens.k, taps.k, k_tile), (state.store.tokens.v, taps.v, v_tile)):
             own = np.asarray(x)[row, method.sinks : method.sinks + count].swapaxes(0, 1)[None]
             _, bound = kivi_oracle(own, method.bits, tile)
             assert (np.abs(read_tokens(stored)[row : row + 1, :, :count] - own) <= bound + 1e-7).all()
@@ -179,7 +179,7 @@ def test_coefficients_in_eight_bits_stay_close(spec):
     method = dataclasses.replace(method, sinks=4, recent=8)
     plain = run(dataclasses.replace(method, bits=None), PLAIN, toks, PROMPT)
     coded = run(method, PLAIN, toks, PROMPT)
-    assert coded[0].groups[0].coded.k.codes.dtype == jnp.int8
+    assert coded[0].groups[0].store.tokens.k.codes.dtype == jnp.int8
     exact = run(REGISTRY["full"](), PLAIN, toks, PROMPT)[1]
     lost = np.sqrt(np.mean((plain[1] - exact)[:, 1:] ** 2))
     assert 0 < np.sqrt(np.mean((coded[1] - plain[1])[:, 1:] ** 2)) < 0.1 * lost

@@ -13,10 +13,10 @@ from test_quantised import kivi_oracle
 from lowrank_kv_jax.accounting import cache_bytes
 from lowrank_kv_jax.cache import fork
 from lowrank_kv_jax.codecs.packed import empty_packed, hold_packed
+from lowrank_kv_jax.codecs.palu import Palu
 from lowrank_kv_jax.codecs.quantised import Tile, read_tokens, store_tokens
 from lowrank_kv_jax.forward import decode_step, make_layout, prefill
 from lowrank_kv_jax.methods import REGISTRY
-from lowrank_kv_jax.methods.palu import Palu
 from lowrank_kv_jax.parse import parse_method, spell_method
 from lowrank_kv_jax.saved_cache import abstract_cache
 from lowrank_kv_jax.state import walk
@@ -54,13 +54,13 @@ def test_the_same_tokens_stay_and_are_half_a_step_away(rule, bits):
     _, _, plain, _ = prefilled(rule)
     _, _, coded, _ = prefilled(f"kivi:bits={bits}+{rule}")
     for one, other in zip(plain.groups, coded.groups, strict=True):
-        for row, length in enumerate(np.asarray(one.held.coded.length)):
+        for row, length in enumerate(np.asarray(one.store.tokens.length)):
             a, b = (jax.tree.map(lambda x, row=row: x[row : row + 1], state) for state in (one, other))
             assert kept_positions(a) == kept_positions(b)
-            owner = one.held.coded.positions.owner
+            owner = one.store.tokens.positions.owner
             owner = np.zeros(length, int) if owner is None else np.asarray(owner)[row, 0, :length]
             for side in ("k", "v"):
-                x, stored = np.asarray(getattr(a.held.coded, side)), getattr(b.held.coded, side)
+                x, stored = np.asarray(getattr(a.store.tokens, side)), getattr(b.store.tokens, side)
                 wide = np.asarray(stored.read_block(0, stored.shape[2]), np.float64)
                 for head in np.unique(owner):  # no group has tokens of two heads
                     own = np.flatnonzero(owner == head)
@@ -108,11 +108,11 @@ def test_bytes_are_foretold_and_of_the_kinds_that_they_are():
     spent = cache_bytes(cache, bases)
     layout = make_layout(PLAIN, 2, PROMPT, PROMPT + 48, 16, "float32")
     assert spent.by_kind == cache_bytes(abstract_cache(method, layout, bases), bases).by_kind
-    held = [group.held.coded for group in cache.groups]
+    held = [group.store.tokens for group in cache.groups]
     assert spent.by_kind["coefficients"] == sum(x.k.codes.nbytes + x.v.codes.nbytes for x in held)
     assert spent.by_kind["scales"] == sum(side.scales.nbytes + side.lows.nbytes for x in held for side in (x.k, x.v))
     _, _, plain, _ = prefilled("kvzip:keep=0.6,recent=8")
-    slots = [[group.held.coded.k.shape[2] for group in c.groups] for c in (plain, cache)]
+    slots = [[group.store.tokens.k.shape[2] for group in c.groups] for c in (plain, cache)]
     assert len(set(slots[1])) > 1 and slots[0] == slots[1]  # layers have their shares
     assert {info.kind for _, _, info in walk(held[0])} == {"coefficients", "scales", "indices"}
 

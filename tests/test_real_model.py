@@ -14,7 +14,7 @@ from lowrank_kv_jax.forward import extend, prefill, refresh
 from lowrank_kv_jax.layer_votes import collect_votes
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.models.load import load_model
-from lowrank_kv_jax.selection.layer_shares import layer_shares
+from lowrank_kv_jax.selections.layer_shares import layer_shares
 
 PROMPT, STEPS, BLOCK = 512, 64, 32
 LOGITS = 1e-4  # they reach 40; float32 itself moves those of the full cache by 7e-5 from a float64 run of the model

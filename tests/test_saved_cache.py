@@ -67,7 +67,7 @@ def test_nothing_is_overwritten_or_left_half_written(tmp_path, monkeypatch):
     cache, _ = made_by(method)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep me")
-    with pytest.raises(FileExistsError, match="not a saved cache"):
+    with pytest.raises(FileExistsError, match="notes.txt.*choose another place"):
         save_cache(tmp_path / "mine", cache, MODEL)
     save_cache(tmp_path / "cache", cache, MODEL)
     monkeypatch.setattr("lowrank_kv_jax.checkpoint.version", lambda name: 1 / 0)

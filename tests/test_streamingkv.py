@@ -17,12 +17,12 @@ from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.corpus import load_corpus
 from lowrank_kv_jax.estimators.gha import gha_update
 from lowrank_kv_jax.estimators.gha_tail import update_tail
-from lowrank_kv_jax.evals.long_needles import long_needles
-from lowrank_kv_jax.evals.paired_gain import paired_gain
-from lowrank_kv_jax.evals.piecewise_stream import follow_stream, piecewise_stream
-from lowrank_kv_jax.evals.shifted_texts import CALIBRATE, MIXED, text_of, windows_of
-from lowrank_kv_jax.evals.streaming import Score, ablation_specs, needle_gains, quality_specs, text_gains
-from lowrank_kv_jax.evals.streaming_reconstruction import hidden_updates, means, reconstruction
+from lowrank_kv_jax.evals.needle.long import long_needles
+from lowrank_kv_jax.evals.studies.bases.piecewise_stream import follow_stream, piecewise_stream
+from lowrank_kv_jax.evals.studies.streaming.paired_gain import paired_gain
+from lowrank_kv_jax.evals.studies.streaming.quality import Score, ablation_specs, needle_gains, quality_specs, text_gains
+from lowrank_kv_jax.evals.studies.streaming.reconstruction import hidden_updates, means, reconstruction
+from lowrank_kv_jax.evals.studies.streaming.shifted_texts import CALIBRATE, MIXED, text_of, windows_of
 from lowrank_kv_jax.forward import extend, prefill, refresh
 from lowrank_kv_jax.generate import generate
 from lowrank_kv_jax.method import Fault
@@ -129,7 +129,7 @@ def lost(method, bases, cache, config, tokens, layer=0):
     taps = list(itertools.islice(iterate_taps(config, model(config).params, tokens), layer + 1))[-1]
     own, state = bases[layer], cache.groups[layer]
     _, code = method.encode(own, state, taps.k_pre, taps.v)
-    close = method.rebuild(method.bases_of(own, state), "v", code, config.kv_heads).swapaxes(1, 2)
+    close = method.rebuild(method.bases_of(own, state.store), "v", code, config.kv_heads).swapaxes(1, 2)
     return float(jnp.sum((taps.v - close) ** 2))
 
 
@@ -150,8 +150,8 @@ def test_groups_update_alone_or_jointly(update):
     method, bases, cache, _ = compressed(f"streamingkv:head_group=2,update={update},alpha=0.5,{ENDS}")
     state = cache.groups[0]
     joint = update == "joint"
-    assert state.k_basis.shape == ((2, 1, 32, 8) if joint else (2, 2, 16, 4))  # p = 4 of 8 columns in each of two groups
-    assert state.coded.k.shape[1::2] == ((1, 16) if joint else (2, 8))
+    assert state.store.k_basis.shape == ((2, 1, 32, 8) if joint else (2, 2, 16, 4))  # p = 4 of 8 columns in each of two groups
+    assert state.store.tokens.k.shape[1::2] == ((1, 16) if joint else (2, 8))
     still = dataclasses.replace(method, eta=0.0, eta_dec=0.0)
     _, _, rest, _ = compressed(f"streamingkv:head_group=2,update={update},alpha=0.5,eta=0,eta_dec=0,{ENDS}")
     palu = parse_method(f"palu:head_group=2,{ENDS}")
@@ -159,14 +159,14 @@ def test_groups_update_alone_or_jointly(update):
     _, expected = run(palu, PLAIN, prompts(length=PROMPT + 4), PROMPT)
     np.testing.assert_allclose(logits, expected, atol=1e-4)  # without a step it is Palu
     if joint:  # columns of one group may read the heads of the other
-        between = np.asarray(state.v_basis)[:, 0, 16:, :4]
-        assert np.abs(np.asarray(rest.groups[0].v_basis)[:, 0, 16:, :4]).max() == 0 < np.abs(between).max()
+        between = np.asarray(state.store.v_basis)[:, 0, 16:, :4]
+        assert np.abs(np.asarray(rest.groups[0].store.v_basis)[:, 0, 16:, :4]).max() == 0 < np.abs(between).max()
 
 
 def test_only_the_tail_of_a_row_is_state():
     _, bases, cache, _ = compressed(f"streamingkv:alpha=0.25,{ENDS}")
-    assert bases[0].k.shape == (1, 32, 16) and cache.groups[0].k_basis.shape == (2, 1, 32, 4)
-    tails = np.asarray(cache.groups[0].v_basis)
+    assert bases[0].k.shape == (1, 32, 16) and cache.groups[0].store.k_basis.shape == (2, 1, 32, 4)
+    tails = np.asarray(cache.groups[0].store.v_basis)
     assert np.abs(tails[0] - tails[1]).max() > 0.01  # each row has learned its own prompt
 
 
@@ -176,13 +176,13 @@ def test_updates_while_decoding_fall_on_every_sth_token(learn_from):
     spec = f"streamingkv:form=encoder,eta=0,eta_dec=0.5,iterations_dec=2,step=5,learn_from={learn_from},sinks=4,recent=0"
     tokens = prompts(length=PROMPT + BLOCK)
     method, bases, cache, _ = compressed(spec, tokens=tokens[:, :PROMPT])
-    before = np.asarray(cache.groups[0].v_basis)
+    before = np.asarray(cache.groups[0].store.v_basis)
     cache = refresh(method, cache, bases=bases)
-    np.testing.assert_array_equal(cache.groups[0].v_basis, before)  # nothing left the window
+    np.testing.assert_array_equal(cache.groups[0].store.v_basis, before)  # nothing left the window
     cache, _ = extend(method, PLAIN, model().params, cache, tokens[:, PROMPT:], bases=bases)
     state = jax.tree.map(np.asarray, cache.groups[0])
-    x = np.asarray(state.exact.v[:, :, 4 : 4 + BLOCK], np.float64).swapaxes(1, 2).reshape(2, BLOCK, 32)
-    tail, lead = np.asarray(state.v_basis, np.float64)[:, 0], np.asarray(bases[0].v, np.float64)[0, :, :-3]
+    x = np.asarray(state.ends[0].v[:, :, 4 : 4 + BLOCK], np.float64).swapaxes(1, 2).reshape(2, BLOCK, 32)
+    tail, lead = np.asarray(state.store.v_basis, np.float64)[:, 0], np.asarray(bases[0].v, np.float64)[0, :, :-3]
     positions = PROMPT + np.arange(BLOCK)
     for interval in range(PROMPT // 5, (PROMPT + BLOCK - 1) // 5 + 1):
         own = positions // 5 == interval
@@ -192,7 +192,7 @@ def test_updates_while_decoding_fall_on_every_sth_token(learn_from):
                 oracle(np.c_[lead, tail[row]], x[row, own], np.ones(own.sum()), 0.5, 3, 2, "sanger", "bound", False)
                 for row in range(2)])
     cache = refresh(method, cache, bases=bases)
-    np.testing.assert_allclose(cache.groups[0].v_basis[:, 0], tail, atol=1e-5)
+    np.testing.assert_allclose(cache.groups[0].store.v_basis[:, 0], tail, atol=1e-5)
 
 
 # ---- who reads older latents ------------------------------------------------------------------------
@@ -203,14 +203,14 @@ def rebuilt_prompt(spec, steps=1):
     tokens = prompts(length=PROMPT + steps * BLOCK, seed=4)
     method, bases, cache, _ = compressed(spec, tokens=tokens[:, :PROMPT])
     first = cache.groups[0]
-    count = int(first.coded.length[0])
+    count = int(first.store.tokens.length[0])
     before = method.rebuilt(cache.layout, bases[0], first)[1][:, :, :count]
-    start = np.asarray(first.v_basis)
+    start = np.asarray(first.store.v_basis)
     for step in range(steps):
         cache, _ = extend(method, PLAIN, model().params, cache, tokens[:, PROMPT + step * BLOCK :][:, :BLOCK], bases=bases)
         cache = refresh(method, cache, bases=bases)
     after = method.rebuilt(cache.layout, bases[0], cache.groups[0])[1][:, :, :count]
-    return np.asarray(before), np.asarray(after), np.abs(np.asarray(cache.groups[0].v_basis) - start).max()
+    return np.asarray(before), np.asarray(after), np.abs(np.asarray(cache.groups[0].store.v_basis) - start).max()
 
 
 def test_older_latents_are_transported_or_read_by_the_decoder_that_never_moved():
@@ -248,13 +248,13 @@ def test_a_prompt_starts_anew_unless_what_was_learned_is_carried_over(form, tmp_
     for start, expected in ((bases, None), (carried, cache)):
         fresh, _ = prefill(still, PLAIN, model().params, prompts(seed=2), bases=start, **OPTIONS)
         for layer, state in enumerate(fresh.groups):
-            first = bases[layer].v[..., -8:] if expected is None else expected.groups[layer].v_basis[1]
-            np.testing.assert_array_equal(state.v_basis[0], first)
-            read = method.bases_of(start[layer], state).v
+            first = bases[layer].v[..., -8:] if expected is None else expected.groups[layer].store.v_basis[1]
+            np.testing.assert_array_equal(state.store.v_basis[0], first)
+            read = method.bases_of(start[layer], state.store).v
             assert np.abs(np.asarray(read) - np.asarray(bases[layer].v)).max() > 0.01 or expected is None or form == "encoder"
     _, _, again, _ = compressed(spec, tokens=prompts(seed=2))
     _, _, onwards, _ = compressed(spec, tokens=prompts(seed=2), bases=carried)
-    assert np.abs(np.asarray(again.groups[0].v_basis) - np.asarray(onwards.groups[0].v_basis)).max() > 1e-3
+    assert np.abs(np.asarray(again.groups[0].store.v_basis) - np.asarray(onwards.groups[0].store.v_basis)).max() > 1e-3
     owner = types.SimpleNamespace(name="tiny", config=PLAIN, fingerprint="f" * 64)
     save_bases(tmp_path / "learned", carried, owner, method)
     for ours, theirs in zip(jax.tree.leaves(load_bases(tmp_path / "learned", owner, method)), jax.tree.leaves(carried),
@@ -269,7 +269,7 @@ def test_a_turn_of_the_same_conversation_goes_on_learning():
     bases = bases_for(method)
     first = generate(model(), method, [list(range(40))], bases=bases, max_new_tokens=4, capacity=120, dtype=jnp.float32)
     second = generate(model(), method, [list(range(20, 60))], bases=bases, cache=first, max_new_tokens=4)
-    assert np.abs(np.asarray(first.cache.groups[0].v_basis) - np.asarray(second.cache.groups[0].v_basis)).max() > 1e-3
+    assert np.abs(np.asarray(first.cache.groups[0].store.v_basis) - np.asarray(second.cache.groups[0].store.v_basis)).max() > 1e-3
 
 
 # ---- when it breaks ---------------------------------------------------------------------------------

@@ -51,8 +51,8 @@ def leaves(cache):
 def test_there_and_back_is_the_same_cache_and_lanes_are_what_they_say():
     cache, bases, _ = prefilled()
     lanes = with_token_layout(cache, "lanes")
-    assert lanes.layout.tokens == "lanes" and isinstance(lanes.groups[0].coded.k, TokensOnLanes)
-    np.testing.assert_array_equal(lanes.groups[0].coded.k.on_lanes, np.swapaxes(cache.groups[0].coded.k, 2, 3))
+    assert lanes.layout.tokens == "lanes" and isinstance(lanes.groups[0].store.tokens.k, TokensOnLanes)
+    np.testing.assert_array_equal(lanes.groups[0].store.tokens.k.on_lanes, np.swapaxes(cache.groups[0].store.tokens.k, 2, 3))
     back = with_token_layout(lanes, "rows")
     assert jax.tree.structure(back) == jax.tree.structure(cache)
     for name, value in leaves(cache).items():
@@ -84,10 +84,10 @@ def decoded_on_both(spec):
 )
 def test_a_cache_on_lanes_decodes_and_refreshes_as_one_in_rows(spec, stored):
     rows, lanes, bases = decoded_on_both(spec)
-    assert isinstance(lanes.groups[0].coded.k, stored)
+    assert isinstance(lanes.groups[0].store.tokens.k, stored)
     assert cache_bytes(lanes, bases).total == cache_bytes(rows, bases).total
     np.testing.assert_allclose(
-        slice_block(lanes.groups[0].coded.k, 0, 32), slice_block(rows.groups[0].coded.k, 0, 32), atol=1e-5
+        slice_block(lanes.groups[0].store.tokens.k, 0, 32), slice_block(rows.groups[0].store.tokens.k, 0, 32), atol=1e-5
     )
     back = with_token_layout(lanes, "rows")
     assert jax.tree.structure(back) == jax.tree.structure(rows)

@@ -11,15 +11,16 @@ from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, model, prompts, r
 
 from lowrank_kv_jax import methods
 from lowrank_kv_jax.accounting import cache_bytes
+from lowrank_kv_jax.codecs import blocks
 from lowrank_kv_jax.codecs.quantised import quantise, read_basis, read_tokens, store_basis, store_tokens
 from lowrank_kv_jax.estimators.subspace_iteration import cholesky_orthonormalise, gram, leading_subspace
 from lowrank_kv_jax.forward import make_layout, prefill
 from lowrank_kv_jax.layer_groups import read_table, split_rank, stride_groups
 from lowrank_kv_jax.method import Place
+from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.parse import parse_method, spell_method
 from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.saved_cache import abstract_cache
-from lowrank_kv_jax.selection import blocks
 
 DEEP = dataclasses.replace(PLAIN, num_layers=5, windows=(None,) * 5)
 FOUR = dataclasses.replace(PLAIN, num_layers=4, windows=(None,) * 4)
@@ -105,13 +106,19 @@ def test_ranks_are_split_one_to_one_and_a_half():
     assert split_rank(1000, 1000, 1.5) == (1000, 1000)  # full is full
     assert split_rank(900, 1000, 1.5) == (800, 1000)
     assert split_rank(1, 1000, 1.5) == (1, 1)
+    assert split_rank(48, 192, 1.5) == (38, 58) and split_rank(48, 192, 1.5, 8) == (40, 56)
+    assert split_rank(100, 100, 1.5, 8) == (100, 100) and split_rank(8, 100, 1.5, 8) == (8, 8)
+    assert split_rank(3, 100, 1.5, 8) == (2, 4)  # too few to round
 
 
 def test_ranks_follow_the_fields():
     spec = DEEP.attention
     width = spec.kv_heads * spec.head_dim
     ranks = [group.ranks for group in methods.XKV(group=2, rank=0.5).default_bases(spec)]
-    assert ranks == [split_rank(width, 2 * width, 1.5)] * 2 + [split_rank(width // 2, width, 1.5)]
+    multiples = [1 if width < 64 else 8 for width in (2 * width, width)]
+    assert ranks == [split_rank(width, 2 * width, 1.5, multiples[0])] * 2 + [split_rank(width // 2, width, 1.5, multiples[1])]
+    given = [group.ranks for group in methods.XKV(group=2, rank=9).default_bases(spec)]
+    assert given == [split_rank(9, 2 * width, 1.5)] * 3  # an int is kept: only its ratio is rounded
     table = parse_method("xkv:group=2,table=3:4/5:6/7:8").default_bases(spec)
     assert [group.ranks for group in table] == [(3, 4), (5, 6), (7, 8)]
     (first, *_) = methods.XKV(group=2, rank_k=6, rank_v=0.5).default_bases(spec)
@@ -167,7 +174,7 @@ def test_layers_of_different_shape_are_refused():
     _, _, taps = _taps(8)
     wide = taps._replace(k_pre=jnp.zeros((1, 8, 4, 12)))
     with pytest.raises(ValueError, match="must have one shape"):
-        method.compress(layout, bases, method.init(layout, bases), (taps, wide), jnp.array([8]))
+        machine_of(method).compress(layout, bases, machine_of(method).init(layout, bases), (taps, wide), jnp.array([8]))
 
 
 def _taps(size):
@@ -230,8 +237,8 @@ def test_wider_groups_of_correlated_layers_keep_more():
     method = methods.XKV(group=4, rank_k=12, rank_v=12, sinks=0, recent=0)
     bases = method.default_bases(layout.spec)[0]
     layout = dataclasses.replace(layout, dtype="float32")
-    state = method.compress(layout, bases, method.init(layout, bases), tuple(taps), lengths)
-    rebuilt = jnp.einsum("bjsr,bjwr->bsw", state.coded.k, state.k_basis)
+    state = machine_of(method).compress(layout, bases, machine_of(method).init(layout, bases), tuple(taps), lengths)
+    rebuilt = jnp.einsum("bjsr,bjwr->bsw", state.store.tokens.k, state.store.k_basis)
     np.testing.assert_allclose(
         rebuilt, np.concatenate([t.k_pre.reshape(1, 64, -1) for t in taps], -1), atol=1e-3
     )
@@ -339,9 +346,9 @@ def test_generated_tokens_are_coded_after_a_while(fields):
     lengths = jnp.array([PROMPT, 50], jnp.int32)
     cache, logits = logits_of(method, (PROMPT, 50))
     assert np.isfinite(logits).all()
-    coded = cache.groups[0].coded.length
-    assert (coded > lengths - 8).all() and (cache.groups[0].exact[0].length <= 8 + 16 + BLOCK).all()
-    assert (coded + cache.groups[0].exact[0].length == cache.length).all()
+    coded = cache.groups[0].store.tokens.length
+    assert (coded > lengths - 8).all() and (cache.groups[0].ends[0].length <= 8 + 16 + BLOCK).all()
+    assert (coded + cache.groups[0].ends[0].length == cache.length).all()
 
 
 def test_refitting_follows_new_tokens_better_than_projecting():
@@ -378,17 +385,17 @@ def test_only_the_chosen_blocks_are_read():
     q = jax.random.normal(jax.random.key(0), (2, 1, 8, 8))
     positions, place = jnp.array([[96], [71]]), Place(0)
     part = method.attend_coded(layout, state, q, positions, place)
-    chosen = blocks.choose(state.landmarks[0], state.coded.length, q, spec.scale, 16, 3)
+    chosen = blocks.choose(state.landmarks[0], state.store.tokens.length, q, spec.scale, 16, 3)
     assert (np.diff(chosen) > 0).all() and chosen[0].tolist() != chosen[1].tolist()
     keys, values = (
         jnp.einsum("bjsr,bjwr->bsjw", read_tokens(c), read_basis(u)).reshape(2, 96, 4, 8)
-        for c, u in ((state.coded.k, state.k_basis), (state.coded.v, state.v_basis))
+        for c, u in ((state.store.tokens.k, state.store.k_basis), (state.store.tokens.v, state.store.v_basis))
     )
     slots = np.arange(96)
     at = jnp.broadcast_to(slots + 4, (2, 96))
     keys = rotate(keys, *(table[:, :, None] for table in rope_angles(spec.rope, at)))
     seen = np.isin(slots[None] // 16, np.asarray(chosen[0])), np.isin(slots[None] // 16, np.asarray(chosen[1]))
-    mask = np.stack([row & (slots[None] < count) for row, count in zip(seen, state.coded.length, strict=True)])
+    mask = np.stack([row & (slots[None] < count) for row, count in zip(seen, state.store.tokens.length, strict=True)])
     out, lse = softmax_attention(q, keys, values, mask, spec.scale)
     np.testing.assert_allclose(part.out, out, atol=1e-4)
     np.testing.assert_allclose(part.lse, lse, atol=1e-4)
@@ -420,19 +427,19 @@ def test_int8_coefficients_of_selected_tokens_with_moments_of_the_rest():
     """The stages of one composition: what is held, what it weighs, and that the summary brings attention back."""
     spec = "xkv:group=2,rank=0.5,sinks=4,recent=8,bits=8,basis_dtype=int8+snapkv:keep=0.5,decoding=keep,recent=8"
     cache, without = logits_of(parse_method(spec), (PROMPT, 60))
-    kept = cache.groups[0].kept
-    assert kept.coded.k.shape[2] == 48 - 12 and kept.coded.length.tolist() == [36, 36]
-    positions = np.asarray(kept.coded.positions.position)
+    kept = cache.groups[0].store
+    assert kept.tokens.k.shape[2] == 48 - 12 and kept.tokens.length.tolist() == [36, 36]
+    positions = np.asarray(kept.tokens.positions.position)
     assert (np.diff(positions) > 0).all() and positions.min() >= 4
     assert positions[0].max() < PROMPT - 8 and positions[1].max() < 60 - 8
     bytes_of = cache_bytes(cache).by_kind
-    assert bytes_of["coefficients"] == 2 * 2 * 36 * (kept.coded.k.shape[3] + kept.coded.v.shape[3])
+    assert bytes_of["coefficients"] == 2 * 2 * 36 * (kept.tokens.k.shape[3] + kept.tokens.v.shape[3])
     full, exact = logits_of(methods.Full(), (PROMPT, 60))
     cache, logits = logits_of(parse_method(spec + "+moments"), (PROMPT, 60))
-    dropped = cache.groups[1].dropped[0]
+    dropped = cache.groups[1].gone[0]
     np.testing.assert_array_equal(dropped.count, [[PROMPT - 12 - 36] * 4, [60 - 12 - 36] * 4])
     keys = np.asarray(full.groups[2].k, np.float64)[1, :, 4:52]  # exact keys of the third layer's middle
-    gone = np.setdiff1d(np.arange(4, 52), np.asarray(cache.groups[1].kept.coded.positions.position)[1]) - 4
+    gone = np.setdiff1d(np.arange(4, 52), np.asarray(cache.groups[1].kept.tokens.positions.position)[1]) - 4
     np.testing.assert_allclose(dropped.keys[1], keys[:, gone].sum(1), atol=1e-3)
     assert np.mean((logits - exact) ** 2) < np.mean((without - exact) ** 2)
 

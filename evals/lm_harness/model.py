@@ -8,11 +8,11 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lowrank_kv_jax.corpus import load_corpus
-from lowrank_kv_jax.evals.answer import answer
-from lowrank_kv_jax.evals.bases import bases_of
-from lowrank_kv_jax.evals.batches import coarse
+from lowrank_kv_jax.evals.asking.answer import answer
+from lowrank_kv_jax.evals.asking.bases import bases_of
+from lowrank_kv_jax.evals.asking.batches import coarse
+from lowrank_kv_jax.evals.asking.prefill_many import pad_rows, prefill_many
 from lowrank_kv_jax.evals.lm_harness.scoring import Scored, make_pair, score_pairs
-from lowrank_kv_jax.evals.prefill_many import pad_rows, prefill_many
 from lowrank_kv_jax.models.load import load_model
 from lowrank_kv_jax.parse import parse_method
 from lowrank_kv_jax.progress import ProgressBar

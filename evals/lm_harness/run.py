@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from lowrank_kv_jax.corpus import Corpus, load_corpus
-from lowrank_kv_jax.evals.bases import bases_of, calibration_settings, conditions_of
+from lowrank_kv_jax.evals.asking.bases import bases_of, calibration_settings, conditions_of
 from lowrank_kv_jax.evals.lm_harness.tasks import TASKS, load_tasks
-from lowrank_kv_jax.evals.records import append_record, make_record
-from lowrank_kv_jax.evals.resume import Key, finished, key_of
-from lowrank_kv_jax.method import KVMethod
+from lowrank_kv_jax.evals.results.records import append_record, make_record
+from lowrank_kv_jax.evals.results.resume import Key, finished, key_of
+from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.parse import spell_method
 from lowrank_kv_jax.progress import ProgressBar
 
@@ -24,7 +24,7 @@ CHUNK = 32  # documents that are scored before their records are written
 
 
 def evaluate_lm_eval(
-    model: Any, methods: Mapping[str, KVMethod], tasks: Sequence[str] = TASKS, samples: int | None = None,
+    model: Any, methods: Mapping[str, Part], tasks: Sequence[str] = TASKS, samples: int | None = None,
     fewshot: int | None = None, seed: int = SEED, *, data: str | os.PathLike | None = None,
     json: str | os.PathLike | None = None, rows: int = 8, dtype: str = "bfloat16", calibrate: Corpus | None = None,
     progress: bool = False, mesh: Any = None,
@@ -93,7 +93,7 @@ def require_lm_eval() -> None:
         raise ValueError("lm-eval is not installed: `pip install lowrank-kv-jax[lm-eval]` or `pip install lm-eval`")
 
 
-def _adapter(model: Any, method: KVMethod, bases: Any, dtype: str, rows: int, mesh: Any) -> Any:
+def _adapter(model: Any, method: Part, bases: Any, dtype: str, rows: int, mesh: Any) -> Any:
     from lowrank_kv_jax.evals.lm_harness.model import LowRankKV
 
     return LowRankKV(model, spell_method(method), bases, cache_dtype=dtype, batch_size=rows, mesh=mesh,

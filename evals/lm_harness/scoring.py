@@ -7,13 +7,13 @@ from typing import Any
 import jax
 
 from lowrank_kv_jax.cache import fork
-from lowrank_kv_jax.evals.batches import coarse
-from lowrank_kv_jax.evals.clock import PrefillClock
-from lowrank_kv_jax.evals.perplexity import score_rows
-from lowrank_kv_jax.evals.prefill_many import pad_rows, prefill_many
-from lowrank_kv_jax.evals.sizes import Size, size_of
+from lowrank_kv_jax.evals.asking.batches import coarse
+from lowrank_kv_jax.evals.asking.clock import PrefillClock
+from lowrank_kv_jax.evals.asking.prefill_many import pad_rows, prefill_many
+from lowrank_kv_jax.evals.perplexity.score import score_rows
+from lowrank_kv_jax.evals.results.sizes import Size, size_of
 from lowrank_kv_jax.forward import DEFAULT_BLOCK
-from lowrank_kv_jax.method import KVMethod
+from lowrank_kv_jax.method import Part
 
 Ids = tuple[int, ...]
 
@@ -66,7 +66,7 @@ def make_pair(context: Sequence[int], continuation: Sequence[int], longest: int)
 
 
 def score_pairs(
-    model: Any, method: KVMethod, pairs: Sequence[Pair], *, bases: Any = None, rows: int = 8, dtype: Any = "bfloat16",
+    model: Any, method: Part, pairs: Sequence[Pair], *, bases: Any = None, rows: int = 8, dtype: Any = "bfloat16",
     mesh: jax.sharding.Mesh | None = None, on_scored: Callable[[int], None] = lambda count: None,
     warm: set[tuple[int, int]] | None = None,
 ) -> list[Scored]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowrank_kv_jax.evals.fields import check_choice, check_text, check_texts, wrong
+from lowrank_kv_jax.evals.results.fields import check_choice, check_text, check_texts, wrong
 
 TASKS = ("piqa", "arc_easy", "arc_challenge", "winogrande", "hellaswag")
 """The five sets of the papers, in the form of lm-eval's own tasks; `configs/NAME.yaml` reads NAME.jsonl."""
@@ -76,7 +76,7 @@ def check_lines(path: Path, name: str) -> None:
         found += 1
         try:
             _check_document(name, json.loads(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
     if not found:
         raise ValueError(f"{path}: holds no document")

@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowrank_kv_jax.corpus import Corpus, load_corpus
-from lowrank_kv_jax.evals.bases import bases_of, calibration_settings
+from lowrank_kv_jax.evals.asking.bases import bases_of, calibration_settings
+from lowrank_kv_jax.evals.asking.prompts import Question
+from lowrank_kv_jax.evals.asking.suite import Suite, evaluate
 from lowrank_kv_jax.evals.longbench.metrics import complete, score
 from lowrank_kv_jax.evals.longbench.samples import LongBenchSample, load_samples
 from lowrank_kv_jax.evals.longbench.tasks import BASE_PROMPT, NONEMPTY, all_tasks, find_task
-from lowrank_kv_jax.evals.prompts import Question
-from lowrank_kv_jax.evals.suite import Suite, evaluate
-from lowrank_kv_jax.method import KVMethod
+from lowrank_kv_jax.method import Part
 
 COMMAND = "eval longbench"
 RESERVED = 640
@@ -19,7 +19,7 @@ RESERVED = 640
 
 
 def evaluate_longbench(
-    model: Any, methods: Mapping[str, KVMethod], tasks: Sequence[str] | None = None,
+    model: Any, methods: Mapping[str, Part], tasks: Sequence[str] | None = None,
     samples: int | None = None,
     protocol: str = "query-agnostic", *, data: str | os.PathLike | None = None, max_length: int | None = None,
     json: str | os.PathLike | None = None, style: str = "base", rows: int = 2, dtype: str = "bfloat16",

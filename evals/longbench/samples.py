@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lowrank_kv_jax.evals.fields import check_texts, wrong
 from lowrank_kv_jax.evals.longbench.tasks import find_task
+from lowrank_kv_jax.evals.results.fields import check_texts, wrong
 
 HUB = "THUDM/LongBench"
 HUB_FILE = "data.zip"
@@ -91,7 +91,7 @@ def read_lines(task: str, lines: Iterable[str | bytes], source: str,
             place = f"{source}, line {number}"
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{place}: {error}") from error
             read.append(_placed(task, len(read), row, place))
     if not read:

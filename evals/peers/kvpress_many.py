@@ -11,7 +11,7 @@ import torch
 from kvpress import BasePress, KVzipPress
 from transformers import DynamicCache
 
-from lowrank_kv_jax.evals.clock import PrefillClock
+from lowrank_kv_jax.evals.asking.clock import PrefillClock
 
 Masked = tuple[torch.Tensor, torch.Tensor] | None
 """Heads and slots of a layer that kvpress masks, since it cannot drop them for single heads."""

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lowrank_kv_jax.accounting import full_cache_bytes
-from lowrank_kv_jax.evals.batches import Batch, make_batches
-from lowrank_kv_jax.evals.clock import Clock, PrefillClock
+from lowrank_kv_jax.evals.asking.batches import Batch, make_batches
+from lowrank_kv_jax.evals.asking.clock import Clock, PrefillClock
+from lowrank_kv_jax.evals.asking.prompts import Question
+from lowrank_kv_jax.evals.asking.suite import Suite
 from lowrank_kv_jax.evals.peers.kvpress_presses import PREFIX, make_press, parse_press, require_kvpress
 from lowrank_kv_jax.evals.peers.transformers_decode import load_torch_model
-from lowrank_kv_jax.evals.prompts import Question
-from lowrank_kv_jax.evals.records import append_record, make_record
-from lowrank_kv_jax.evals.resume import finished
-from lowrank_kv_jax.evals.suite import Suite
+from lowrank_kv_jax.evals.results.records import append_record, make_record
+from lowrank_kv_jax.evals.results.resume import finished
 from lowrank_kv_jax.progress import ProgressBar
 
 

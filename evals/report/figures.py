@@ -11,6 +11,7 @@ import numpy as np
 from lowrank_kv_jax.evals.report.perplexities import PerplexitySection
 from lowrank_kv_jax.evals.report.sections import Section
 from lowrank_kv_jax.evals.report.times import Line, times_by_rows
+from lowrank_kv_jax.evals.results.figure_file import save_figure
 
 MARKERS = "osD^vP*Xh<>p8d"
 MANY = 10  # with more methods, the settings of one share a colour, and tasks are a map instead of bars
@@ -76,7 +77,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def _save(plt, figure, path: Path) -> Path:
-    figure.savefig(path, dpi=160)
+    save_figure(figure, path, 160)
     plt.close(figure)
     return path
 
@@ -219,7 +220,7 @@ def draw_needles(records: Sequence[Mapping[str, Any]], path: str | os.PathLike) 
     from matplotlib import pyplot as plt
 
     figure = _needle_maps(plt, records)
-    figure.savefig(path, dpi=160)
+    save_figure(figure, path, 160)
     plt.close(figure)
 
 

@@ -94,12 +94,13 @@ def _entry(method: str, scored: Mapping[str, Mapping[Any, Record]], baseline: st
         difference, p = _difference(scored[method], scored[baseline])
     sized = [r for r in own if r.get("cache_bytes") and r.get("full_cache_bytes")]
     stored = sum(r["cache_bytes"] for r in sized)
+    per_token = [r["bytes_per_token"] for r in sized if r.get("bytes_per_token") is not None]
     nominal = [r["nominal_smaller"] for r in own if r.get("nominal_smaller") is not None]
     return PerplexityEntry(
         method, windows, perplexity, difference, p,
         sum(r["full_cache_bytes"] for r in sized) / stored if stored else None,
         float(np.mean(nominal)) if nominal else None,
-        float(np.mean([r["bytes_per_token"] for r in sized])) if sized else None,
+        float(np.mean(per_token)) if per_token else None,
     )
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lowrank_kv_jax.evals.records import read_records, warn
+from lowrank_kv_jax.evals.results.records import read_records, warn
 from lowrank_kv_jax.evals.ruler.tasks import GROUPS
 
 Record = Mapping[str, Any]
@@ -16,6 +16,8 @@ CONDITIONS = ("fingerprint", "style", "cache_dtype", "haystack", "source", "fews
 """Fields that results share where they can be compared; the calibration is not one, it is each method's own."""
 
 _NUMBERS = ("cache_bytes", "full_cache_bytes", "bytes_per_token", "nominal_smaller", "ttft_s", "decode_tokens_per_s")
+_NAMES = ("command", "model", "protocol", "length", "step", "seed", "index", "depth")
+"""Fields that records are sorted by."""
 _DIGESTS = ("prompt_sha256", "document_sha256", "window_sha256")
 
 
@@ -98,6 +100,11 @@ def _fault(record: Record, kind: str) -> str | None:
     """Why a record cannot be counted. A likelihood may be null: it diverged."""
     if not (isinstance(record["method"], str) and isinstance(record["task"], str)):
         return "a method or a task that is no text"
+    for field in _NAMES:
+        if isinstance(record.get(field), dict | list):
+            return f"a {field} that is no text or number"
+    if not all(isinstance(record.get(field), str | None) for field in ("command", "model", "protocol")):
+        return "a command, model or protocol that is no text"
     for field in (kind, *_NUMBERS):
         if record.get(field) is not None and not _finite(record[field]):
             return f"a {field} that is no finite number"

@@ -100,7 +100,7 @@ def load_questions(dataset: str, path: str | os.PathLike | None = None) -> Quest
         return read(_from_hub(dataset))
     try:
         return read(json.loads(Path(path).expanduser().read_text(encoding="utf-8")))
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a {dataset} file of the form that RULER reads ({error!r})") from error
 
 

@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from lowrank_kv_jax.corpus import Corpus, load_corpus
-from lowrank_kv_jax.evals.bases import bases_of, calibration_settings
-from lowrank_kv_jax.evals.batches import check_lengths
-from lowrank_kv_jax.evals.prompts import Question
+from lowrank_kv_jax.evals.asking.bases import bases_of, calibration_settings
+from lowrank_kv_jax.evals.asking.batches import check_lengths
+from lowrank_kv_jax.evals.asking.prompts import Question
+from lowrank_kv_jax.evals.asking.suite import Suite, evaluate
 from lowrank_kv_jax.evals.ruler.generate import SEED, generate
 from lowrank_kv_jax.evals.ruler.haystack import load_haystack
 from lowrank_kv_jax.evals.ruler.qa import QuestionSet, load_questions
 from lowrank_kv_jax.evals.ruler.samples import RulerSample, load_task
 from lowrank_kv_jax.evals.ruler.scoring import score
 from lowrank_kv_jax.evals.ruler.tasks import QA, expand_tasks, find_task
-from lowrank_kv_jax.evals.suite import Suite, evaluate
-from lowrank_kv_jax.method import KVMethod
+from lowrank_kv_jax.method import Part
 
 COMMAND = "eval ruler"
 
 
 def evaluate_ruler(
-    model: Any, methods: Mapping[str, KVMethod], tasks: Sequence[str], lengths: Sequence[int] | None = None,
+    model: Any, methods: Mapping[str, Part], tasks: Sequence[str], lengths: Sequence[int] | None = None,
     samples: int | None = None, protocol: str = "query-agnostic", seed: int = SEED, *,
     data: str | os.PathLike | None = None,
     haystack: str | os.PathLike | Sequence[str | os.PathLike] | None = None,

@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lowrank_kv_jax.evals.fields import check_texts, wrong
+from lowrank_kv_jax.evals.results.fields import check_texts, wrong
 from lowrank_kv_jax.evals.ruler.tasks import find_task
+from lowrank_kv_jax.files import write_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +93,7 @@ def load_task(path: str | os.PathLike, task: str | None = None, length: int | No
         try:
             samples.append(_sample(task, len(samples), json.loads(line), length))
             numbers.append(number)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
     if not samples:
         raise ValueError(f"{path}: holds no sample")
@@ -109,7 +110,7 @@ def save_task(path: str | os.PathLike, samples: list[RulerSample]) -> None:
         "index": s.index, "input": s.input, "outputs": list(s.outputs), "length": s.length,
         "answer_prefix": s.answer_prefix,
     }) + "\n" for s in samples]
-    Path(path).expanduser().write_text("".join(lines), encoding="utf-8")
+    write_text(path, "".join(lines))
 
 
 def _sample(task: str, index: int, row: Any, most: int | None) -> RulerSample:

@@ -1,10 +1,16 @@
 """The program `lowrank-kv`: a command is a module with `add_parser` and `run`, imported when it is used."""
 
 import argparse
+import contextlib
+import errno
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+from typing import NoReturn
+
+from lowrank_kv_jax.cli.bounds import check_bounds
 
 COMMANDS = {
     "compare": "what each method costs and keeps, beside the full cache",
@@ -25,35 +31,77 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Run a command. Whatever goes wrong is told in one line; with `--debug`, where it arose stands before it.
 
     Returns:
-        The exit code: 0, 2 for a mistake in what was asked for, 130 after Ctrl-C.
+        The exit code: 0, 2 for a mistake in what was asked for, 130 after Ctrl-C, 1 for all else that fails.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    _prepare_environment()
+    argv, debug = _without_debug(sys.argv[1:] if argv is None else argv)
     try:
+        _prepare_environment()
         args = _parser(argv).parse_args(argv)
-        return args.run(args) or 0
-    except (ValueError, TypeError, OSError) as error:
-        if isinstance(error, BrokenPipeError):
-            return _reader_is_gone()
-        if os.environ.get("LOWRANK_KV_TRACEBACK"):
-            raise
-        print(f"lowrank-kv: error: {_one_line(error)}", file=sys.stderr)
-        return 2
+        check_bounds(args)
+        code = args.run(args) or 0
+        if sys.stdout is not None:
+            sys.stdout.flush()  # a reader that is gone or a full disk, while something can be said
+        return code
+    except BrokenPipeError:
+        return _drop_output(0)
     except KeyboardInterrupt:
         print("lowrank-kv: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        return _drop_output(_tell(error, debug))
+
+
+def _without_debug(argv: Sequence[str]) -> tuple[list[str], bool]:
+    """The arguments without `--debug`, which may stand anywhere before `--`, and whether it stood there."""
+    argv = list(argv)
+    end = argv.index("--") if "--" in argv else len(argv)
+    return [word for word in argv[:end] if word != "--debug"] + argv[end:], "--debug" in argv[:end]
+
+
+def _tell(error: Exception, debug: bool) -> int:
+    """One line on standard error; the exit code."""
+    from lowrank_kv_jax.method import Fault
+
+    text = _one_line(error)
+    foreseen = isinstance(error, (ValueError, OSError))
+    if not foreseen:
+        text = f"{type(error).__name__}: {text}"
+    if len(text) > LONGEST and not debug:
+        text = text[:LONGEST] + " ... (--debug shows all of it)"
+    elif not foreseen and not debug:
+        text += " (not foreseen; --debug shows where it arose)"
+    print(f"lowrank-kv: error: {text}", file=sys.stderr)
+    return 2 if isinstance(error, (ValueError, *_ASKED)) and not isinstance(error, Fault) else 1
+
+
+LONGEST = 2000
+"""Characters of a message."""
+
+_ASKED = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+"""Errors of the system that another argument mends."""
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose mistakes are told like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError."""
+        raise ValueError(f"{message}; see `{self.prog} --help`")
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """The parser; only the command that is asked for is imported, so that help is there at once."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="lowrank-kv", description="Compressed KV caches in JAX: compare, generate, calibrate, measure.",
         epilog="A method is spelled name or name:field=value,field=value, e.g. ojakv:rank=0.5,rope=pre. "
-               "Mistakes are told in one line; LOWRANK_KV_TRACEBACK=1 shows where they arose.",
+               "Mistakes are told in one line; with --debug, anywhere, where they arose stands before it.",
     )
+    parser.add_argument("--debug", action="store_true", help="show where an error arose")
     parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     asked = argv[0] if argv else None
@@ -82,10 +130,19 @@ def _prepare_environment() -> None:
 
 
 def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and isinstance(error.filename, (str, bytes)):
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+        return f"standard output: {error.strerror}"  # whatever else is written to names its file
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _reader_is_gone() -> int:
-    """`lowrank-kv methods | head`: what the reader no longer wants is dropped without complaint."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+def _drop_output(code: int) -> int:
+    """Forget what standard output still holds: a reader that has gone (`| head`) or a full disk does not want it."""
+    if sys.stdout is not None:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            return code
+        with contextlib.suppress(OSError, ValueError):  # ValueError: not a file of the system
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code

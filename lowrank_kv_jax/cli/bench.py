@@ -9,6 +9,7 @@ HELP = "speed: time to first token and decode tokens/s; the attention kernels"
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
+    from lowrank_kv_jax.cache_dtype import CACHE_DTYPES
     from lowrank_kv_jax.cli.bench_kernels import add_compile_parser, add_kernels_parser
     from lowrank_kv_jax.cli.options import add_model_options
 
@@ -22,7 +23,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     decode.add_argument("--steps", type=int, default=64, help="decode steps a round (%(default)s)")
     decode.add_argument("--rounds", type=int, default=3,
                         help="timed rounds, after one that compiles (%(default)s)")
-    decode.add_argument("--cache-dtype", choices=("bfloat16", "float32"), default="float32",
+    decode.add_argument("--cache-dtype", choices=CACHE_DTYPES, default="float32",
                         help="of every method's cache (%(default)s); byte ratios are always against 16 bits")
     decode.add_argument("--corpus", default="pydoc", metavar="TEXT", help="the prompt's source (%(default)s)")
     decode.add_argument("--seed", type=int, default=0)
@@ -42,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: as `load_model`, `parse_methods` and `bench_decode`; the peer without torch.
     """
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
-    from lowrank_kv_jax.evals.bench import bench_decode, records
-    from lowrank_kv_jax.evals.compare import parse_methods
-    from lowrank_kv_jax.evals.records import append_record
+    from lowrank_kv_jax.evals.compare.run import parse_methods
+    from lowrank_kv_jax.evals.results.records import append_record
+    from lowrank_kv_jax.evals.speed.bench import bench_decode, records
 
     methods = parse_methods(args.methods)
     check_numbers(args, lengths=1, steps=1, rounds=1, seed=0)

@@ -31,8 +31,8 @@ def run_kernels(args: argparse.Namespace) -> int:
         ValueError, OSError: sizes that do not fit together, a wrong result, a file that cannot be written.
     """
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs
-    from lowrank_kv_jax.evals import kernels
-    from lowrank_kv_jax.evals.records import append_record
+    from lowrank_kv_jax.evals.results.records import append_record
+    from lowrank_kv_jax.evals.speed import kernels
 
     counts = ("lengths", "batch", "ranks", "repeats", "q_heads", "kv_heads", "head_dim")
     check_numbers(args, **dict.fromkeys(counts, 1), seed=0)
@@ -58,7 +58,7 @@ def run_kernels(args: argparse.Namespace) -> int:
 
 def _print_speeds(speeds, bandwidth: float, repeats: int) -> None:
     from lowrank_kv_jax.cli.options import device_line
-    from lowrank_kv_jax.evals.kernels import fastest_full
+    from lowrank_kv_jax.evals.speed.kernels import fastest_full
 
     best = fastest_full(speeds)
     rows = []
@@ -97,23 +97,26 @@ def add_compile_parser(kinds) -> argparse.ArgumentParser:
     text = "compile the kernels for hardware that is not there, and say what the compilers say of them"
     parser = kinds.add_parser("compile", help=text, description=text)
     parser.add_argument("--targets", nargs="+", choices=("sm_90", "v5e", "v6e"), default=["sm_90", "v5e", "v6e"])
+    parser.add_argument("--whole", action="store_true",
+                        help="instead of the kernels, the prefill of one layer of Llama 3.1 8B at 32K tokens")
     parser.add_argument("--json", metavar="FILE", help="append one JSON object for each program and target")
     parser.set_defaults(run=run_compile)
     return parser
 
 
 def run_compile(args: argparse.Namespace) -> int:
-    """Compile the grid of programs and print a table a target; 1 if one of them fails.
+    """Compile the grid of programs, or whole ones, and print a table a target; 1 if one of them fails.
 
     Raises:
         ValueError: no target's compiler can be had.
     """
     from lowrank_kv_jax.cli.options import check_outputs
-    from lowrank_kv_jax.evals.records import append_record, make_record
+    from lowrank_kv_jax.evals.results.records import append_record, make_record
     from lowrank_kv_jax.pallas_kernels.compile_grid import compile_all
+    from lowrank_kv_jax.pallas_kernels.compile_whole import compile_whole
 
     check_outputs(args)
-    results, missing = compile_all(args.targets)
+    results, missing = (compile_whole if args.whole else compile_all)(args.targets)
     for target in args.targets:
         rows = [result.row() for result in results if result.target == target]
         if rows:

@@ -4,6 +4,7 @@ import argparse
 
 import numpy as np
 
+from lowrank_kv_jax.cache_dtype import CACHE_DTYPES, default_cache_dtype
 from lowrank_kv_jax.cli.options import add_model_options
 
 HELP = "fit the bases of a method to texts and save them"
@@ -20,7 +21,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a window (%(default)s)")
     parser.add_argument("--windows", type=int, default=4, help="windows, evenly spaced (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="shifts the windows (%(default)s)")
-    parser.add_argument("--bases-dtype", default="bfloat16", choices=("bfloat16", "float32"),
+    parser.add_argument("--bases-dtype", default=default_cache_dtype(), choices=CACHE_DTYPES,
                         help="of the bases (%(default)s)")
     parser.add_argument("--out", required=True, metavar="DIR",
                         help="directory to save to; windows that are done lie beside it until then, and a command that "
@@ -41,13 +42,13 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.cli.options import check_numbers, load_from
     from lowrank_kv_jax.corpus import load_corpus
     from lowrank_kv_jax.parse import parse_method, spell_method
-    from lowrank_kv_jax.saved_bases import check_replaceable, save_bases
+    from lowrank_kv_jax.saved_bases import check_bases_replaceable, save_bases
 
     method = parse_method(args.method)
     if not method.calibrated:
         raise ValueError(f"method {method.name!r} takes nothing from calibration: use it as it is")
     check_numbers(args, length=1, windows=1, seed=0)
-    check_replaceable(args.out)
+    check_bases_replaceable(args.out)
     corpus = load_corpus(args.corpus)
     model = load_from(args)
     method.validate(model.config.attention)

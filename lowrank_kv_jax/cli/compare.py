@@ -8,6 +8,7 @@ HELP = "what each method costs and keeps, beside the full cache"
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
+    from lowrank_kv_jax.cache_dtype import CACHE_DTYPES, default_cache_dtype
     from lowrank_kv_jax.cli.options import add_model_options
 
     parser = subparsers.add_parser(
@@ -27,7 +28,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
                              "first half of Python's language reference")
     parser.add_argument("--text", nargs="+", metavar="TEXT",
                         help="what perplexity is measured on; by default the second half")
-    parser.add_argument("--cache-dtype", choices=("bfloat16", "float32"), default="bfloat16",
+    parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, default=default_cache_dtype(),
                         help="of the caches whose quality and bytes are measured (%(default)s)")
     parser.add_argument("--timed-length", type=int, metavar="N",
                         help="tokens of the prompt that is timed; by default the shortest length")
@@ -45,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: as `load_model`, `parse_methods`, `load_corpus` and `compare`.
     """
     from lowrank_kv_jax.cli.options import check_outputs, corpus_of, load_from
-    from lowrank_kv_jax.evals.compare import Settings, compare, parse_methods, records, work
-    from lowrank_kv_jax.evals.records import append_record
+    from lowrank_kv_jax.evals.compare.run import Settings, compare, parse_methods, records, work
+    from lowrank_kv_jax.evals.results.records import append_record
 
     methods = parse_methods(args.methods)
     settings = Settings(
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         for record in records(model, results, settings):
             append_record(args.json, record)
     if args.plot:
-        from lowrank_kv_jax.evals.compare_plot import plot_results
+        from lowrank_kv_jax.evals.compare.plot import plot_results
 
         plot_results(results, args.plot, f"{model.name}: quality against the bytes of the cache")
     return 0

@@ -86,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
     """
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs
     from lowrank_kv_jax.corpus import load_corpus, token_windows
-    from lowrank_kv_jax.evals.cross_layer import analyse
-    from lowrank_kv_jax.evals.records import append_record, make_record
+    from lowrank_kv_jax.evals.results.records import append_record, make_record
+    from lowrank_kv_jax.evals.studies.cross_layer.analysis import analyse
     from lowrank_kv_jax.models.load import load_model
     from lowrank_kv_jax.parse import parse_method
 
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     if costs:
         records += _costs(model, costs, args.cost_length, args.rounds)
     if args.plot:
-        from lowrank_kv_jax.evals.cross_layer_plot import plot_analysis
+        from lowrank_kv_jax.evals.studies.cross_layer.plot import plot_analysis
 
         plot_analysis(args.plot, analysis, f"{model.name} on {corpus.name}, {args.length} tokens")
         print(f"drew {args.plot}")
@@ -128,7 +128,7 @@ def _quality(args: argparse.Namespace, model) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from lowrank_kv_jax.evals import cross_layer_quality as study
+    from lowrank_kv_jax.evals.studies.cross_layer import quality as study
 
     settings = study.Settings(
         tuple(args.ratios), tuple(args.groups), args.samples, args.windows, seed=args.seed, fields=args.fields
@@ -202,7 +202,7 @@ def _costs(model, methods, length: int, rounds: int) -> list[dict]:
     from rich.console import Console
     from rich.table import Table
 
-    from lowrank_kv_jax.evals.cross_layer_cost import break_even, measure_costs, smaller_at
+    from lowrank_kv_jax.evals.studies.cross_layer.cost import break_even, measure_costs, smaller_at
 
     spec, records = model.config.attention, []
     sizes = Table(title="From which prompt length it pays, tokens")

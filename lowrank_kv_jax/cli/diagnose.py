@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.calibrate import collect_moments
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
     from lowrank_kv_jax.corpus import load_corpus, token_windows
-    from lowrank_kv_jax.evals import diagnostics
+    from lowrank_kv_jax.evals.studies.bases import diagnostics
 
     methods = _methods(args.methods or diagnostics.ADAPTATION_METHODS)
     check_numbers(args, length=1, windows=1, test_windows=1, layers=1, seed=0)
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         tables = {"compressibility": compressible, "adaptation": adaptation, "spectra": spectra}
         _append(args, model, corpus, tables)
     if args.plot:
-        from lowrank_kv_jax.evals.diagnostics_plot import plot_diagnostics
+        from lowrank_kv_jax.evals.studies.bases.plot import plot_diagnostics
 
         plot_diagnostics(args.plot, spectra, adaptation)
         print(f"drew {args.plot}")
@@ -74,12 +74,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _methods(specs: Sequence[str]) -> list:
-    from lowrank_kv_jax.methods.lowrank import LowRank
     from lowrank_kv_jax.parse import parse_method
 
     methods = [parse_method(spec) for spec in specs]
     for method in methods:
-        if not isinstance(method, LowRank):
+        if not method.rebuilds:
             raise ValueError(f"method {method.name!r} has no basis to diagnose; give a low-rank one")
     return methods
 
@@ -134,7 +133,7 @@ def _number(value: float | None) -> str:
 
 
 def _append(args, model, corpus, tables) -> None:
-    from lowrank_kv_jax.evals.records import append_record, make_record
+    from lowrank_kv_jax.evals.results.records import append_record, make_record
 
     for task, rows in tables.items():
         for row in rows:

@@ -34,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
     """
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
     from lowrank_kv_jax.corpus import load_corpus, token_windows
-    from lowrank_kv_jax.evals import estimator_comparison as comparison
-    from lowrank_kv_jax.evals.falsify import shifted_texts
+    from lowrank_kv_jax.evals.studies.bases import estimators as comparison
+    from lowrank_kv_jax.evals.studies.subspaces.falsify import shifted_texts
     from lowrank_kv_jax.rank import resolve_rank
 
     check_numbers(args, length=1, seed=0)
@@ -58,7 +58,7 @@ def _show(args, model, task: str, title: str, rows) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from lowrank_kv_jax.evals.records import append_record, make_record
+    from lowrank_kv_jax.evals.results.records import append_record, make_record
 
     table = Table(title=title)
     for column in rows[0]:

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: as `load_model` and the evaluations.
     """
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, device_line, load_from
-    from lowrank_kv_jax.evals import eviction
+    from lowrank_kv_jax.evals.studies.eviction import run as eviction
 
     settings = eviction.Settings(args.length, tuple(args.budgets), args.windows, depths=args.depths,
                                  samples=args.samples, seed=args.seed)
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 def _errors(args, model, settings) -> None:
     import dataclasses
 
-    from lowrank_kv_jax.evals import eviction
+    from lowrank_kv_jax.evals.studies.eviction import run as eviction
 
     rows = eviction.error_table(model, settings)
     columns = {"mass": lambda r: r.mass, "cos f_E f_R": lambda r: r.angle, "error": lambda r: r.error}
@@ -90,7 +90,7 @@ def _errors(args, model, settings) -> None:
 
 
 def _print_scores(study: str, rows) -> None:
-    from lowrank_kv_jax.evals.eviction import NOMINAL
+    from lowrank_kv_jax.evals.studies.eviction.run import NOMINAL
 
     lines = []
     for row in rows:
@@ -102,8 +102,8 @@ def _print_scores(study: str, rows) -> None:
 
 
 def _speed(args, model) -> None:
-    from lowrank_kv_jax.evals.compare import parse_methods
-    from lowrank_kv_jax.evals.eviction_speed import eviction_speed
+    from lowrank_kv_jax.evals.compare.run import parse_methods
+    from lowrank_kv_jax.evals.studies.eviction.speed import eviction_speed
 
     budget = args.timed_budget
     methods = parse_methods(["full", f"snapkv:budget={budget}", f"momentkv:budget={budget}"])
@@ -124,7 +124,7 @@ def _speed(args, model) -> None:
 def _append(args, task: str, length: int, samples: int, rows) -> None:
     if not args.json:
         return
-    from lowrank_kv_jax.evals.records import append_record, make_record
+    from lowrank_kv_jax.evals.results.records import append_record, make_record
 
     for spec, values in rows:
         append_record(args.json, make_record(

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.calibrate import collect_moments
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
     from lowrank_kv_jax.corpus import load_corpus, token_windows
-    from lowrank_kv_jax.evals import falsify
+    from lowrank_kv_jax.evals.studies.subspaces import falsify
 
     check_numbers(args, length=1, lengths=1, windows=1, calibrate_windows=1, seed=0)
     check_outputs(args)
@@ -89,7 +89,7 @@ def _show(args, model, number: int, verdict) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from lowrank_kv_jax.evals.records import append_record, make_record
+    from lowrank_kv_jax.evals.results.records import append_record, make_record
 
     console = Console()
     outcome = "FALSIFIED" if verdict.falsified else "not falsified"

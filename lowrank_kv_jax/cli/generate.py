@@ -3,13 +3,15 @@
 import argparse
 import sys
 import time
-from pathlib import Path
+
+from lowrank_kv_jax.files import read_text
 
 HELP = "generate text from a compressed cache"
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
+    from lowrank_kv_jax.cache_dtype import CACHE_DTYPES, default_cache_dtype
     from lowrank_kv_jax.cli.options import add_model_options
 
     parser = subparsers.add_parser("generate", help=HELP, description=HELP)
@@ -28,7 +30,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
                         help="of `lowrank-kv calibrate`, for methods that need them")
     parser.add_argument("--calibrate", nargs="+", metavar="TEXT",
                         help="without --bases: what to fit them to; by default Python's language reference")
-    parser.add_argument("--cache-dtype", choices=("bfloat16", "float32"), default="bfloat16",
+    parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, default=default_cache_dtype(),
                         help="(%(default)s)")
     parser.add_argument("--mesh", metavar="AXES",
                         help="lay weights and cache out over devices, e.g. data=2,model=3: prompts over data, kv heads "
@@ -45,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from lowrank_kv_jax.accounting import cache_bytes
     from lowrank_kv_jax.cli.options import load_from
-    from lowrank_kv_jax.generate import generate
+    from lowrank_kv_jax.generate import PAD_TO, generate
     from lowrank_kv_jax.parse import parse_method
     from lowrank_kv_jax.sampling import Sampler
     from lowrank_kv_jax.sharding import make_mesh
@@ -59,10 +61,13 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"model {model.name!r} has no tokenizer")
     ids = [_encode(model.tokenizer, text, args.chat) for text in texts]
     bases = _bases(args, model, method)
+    width = -(-max(map(len, ids)) // PAD_TO) * PAD_TO  # no turn follows: the cache has room for the answer only
+    capacity = min(width + args.max_new_tokens, model.config.context)
     stream = _Stream(model.tokenizer, model.config.eos_ids, silent=len(texts) > 1)
     out = generate(
         model, method, ids, bases=bases, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
-        top_k=args.top_k, top_p=args.top_p, seeds=args.seed, dtype=args.cache_dtype, mesh=mesh, on_tokens=stream,
+        top_k=args.top_k, top_p=args.top_p, seeds=args.seed, capacity=capacity, dtype=args.cache_dtype, mesh=mesh,
+        on_tokens=stream,
     )
     stream.end()
     for number, text in enumerate((out.texts or []) if len(texts) > 1 else [], start=1):
@@ -115,13 +120,12 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if args.prompt is not None:
         texts = args.prompt
     elif args.prompt_file == "-":
-        texts = [sys.stdin.read()]
-    else:
         try:
-            texts = [Path(args.prompt_file).expanduser().read_text(encoding="utf-8")]
+            texts = [sys.stdin.read()]
         except UnicodeDecodeError as error:
-            reason = f"{error.reason} at byte {error.start}"
-            raise ValueError(f"{args.prompt_file}: is not UTF-8 text ({reason})") from error
+            raise ValueError(f"standard input is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    else:
+        texts = [read_text(args.prompt_file)]
     if not all(texts):
         raise ValueError("the prompt is empty: give at least one token")
     return texts

@@ -45,7 +45,7 @@ def check_outputs(args: argparse.Namespace) -> None:
     Raises:
         ValueError, OSError: as `records.check_writable` and `check_plot`.
     """
-    from lowrank_kv_jax.evals.records import check_writable
+    from lowrank_kv_jax.evals.results.records import check_writable
 
     if args.json:
         check_writable(args.json)
@@ -59,7 +59,7 @@ def check_plot(path: str | os.PathLike) -> None:
     Raises:
         ValueError: not one of `PLOT_SUFFIXES`; OSError: the file cannot be written.
     """
-    from lowrank_kv_jax.evals.records import check_writable
+    from lowrank_kv_jax.evals.results.records import check_writable
 
     suffix = Path(path).suffix
     if suffix.lower() not in PLOT_SUFFIXES:
@@ -77,6 +77,6 @@ def corpus_of(value: list[str] | None, default: str) -> str | tuple[str, ...]:
 
 def device_line() -> str:
     """What was measured on."""
-    from lowrank_kv_jax.evals.records import device, versions
+    from lowrank_kv_jax.evals.results.records import device, versions
 
     return f"{device()}, jax {versions()['jax']}"

@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from lowrank_kv_jax.evals.report import draw_figures, markdown, page, read_report
+    from lowrank_kv_jax.files import write_text
 
     sections = read_report(args.results, args.baseline, args.tasks)
     text = markdown(sections)
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         out = Path(args.out).expanduser()
         figures = draw_figures(sections, out)
-        (out / "report.md").write_text(text, encoding="utf-8")
-        (out / "report.html").write_text(page(sections, figures, args.title), encoding="utf-8")
+        write_text(out / "report.md", text)
+        write_text(out / "report.html", page(sections, figures, args.title))
         print(f"wrote {out / 'report.html'}, report.md and {sum(map(len, figures.values()))} figures")
     return 0

@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
-    from lowrank_kv_jax.evals import roofline
-    from lowrank_kv_jax.evals.records import append_record, make_record
+    from lowrank_kv_jax.evals.results.records import append_record, make_record
+    from lowrank_kv_jax.evals.speed import roofline
     from lowrank_kv_jax.parse import parse_method
 
     if args.device not in roofline.ROOFS:

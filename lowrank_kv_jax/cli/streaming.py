@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: as `load_model` and the evaluations.
     """
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, device_line, load_from
-    from lowrank_kv_jax.evals.streaming import Settings
+    from lowrank_kv_jax.evals.studies.streaming.quality import Settings
     from lowrank_kv_jax.parse import parse_method
 
     settings = Settings(tuple(args.ranks), args.context, args.scored, args.windows, samples=args.samples, seed=args.seed)
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _stream(args) -> None:
-    from lowrank_kv_jax.evals.piecewise_stream import Followed, follow_stream, piecewise_stream
+    from lowrank_kv_jax.evals.studies.bases.piecewise_stream import Followed, follow_stream, piecewise_stream
 
     errors = follow_stream(piecewise_stream(segments=4, steps=60, seed=args.seed))
     per_segment = {name: getattr(errors, name).reshape(4, -1).mean(1) for name in Followed._fields}
@@ -93,7 +93,7 @@ def _stream(args) -> None:
 
 
 def _scores(args, model, settings, study: str) -> None:
-    from lowrank_kv_jax.evals import streaming
+    from lowrank_kv_jax.evals.studies.streaming import quality as streaming
 
     specs = args.methods or [spec for rank in settings.ranks for spec in streaming.quality_specs(rank)]
     tasks = _tasks(args)
@@ -116,7 +116,7 @@ def _scores(args, model, settings, study: str) -> None:
 
 
 def _tasks(args) -> tuple[str, ...]:
-    from lowrank_kv_jax.evals.shifted_texts import SHIFTED, TASKS, text_of
+    from lowrank_kv_jax.evals.studies.streaming.shifted_texts import SHIFTED, TASKS, text_of
 
     if args.tasks is None:
         return TASKS
@@ -141,10 +141,10 @@ def _gains(args, settings, study: str, unit: str, form: str, gains) -> None:
 def _reconstruction(args, model, settings) -> None:
     from lowrank_kv_jax.calibrate import fit_bases, moments_for
     from lowrank_kv_jax.corpus import load_corpus, token_windows
-    from lowrank_kv_jax.evals.compare import parse_methods
-    from lowrank_kv_jax.evals.shifted_texts import CALIBRATE, CODE, PROSE
-    from lowrank_kv_jax.evals.streaming import ENDS, ablation_specs
-    from lowrank_kv_jax.evals.streaming_reconstruction import hidden_updates, means, reconstruction
+    from lowrank_kv_jax.evals.compare.run import parse_methods
+    from lowrank_kv_jax.evals.studies.streaming.quality import ENDS, ablation_specs
+    from lowrank_kv_jax.evals.studies.streaming.reconstruction import hidden_updates, means, reconstruction
+    from lowrank_kv_jax.evals.studies.streaming.shifted_texts import CALIBRATE, CODE, PROSE
 
     def windows(name, length, count):
         return token_windows(model.tokenizer, load_corpus(name).texts, length, count, args.seed)
@@ -177,7 +177,7 @@ def _reconstruction(args, model, settings) -> None:
 
 def _fisher(args, model) -> None:
     from lowrank_kv_jax.corpus import load_corpus, token_windows
-    from lowrank_kv_jax.evals.fisher_overlap import fisher_overlap, plot_overlap
+    from lowrank_kv_jax.evals.studies.streaming.fisher_overlap import fisher_overlap, plot_overlap
     from lowrank_kv_jax.fisher import LENGTH, collect_fisher
 
     pair = []
@@ -200,7 +200,7 @@ def _fisher(args, model) -> None:
 
 
 def _speed(args, model) -> None:
-    from lowrank_kv_jax.evals.streaming_speed import streaming_speed
+    from lowrank_kv_jax.evals.studies.streaming.speed import streaming_speed
 
     rank = min(args.ranks)
     specs = ("full", f"palu:rank={rank}", f"streamingkv:rank={rank}")
@@ -218,7 +218,7 @@ def _speed(args, model) -> None:
 def _append(args, task: str, length: int, rows) -> None:
     if not args.json:
         return
-    from lowrank_kv_jax.evals.records import append_record, make_record
+    from lowrank_kv_jax.evals.results.records import append_record, make_record
 
     for spec, values in rows:
         append_record(args.json, make_record(

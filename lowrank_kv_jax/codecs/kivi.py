@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.codecs.quantised import TOKEN_BITS, Tile
 from lowrank_kv_jax.method import register
-from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, codes_of
+from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.state import state
@@ -124,4 +124,4 @@ class KIVI(TokenCodec):
         )
 
     def logits(self, layout, bases, store, q, place):
-        return Logits(q, codes_of(store)[0])
+        return Logits(q, store.tokens.k)

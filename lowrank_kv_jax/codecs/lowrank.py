@@ -241,11 +241,11 @@ class LowRank(TokenCodec):
         return AttnPartial(out if self.order == "reconstruct" else expand_values(values, out, spec.kv_heads), lse)
 
     def logits(self, layout, bases, store, q, place):
-        spec, keys = layout.spec, codes_of(store)[0]
-        q, where = self.scaled(spec, bases, q), store.tokens.positions
+        spec, (keys, where) = layout.spec, (store.tokens.k, store.tokens.positions)
+        q = self.scaled(spec, bases, q)
         if self.rope == "post" and self.foldable:
             return Logits(fold_query(self.bases_of(bases, store).k, q, spec.kv_heads), keys)
-        keys = self.rebuild(self.read_in(bases, store, where), "k", keys, spec.kv_heads)
+        keys = self.rebuild(self.read_in(bases, store, where), "k", codes_of(store)[0], spec.kv_heads)
         if self.rope == "pre" and spec.rope is not None:
             keys = rotate(keys, *rope_angles(spec.rope, spread_heads(where.position, spec.kv_heads)))
         return Logits(q, keys)

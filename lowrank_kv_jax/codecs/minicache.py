@@ -6,6 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.cache_dtype import narrow
 from lowrank_kv_jax.layer_groups import LayerGroup, stride_groups
 from lowrank_kv_jax.method import Layout, register
 from lowrank_kv_jax.method.codec import Codec, Ends, Tokens
@@ -193,4 +194,4 @@ def _gather(x: jax.Array, index: jax.Array, like: jax.Array) -> jax.Array:
     """Tokens `[B, S, K, ..]` at `index` `[B, S]`, to fill a buffer like `like` `[B, K, slots, ..]`."""
     index = index[:, : like.shape[2]]
     picked = jax.vmap(lambda row, i: jnp.take(row, i, axis=0))(x, index)
-    return picked.swapaxes(1, 2).astype(like.dtype)
+    return narrow(picked.swapaxes(1, 2), like.dtype)

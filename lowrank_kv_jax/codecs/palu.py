@@ -58,7 +58,8 @@ class GroupedProjections(LowRank):
         head_group: kv heads that share a latent: 1 is M-LRD, all kv heads J-LRD, a divisor between them G-LRD. None is
             the largest divisor up to 4 (the paper's group size).
         rank_by: "uniform"; or ranks in proportion to the Fisher information of each layer's W_k and W_v ("fisher"), or
-            to its root ("fisher-sqrt", as Palu's code has it), whose mean over all of them is the rank asked for.
+            to its root ("fisher-sqrt"), whose mean over all of them is the rank asked for. Neither is Palu's rule: the
+            information is a sum of squared gradients, and Palu's code takes the mean of the roots of its entries.
         rank_multiple: of all ranks that Fisher information decides.
         mean: code around the calibrated mean token (Qwen2's bias); None decides by whether it saves at least 5% of the
             truncation loss.
@@ -77,6 +78,7 @@ class GroupedProjections(LowRank):
 
     calibrated: ClassVar[bool] = True
     bases_type: ClassVar[type | None] = PaluBases
+    projects: ClassVar[bool] = True
     foldable: ClassVar[bool] = False  # rebuilt keys may have a mean
 
     def __post_init__(self):
@@ -260,7 +262,8 @@ class GroupedProjections(LowRank):
 class Palu(GroupedProjections):
     """Whitened truncations of W_k and W_v, fixed after calibration.
 
-    The preset `palu:paper` keeps no token exact and takes ranks by Fisher information.
+    The preset `palu:paper` keeps no token exact and takes ranks by the root of the Fisher information, which is not quite
+    the paper's rule (see `rank_by`). The prompt attends exactly here, in the paper through the projections.
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {

@@ -9,6 +9,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.bits import Bits
+from lowrank_kv_jax.cache_dtype import narrow
 from lowrank_kv_jax.pallas_kernels.blockwise import block_range, block_slots, slice_block
 from lowrank_kv_jax.state import leaf, state, static, write_tokens
 
@@ -134,7 +136,7 @@ class QuantisedTokens:
 def store_tokens(x: jax.Array, bits: int | None, dtype, tile: Tile = COEFFICIENTS) -> "jax.Array | QuantisedTokens":
     """Keep tokens `[B, J, S, R]` as `dtype`, or in `bits` bits."""
     if bits is None:
-        return x.astype(dtype)
+        return narrow(x, dtype)
     size = x.shape[2]
     room = -size % tile.tokens
     padded = jnp.pad(x, ((0, 0), (0, 0), (0, room), (0, 0)))
@@ -211,7 +213,9 @@ def map_tokens(
             valid = slots[None] < lengths[:, None]
             touch = fresh.reshape(1, -1, buffer.tile.tokens)[:, :, 0] & rows[:, None]
             return buffer.write_block(start, change(block), valid, touch)
-        moved = jnp.where(fresh[:, None] & rows[:, None, None, None], change(block).astype(block.dtype), block)
+        moved = jnp.where(fresh[:, None] & rows[:, None, None, None], narrow(change(block), block.dtype), block)
+        if isinstance(buffer, Bits):
+            return buffer.write_block(start, moved)
         return jax.lax.dynamic_update_slice_in_dim(buffer, moved, start, axis=2)
 
     return jax.lax.fori_loop(*block_range(stored.shape[2], lengths), step, stored)

@@ -184,13 +184,14 @@ class StreamingKV(GroupedProjections):
         if self.learn_from == "token":
             weight = weight * (positions % self.step == 0)
         moved, coefficients, held = {}, {}, store.tokens
+        fed = jnp.any(weight > 0, axis=1)[:, None, None, None]  # settling alone moves the basis of a waiting row a little
         for side, x in self._tokens(bases, *self.sides(tokens)).items():
             lead, old = self._columns(bases, store, side)
 
             def learn(i, tail, lead=lead, x=x):
                 return self._update(lead, tail, x, weight * (interval - first == i), self.eta_dec, self.iterations_dec)
 
-            new = self._settle(lead, jax.lax.fori_loop(0, count, learn, old))
+            new = jnp.where(fed, self._settle(lead, jax.lax.fori_loop(0, count, learn, old)), old)
             moved[f"{side}_basis"] = new
             stored = getattr(held, side)
             if self.form == "coupled" and self.transport:

@@ -88,8 +88,7 @@ class Subspace(LowRank):
         width = spec.kv_heads // self.basis_heads(spec) * spec.head_dim
         return jnp.full((spec.kv_heads,), 1.0 if self.gamma == "unit" else math.sqrt(bases.k.shape[-1] / width))
 
-    def scaled(self, spec: AttentionSpec, bases: SubspaceBases, q: jax.Array) -> jax.Array:
-        """Queries `[B, T, N, D]` times gamma."""
+    def scaled(self, spec, bases, q):
         if self.gamma == "unit":
             return q
         return q * jnp.repeat(self.gammas(spec, bases), spec.group_size)[:, None].astype(q.dtype)

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from lowrank_kv_jax.cache_dtype import narrow
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
@@ -47,7 +48,7 @@ class Full(TokenCodec):
 
     def encode(self, layout, bases, store, tokens):
         (one,) = tokens
-        k, v = (x.swapaxes(1, 2).astype(layout.dtype) for x in (one.k, one.v))
+        k, v = (narrow(x.swapaxes(1, 2), layout.dtype) for x in (one.k, one.v))
         return k, v
 
     def decode(self, layout, bases, store, k, v, positions, index):

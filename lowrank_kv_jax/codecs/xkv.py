@@ -18,17 +18,27 @@ from lowrank_kv_jax.codecs.quantised import (
     store_basis,
 )
 from lowrank_kv_jax.estimators.subspace_iteration import gram, leading_subspace
-from lowrank_kv_jax.layer_groups import LayerGroup, Ranks, read_table, resolve_pair, split_rank, stride_groups
+from lowrank_kv_jax.layer_groups import (
+    SPLIT_MULTIPLE,
+    LayerGroup,
+    Ranks,
+    read_table,
+    resolve_pair,
+    split_rank,
+    stride_groups,
+)
 from lowrank_kv_jax.method import Layout, register
 from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, codes_of, fill_tokens_of
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.partial import AttnPartial
-from lowrank_kv_jax.rank import resolve_rank
+from lowrank_kv_jax.rank import rank_multiple, resolve_rank
 from lowrank_kv_jax.rank_for_bytes import largest_rank
 from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.spec import AttentionSpec
 from lowrank_kv_jax.state import leaf, state
+
+FEW_COLUMNS = 64  # mean rank below which `smaller` takes any number: a multiple of 8 would leave much of the bytes unused
 
 
 @state
@@ -59,7 +69,8 @@ class XKV(TokenCodec):
     Attributes:
         group: G, adjacent layers that share coefficients; by default 4, or all layers of a shallower model.
             The last group of a model may be smaller. G = 1 is the Single SVD of the paper.
-        rank: mean rank of keys and values, columns (int) or a fraction of the width G * K * D.
+        rank: mean rank of keys and values, columns (int) or a fraction of the width G * K * D. A fraction, and what
+            `smaller` finds from 64 columns on, is split into multiples of 8 (from a width of 64 on).
         ratio: rank of the values to that of the keys.
         rank_k, rank_v: instead of `rank`, both.
         table: instead of `rank`: ranks of every group, "k:v/k:v/..", e.g. those that keep 95% of the energy
@@ -161,7 +172,8 @@ class XKV(TokenCodec):
         if self.rank_k is not None and self.rank_v is not None:
             return LayerGroup(layers, resolve_pair(width, ("rank_k", self.rank_k), ("rank_v", self.rank_v)))
         assert self.rank is not None
-        return LayerGroup(layers, split_rank(resolve_rank("rank", self.rank, width), width, self.ratio))
+        mean, chosen = resolve_rank("rank", self.rank, width), isinstance(self.rank, float)
+        return LayerGroup(layers, split_rank(mean, width, self.ratio, _split_multiple(width) if chosen else 1))
 
     # ---- the contract --------------------------------------------------------------------------------------
 
@@ -194,7 +206,10 @@ class XKV(TokenCodec):
             layout = dataclasses.replace(layout, capacity=layout.prompt + layout.block)
 
         def with_rank(mean: int) -> LayerGroup:
-            return LayerGroup(bases.layers, Ranks(mean, 0) if latent else split_rank(mean, width, self.ratio))
+            multiple = _split_multiple(width) if mean >= FEW_COLUMNS else 1
+            if latent:
+                return LayerGroup(bases.layers, Ranks(mean - mean % multiple, 0))
+            return LayerGroup(bases.layers, split_rank(mean, width, self.ratio, multiple))
 
         found = largest_rank(lambda mean: weigh(layout, with_rank(mean)), width, layout, bases.layers, self.smaller)
         return with_rank(found)
@@ -330,6 +345,11 @@ def side_by_side(parts: list[jax.Array], weight: jax.Array | None = None) -> jax
         raise ValueError(f"the layers of a group must have one shape, got {shapes}: use a smaller group")
     x = jnp.concatenate([x.reshape(*x.shape[:2], 1, -1) for x in parts], axis=-1).astype(jnp.float32)
     return x if weight is None else x * weight[:, :, None, None]
+
+
+def _split_multiple(width: int) -> int:
+    """Of the ranks of keys and values that are chosen, not given."""
+    return min(rank_multiple(width), SPLIT_MULTIPLE)
 
 
 def _width(spec: AttentionSpec, layers: int) -> int:

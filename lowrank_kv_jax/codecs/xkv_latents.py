@@ -10,12 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.cache_dtype import narrow
 from lowrank_kv_jax.codecs.basis import project, reconstruct
 from lowrank_kv_jax.codecs.quantised import empty_tokens, read_basis, store_basis
 from lowrank_kv_jax.estimators.subspace_iteration import leading_subspace
 from lowrank_kv_jax.estimators.svd import second_moment
 from lowrank_kv_jax.method import Layout, Place
 from lowrank_kv_jax.method.codec import Tokens
+from lowrank_kv_jax.pallas_kernels.blockwise import slice_block
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
 from lowrank_kv_jax.partial import AttnPartial
 from lowrank_kv_jax.positions import Runs
@@ -63,12 +65,8 @@ class RebuiltKeys:
 
     def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
         """Tokens `start` to `start + size`, float32 `[B, 1, size, D]`."""
-        if hasattr(self.codes, "read_block"):
-            codes = self.codes.read_block(start, size)
-        else:
-            codes = jax.lax.dynamic_slice_in_dim(self.codes, start, size, axis=2)
-        rotary = jax.lax.dynamic_slice_in_dim(self.rotary, start, size, axis=2).astype(jnp.float32)
-        latents = reconstruct(self.basis, codes.astype(jnp.float32), 1)
+        codes, rotary = (slice_block(x, start, size).astype(jnp.float32) for x in (self.codes, self.rotary))
+        latents = reconstruct(self.basis, codes, 1)
         return jnp.concatenate([rotary, self.latent.normalise(latents)], axis=-1)
 
 
@@ -103,7 +101,7 @@ def fill(
 
     codes = project(read_basis(store.basis), _latents(layout, [one.k_pre for one in tokens]).astype(jnp.float32))
     rotary = tuple(
-        RotaryKeys(room(one.k[..., :rotary_dim].swapaxes(1, 2)).astype(own.k.dtype))
+        RotaryKeys(narrow(room(one.k[..., :rotary_dim].swapaxes(1, 2)), own.k.dtype))
         for one, own in zip(tokens, store.rotary, strict=True)
     )
     return LatentStore(rotary, fill_tokens(store.codes, codes, counts), counts, positions, store.basis)

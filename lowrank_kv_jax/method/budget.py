@@ -19,7 +19,7 @@ TILE = 128  # slots by which the bytes of quantised storage grow at the least
 
 
 class Room(NamedTuple):
-    """For selected tokens: whether those of all heads lie in one buffer, J buffers of `slots`, tokens that a unit keeps."""
+    """For selected tokens: whether all heads share one buffer, J buffers of `slots`, tokens that a unit keeps."""
 
     packed: bool
     buffers: int

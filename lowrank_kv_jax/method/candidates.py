@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.cache_dtype import narrow
 from lowrank_kv_jax.method.budget import Room
 from lowrank_kv_jax.method.choice import compact as compact
 from lowrank_kv_jax.method.choice import ranks
@@ -90,7 +91,7 @@ def join(a: Candidates, b: Candidates) -> Candidates:
 
 def joined_codes(old: jax.Array, new: jax.Array, room: Room) -> jax.Array:
     """Stored codes `[B, J, S, R]`, and behind them new ones `[B, U, T, R]`."""
-    return jnp.concatenate([old, (pack(new) if room.packed else new).astype(old.dtype)], axis=2)
+    return jnp.concatenate([old, narrow(pack(new) if room.packed else new, old.dtype)], axis=2)
 
 
 def best(

@@ -45,6 +45,13 @@ class KVMethod(Part):
         """
 
     @abc.abstractmethod
+    def limit(self, layout: Layout, lengths: jax.Array) -> jax.Array:
+        """Tokens that each row may see in all, int32 `[B]`, where its prompt has `lengths` `[B]` of `layout.prompt`.
+
+        The capacity, or less where there are slots that only tokens of a prompt can take.
+        """
+
+    @abc.abstractmethod
     def append(
         self, layout: Layout, bases: Any, state: Any, taps: Taps, counts: jax.Array, positions: jax.Array, place: Place
     ) -> Any:

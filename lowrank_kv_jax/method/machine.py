@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.cache_dtype import narrow
 from lowrank_kv_jax.method import candidates as pool
 from lowrank_kv_jax.method import voting
 from lowrank_kv_jax.method.budget import Room, selected_tokens, tokens_for_bytes
@@ -332,7 +333,7 @@ class Machine(KVMethod):
         found = pool.arrange(room, position, votes, jnp.broadcast_to(middle[:, None], votes.shape))
         score = found.votes
         if self.selection.statistics:
-            exact = [tuple(x.astype(layout.dtype) for x in _by_head(tap.k, tap.v)) for tap in taps]
+            exact = [tuple(narrow(x, layout.dtype) for x in _by_head(tap.k, tap.v)) for tap in taps]
             sums = state.gone
             if self.selection.prefill == "informed":
                 weight = jnp.broadcast_to(middle[:, None], votes.shape)
@@ -350,6 +351,14 @@ class Machine(KVMethod):
         store = hold(store, *codes, picked.length, picked.positions(heads))
         far = None if state.far_votes is None else picked.take(found.votes)
         return dataclasses.replace(state, store=store, far_votes=far), stays
+
+    def limit(self, layout, lengths):
+        room = jnp.maximum(lengths, layout.capacity)  # no constant: on a mesh it lies where the lengths do
+        for bases in set(self.codec.default_bases(layout.spec)):
+            ends = self.ends_of(layout, self.of_group(bases))
+            if not ends.flushes:
+                room = jnp.minimum(room, exact_tokens.tail_limit(layout, lengths, ends.sinks + ends.recent))
+        return room
 
     # ---- a block of new tokens ----------------------------------------------------------------------------------
 
@@ -451,15 +460,17 @@ class Machine(KVMethod):
             where = PerHead(found.position, found.owner, spec.kv_heads)
             pairs = [codec.decode(layout, bases.codec, store, k, v, where, i) for i in range(len(state.gone))]
             score = self._informed(layout, room, score, state.gone, pairs, found.owner)
-        kept = self._best(layout, bases, room, found, score)
+        waits = (counts == 0)[:, None, None]  # what was chosen stays, though budgets of heads were rounded
+        kept = jnp.where(waits, found.valid, self._best(layout, bases, room, found, score))
         picked = pool.Picked.of(found, kept, store.tokens.k.shape[2], spec.kv_heads)
         state = self.sum_up(layout, bases, state, room, found, kept, k, v)
         store = hold(store, picked.take(k), picked.take(v), picked.length, picked.positions(spec.kv_heads))
         state = dataclasses.replace(state, store=store)
         if state.far_votes is None:
             return state
+        fade = jnp.where(waits, 1.0, rule.decay)
         return dataclasses.replace(
-            state, near_votes=rule.decay * state.near_votes, far_votes=rule.decay * picked.take(found.votes)
+            state, near_votes=fade * state.near_votes, far_votes=fade * picked.take(found.votes)
         )
 
     # ---- the choice ---------------------------------------------------------------------------------------------

@@ -2,10 +2,17 @@
 
 import abc
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from lowrank_kv_jax.spec import AttentionSpec
+
+MOST = 2**28
+"""Of a field that counts tokens, channels or the like: sums of several stay within 32 bits."""
+
+_MOST = {"budget_bytes": 2**62, **dict.fromkeys(("steps", "iterations", "iterations_dec"), 1000)}
+"""Of other fields; steps are unrolled in the program."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +34,9 @@ class Part(abc.ABC):
     rebuilds: ClassVar[bool] = False
     """Whether it codes one layer's tokens in a basis, so that `rebuilt` gives back what attention sees of them."""
 
+    projects: ClassVar[bool] = False
+    """Whether it codes groups of heads as Palu's projections do."""
+
     rereads: ClassVar[bool] = False
     """Whether prefill reads the prompt a second time, for `Taps.reread`: about three times the work."""
 
@@ -36,6 +46,15 @@ class Part(abc.ABC):
     bases_type: ClassVar[type | None] = None
     """The NamedTuple of arrays, or the `@state` class of numbers, that holds the bases of one group, where `fit` returns
     any; what is saved on disk."""
+
+    def __post_init__(self):
+        """Refuse numbers that overflow or run for ever."""
+        for field in dataclasses.fields(self):
+            value, most = getattr(self, field.name), _MOST.get(field.name, MOST)
+            if isinstance(value, int) and abs(value) > most:
+                raise ValueError(f"{field.name}={value}: must be at most {most}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{field.name}={value}: must be a finite number")
 
     def layer_groups(self, spec: AttentionSpec) -> tuple[tuple[int, ...], ...]:
         """Layers that share one state, in order; one layer each unless a codec works across layers."""

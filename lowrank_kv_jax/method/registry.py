@@ -1,6 +1,7 @@
 """Parts by name: what the command line, the evaluations and the contract tests find."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,11 +20,23 @@ def register(name: str) -> Callable[[type[_Part]], type[_Part]]:
         if name in REGISTRY:
             raise ValueError(f"method name {name!r} is taken by {REGISTRY[name].__qualname__}")
         cls.name = name
+        cls.__post_init__ = _bounded(cls.__post_init__)
         cls.__eq__, cls.__hash__ = _equal, _hash
         REGISTRY[name] = cls
         return cls
 
     return add
+
+
+def _bounded(own: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A class' own checks after those of its bounds, whether or not it calls those of its bases."""
+
+    @functools.wraps(own)
+    def __post_init__(self):
+        Part.__post_init__(self)
+        own(self)
+
+    return __post_init__
 
 
 def _value(part: Part) -> tuple[Any, ...]:

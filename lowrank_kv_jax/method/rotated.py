@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.method.codec import codes_of
 from lowrank_kv_jax.partial import AttnPartial
 from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.segments import exact as exact_tokens
@@ -48,7 +49,7 @@ def attend_by_index(
         tokens = state.store.tokens
         there = jnp.arange(tokens.k.shape[2])[None, None] < tokens.length[:, None, None]
         turn = jnp.where(there, sinks + index - tokens.positions.position, 0)
-        tokens = dataclasses.replace(tokens, k=rotate(tokens.k, *rope_angles(spec.rope, turn)))
+        tokens = dataclasses.replace(tokens, k=rotate(codes_of(state.store)[0], *rope_angles(spec.rope, turn)))
         store = dataclasses.replace(state.store, tokens=tokens)
         parts.append(method.codec.attend(layout, bases.codec, store, q, positions, place))
     return parts

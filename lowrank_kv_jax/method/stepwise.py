@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.bits import Bits, bits_of
 from lowrank_kv_jax.method import candidates as pool
 from lowrank_kv_jax.method import voting
 from lowrank_kv_jax.method.choice import head_counts
@@ -92,6 +93,8 @@ def _put(state, fresh: pool.Candidates, kept: jax.Array, codes: list[jax.Array])
     at = jnp.where(comes, jnp.take_along_axis(hole, jnp.maximum(nth, 0), axis=2), size)
 
     def put(buffer, new):
+        if isinstance(buffer, Bits):
+            return buffer.moved(put, bits_of(new))
         row = jax.vmap(jax.vmap(lambda b, n, i: b.at[i].set(n.astype(b.dtype), mode="drop")))
         return row(buffer, new, at)
 

@@ -5,9 +5,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.pallas_kernels.blockwise import slice_block
+
 # probabilities [B, J, T, G, S] of valid queries (others are 0) at positions [B, T] -> votes [B, J, S]
 Vote = Callable[[jax.Array, jax.Array], jax.Array]
 
+KEYS = 2048  # of a block that is widened
 QUERIES = 64  # of a block: the probabilities of one block are all that lives at a time
 
 
@@ -63,10 +66,28 @@ def decoding_votes(
     per_head = heads // groups
     # the very product that blockwise_attention computes of a single block: compilers then take it once for both
     q = q.reshape(batch, tokens, groups, per_head, dim).swapaxes(1, 2).reshape(batch, groups, tokens * per_head, dim)
-    logits = jnp.einsum("bjmd,bjsd->bjms", q, keys.astype(q.dtype), preferred_element_type=jnp.float32) * scale
+    logits = _products(q, keys) * scale
     logits = logits.reshape(batch, groups, tokens, per_head, -1)
     lse = lse.reshape(batch, tokens, groups, per_head).transpose(0, 2, 1, 3)[..., None]
     return vote(jnp.where(seen, jnp.exp(jnp.minimum(logits - lse, 0.0)), 0.0), positions)
+
+
+def _products(q: jax.Array, keys: jax.Array) -> jax.Array:
+    """float32 `[B, J, M, S]` of queries `[B, J, M, D]` and keys `[B, J, S, D]`, widened block by block."""
+    size = keys.shape[2]
+
+    def product(keys):
+        return jnp.einsum("bjmd,bjsd->bjms", q, keys.astype(q.dtype), preferred_element_type=jnp.float32)
+
+    if size <= KEYS or (not hasattr(keys, "read_block") and keys.dtype == q.dtype):
+        return product(slice_block(keys, 0, size))
+
+    def block(i, out):
+        start = jnp.minimum(i * KEYS, size - KEYS)
+        return jax.lax.dynamic_update_slice_in_dim(out, product(slice_block(keys, start, KEYS)), start, axis=3)
+
+    empty = jnp.zeros((*q.shape[:3], size), jnp.float32)
+    return jax.lax.fori_loop(0, -(-size // KEYS), block, empty)
 
 
 def total_attention(p: jax.Array, positions: jax.Array) -> jax.Array:

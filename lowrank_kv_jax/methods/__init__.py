@@ -12,7 +12,7 @@ from lowrank_kv_jax.codecs.streamingkv import StreamingKV
 from lowrank_kv_jax.codecs.verbatim import Full
 from lowrank_kv_jax.codecs.xkv import XKV
 from lowrank_kv_jax.method import REGISTRY as REGISTRY
-from lowrank_kv_jax.methods.compose import as_method, compose
+from lowrank_kv_jax.methods.compose import compose, machine_of
 from lowrank_kv_jax.selections.adakv import AdaKV
 from lowrank_kv_jax.selections.h2o import H2O
 from lowrank_kv_jax.selections.kvzip import KVzip
@@ -25,5 +25,5 @@ from lowrank_kv_jax.selections.snapkv import SnapKV
 __all__ = [
     "REGISTRY", "AdaKV", "EigenAttention", "EigenN", "Full", "H2O", "KIVI", "KVzip", "MiniCache", "MomentKV", "OjaKV",
     "OnlineSubspaceProjection", "Palu", "PyramidKV", "Scissorhands", "SingleSVD", "SlidingWindow", "SnapKV", "StaticPCA",
-    "StaticPCAH", "StaticSubspace", "StreamingKV", "StreamingLLM", "XKV", "as_method", "compose",
+    "StaticPCAH", "StaticSubspace", "StreamingKV", "StreamingLLM", "XKV", "machine_of", "compose",
 ]

@@ -12,7 +12,7 @@ from lowrank_kv_jax.summaries.component import Summary
 VERBATIM = "full"  # the codec of a composition that names none
 
 
-def as_method(part: Part) -> KVMethod:
+def machine_of(part: Part) -> KVMethod:
     """A codec or a selection alone as a method; a method is itself."""
     if isinstance(part, KVMethod):
         return part

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.bits import Bits
+from lowrank_kv_jax.cache_dtype import narrow
 from lowrank_kv_jax.codecs.packed import PackedTokens, empty_packed, hold_packed
 from lowrank_kv_jax.codecs.quantised import (
     COEFFICIENTS,
@@ -90,7 +92,9 @@ def fill_tokens(stored: Any, x: jax.Array, counts: jax.Array, owner: jax.Array |
         return hold_packed(stored, x.astype(jnp.float32), owner, counts)
     x = x[:, :, :slots]
     if not isinstance(stored, QuantisedTokens):
-        return stored.at[:, :, : x.shape[2]].set(x.astype(stored.dtype))
+        if x.shape[2] == slots:
+            return narrow(x, stored.dtype)
+        return stored.at[:, :, : x.shape[2]].set(narrow(x, stored.dtype))
     whole = -(-slots // stored.tile.tokens) * stored.tile.tokens
     x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, 0), (0, whole - x.shape[2]), (0, 0)))
     coded = encode_tiles(x, stored.bits, stored.tile, jnp.arange(whole)[None] < counts[:, None])
@@ -136,6 +140,7 @@ def change_tokens(segment: Any, side: str, change: Callable[[jax.Array], jax.Arr
         return map_tokens(stored, segment.length, change, rows)
     x = read_tokens(stored) if hasattr(stored, "read_block") else stored.astype(jnp.float32)
     x = jnp.broadcast_to(x, (x.shape[0], where.kv_heads, *x.shape[2:]))
+    stored = stored.widened() if isinstance(stored, Bits) else stored
     changed = fill_tokens(stored, owned_rows(change(x), owner), segment.length, owner)
     return jax.tree.map(
         lambda new, old: jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old), changed, stored

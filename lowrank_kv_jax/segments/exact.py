@@ -1,10 +1,14 @@
 """Tokens kept exactly: a pinned prefix (sinks), then a tail of recent tokens from which the oldest can be flushed."""
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.bits import Bits
+from lowrank_kv_jax.cache_dtype import narrow
+from lowrank_kv_jax.method import Layout
+from lowrank_kv_jax.pallas_kernels.blockwise import slice_block
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
 from lowrank_kv_jax.partial import AttnPartial
 from lowrank_kv_jax.positions import Runs
@@ -62,7 +66,7 @@ def hold_prompt(
     """
     size = min(sinks + recent, k.shape[1])
     left_out = jnp.maximum(lengths - sinks - recent, 0) if left_out is None else left_out
-    k, v = (x.swapaxes(1, 2).astype(segment.k.dtype) for x in (k, v))
+    k, v = (narrow(x.swapaxes(1, 2), segment.k.dtype) for x in (k, v))
     if sinks < size:
         tail = (sinks + left_out, size - sinks)
         k, v = (jnp.concatenate([x[:, :, :sinks], take_tokens(x, *tail)], axis=2) for x in (k, v))
@@ -87,6 +91,20 @@ def append(segment: Exact, k: jax.Array, v: jax.Array, counts: jax.Array) -> Exa
     )
 
 
+def tail_limit(layout: Layout, lengths: jax.Array, ends: int) -> jax.Array:
+    """The limit (see `KVMethod.limit`) of a cache that holds all that comes after the prompt exactly, int32 `[B]`.
+
+    It has `capacity - prompt` slots for them, and those of the prompt's exact `ends` that a shorter row leaves free; the
+    other slots that its padding left are made for compressed tokens of a prompt.
+
+    Args:
+        lengths: int32 `[B]`, of the prompts.
+        ends: sinks and recent tokens that stay exact of a prompt.
+    """
+    ends = min(ends, layout.prompt)
+    return layout.capacity - layout.prompt + jnp.maximum(lengths, ends)
+
+
 def attend(
     segment: Exact, q: jax.Array, q_positions: jax.Array, *, scale: float, window: int | None = None
 ) -> AttnPartial:
@@ -96,11 +114,28 @@ def attend(
     return coefficient_attention(q, tokens, scale=scale, q_positions=q_positions, causal=True, window=window)
 
 
+class Slots:
+    """Slots `begin` to `end` of a buffer, read where they lie: a slice would copy them at every step."""
+
+    def __init__(self, buffer: jax.Array, begin: int, end: int):
+        self.buffer, self.begin = buffer, begin
+        self.shape, self.dtype = (*buffer.shape[:2], end - begin, buffer.shape[3]), buffer.dtype
+
+    def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
+        """Slots `start` to `start + size` of the part."""
+        return slice_block(self.buffer, self.begin + start, size)
+
+    def widened(self) -> jax.Array:
+        """The whole part as an array, for kernels."""
+        return self.read_block(0, self.shape[2])
+
+
 def part(segment: Exact, begin: int, end: int) -> Exact:
-    """Slots `begin` to `end` as a segment of its own."""
+    """Slots `begin` to `end` as a segment of its own, to attend to."""
+    k, v = (Slots(x, begin, end) for x in (segment.k, segment.v))
     return Exact(
-        segment.k[:, :, begin:end],
-        segment.v[:, :, begin:end],
+        cast(jax.Array, k),
+        cast(jax.Array, v),
         jnp.clip(segment.length - begin, 0, end - begin),
         segment.positions.from_slot(begin),
     )
@@ -118,15 +153,14 @@ def flush(segment: Exact, pinned: int, recent: int, most: int, multiple: int = 1
     """
     counts = jnp.clip(segment.length - pinned - recent, 0, most) // multiple * multiple
     slots = pinned + jnp.arange(most)
-    out = Flushed(
-        segment.k[:, :, pinned : pinned + most],
-        segment.v[:, :, pinned : pinned + most],
-        segment.positions.at(slots),
-        counts,
-    )
+    k, v = (x[:, :, pinned : pinned + most] for x in (segment.k, segment.v))
+    k, v = (x.widened() if isinstance(x, Bits) else x for x in (k, v))
+    out = Flushed(k, v, segment.positions.at(slots), counts)
     tail = segment.k.shape[2] - pinned
 
     def shift(buffer):
+        if isinstance(buffer, Bits):
+            return buffer.moved(shift)
         return buffer.at[:, :, pinned:].set(take_tokens(buffer, pinned + counts, tail))
 
     return Exact(shift(segment.k), shift(segment.v), segment.length - counts, segment.positions.skip(1, counts)), out

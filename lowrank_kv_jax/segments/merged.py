@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.pallas_kernels.blockwise import slice_block
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
 from lowrank_kv_jax.state import leaf, state
 
@@ -49,7 +50,7 @@ class Scaled:
         self.shape = direction.shape
 
     def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
-        cut = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=2) for x in (self.direction, self.norm))
+        cut = (slice_block(x, start, size) for x in (self.direction, self.norm))
         direction, norm = (x.astype(jnp.float32) for x in cut)
         return direction * norm[..., None]
 

@@ -25,7 +25,7 @@ class MomentKV(Adaptive):
         order: "0" (means), "1" (the paper's) or "gaussian" (the key covariance too, for the partition function).
         moments_dtype: of the sums, "float32" or "bfloat16".
         schedule: "block" evicts in bulk at every refresh by the attention of the block's queries; "paper" is Algorithm 1,
-            one eviction a head for each decoded token, before it attends (O(L d^2) a token).
+            one eviction a head for each decoded token, before it attends (O(L d^2) a token); needs `decoding="evict"`.
         prefill: what the prompt's first eviction measures residuals against, when nothing was evicted yet: "informed",
             the moments of all candidates; "literal", nothing, so that ||r_j|| = ||v_j|| as Algorithm 1 has it. That
             evicts attention sinks beyond the first token, whose values are tiny: on SmolLM2 at 64 of 2K tokens layers 3
@@ -53,6 +53,9 @@ class MomentKV(Adaptive):
             raise ValueError("decoding='keep': schedule='paper' evicts with every decoded token; give decoding=evict")
         if not isinstance(self.chunk, int) or self.chunk < 1:
             raise ValueError(f"chunk={self.chunk!r}: must be an int of at least 1")
+        if self.schedule == "paper" and self.decoding == "keep":
+            raise ValueError("schedule='paper', decoding='keep': the paper's schedule evicts while decoding; allowed are "
+                             "decoding=evict, or schedule=block")
         Summary(self.order, self.moments_dtype)
 
     @property

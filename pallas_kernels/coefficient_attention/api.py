@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 
 from lowrank_kv_jax.pallas_kernels import dispatch
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import reference
 from lowrank_kv_jax.partial import AttnPartial
 
 KERNELS = {"triton": "gpu_triton", "mosaic_gpu": "gpu_mosaic", "tpu": "tpu"}
@@ -61,23 +60,3 @@ def coefficient_attention(
 def _implementation(module: str, **arguments: Any) -> AttnPartial:
     """Call the op in a module of this folder, imported when it is needed: Pallas is not where XLA is enough."""
     return importlib.import_module(f"{__package__}.{module}").coefficient_attention(**arguments)
-
-
-def causal_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, window: int | None
-) -> jax.Array:
-    """Exact causal attention of a prompt with itself (prefill).
-
-    Args:
-        q: `[B, T, N, D]`.
-        k, v: `[B, T, K, D]`.
-        scale: factor on the logits.
-        window: sliding window in tokens, or None.
-
-    Returns:
-        `[B, T, N, D]` in the dtype of `q`. Rows are padded on the right, so no valid query sees a pad.
-    """
-    if jax.default_backend() == "cpu":
-        return reference.causal_attention(q, k, v, scale=scale, window=window).astype(q.dtype)
-    local = None if window is None else (window - 1, 0)
-    return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, local_window_size=local).astype(q.dtype)

@@ -43,29 +43,3 @@ def coefficient_attention(q, tokens, *, scale, q_positions, causal, window) -> A
     return blockwise_attention(
         q, read, first, last, shared_heads=heads, value_dim=tokens.values.shape[-1], scale=scale
     )
-
-
-def causal_attention(q, k, v, *, scale, window):
-    """Blocks of queries, each over the blocks of keys up to its own: half the work of the masked square."""
-    batch, size, heads, dim = q.shape
-    kv_heads = k.shape[2]
-    keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    outs = []
-    for begin in range(0, size, BLOCK):
-        end = min(begin + BLOCK, size)
-        queries = jnp.arange(begin, end)
-
-        def read(i, queries=queries):
-            start, slots, fresh = block_slots(i, size)
-            mask = fresh[None, :] & (slots[None, :] <= queries[:, None])
-            if window is not None:
-                mask = mask & (slots[None, :] > queries[:, None] - window)
-            mask = jnp.broadcast_to(mask[None], (batch, *mask.shape))
-            return slice_block(keys, start), slice_block(values, start), mask
-
-        lowest = 0 if window is None else max(begin - window + 1, 0) // BLOCK
-        part = blockwise_attention(
-            q[:, begin:end], read, lowest, (end + BLOCK - 1) // BLOCK, shared_heads=kv_heads, value_dim=dim, scale=scale
-        )
-        outs.append(part.out)
-    return jnp.concatenate(outs, axis=1)

@@ -1,0 +1,104 @@
+"""Which questions share a prefill: contexts of similar length in batches of one shape."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from lowrank_kv_jax.evals.asking.prompts import Question, encode
+from lowrank_kv_jax.forward import DEFAULT_BLOCK
+
+SMALL_ROOM = 256  # questions and answers up to so many tokens share one size of buffer
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Contexts that are prefilled together.
+
+    Attributes:
+        width: tokens that the contexts are padded to.
+        capacity: width, and room for the longest question with its answer.
+        contexts: ids of each.
+        questions: of each context, with their ids; the rows that only fill the batch up have none.
+    """
+
+    width: int
+    capacity: int
+    contexts: tuple[tuple[int, ...], ...]
+    questions: tuple[tuple[tuple[Question, tuple[int, ...]], ...], ...]
+
+    @property
+    def rounds(self) -> int:
+        """How often the caches are asked."""
+        return max(map(len, self.questions))
+
+    @property
+    def all_questions(self) -> list[Question]:
+        return [question for row in self.questions for question, _ in row]
+
+
+def make_batches(
+    tokenizer: Any, questions: Sequence[Question], protocol: str, style: str, rows: int, longest: int
+) -> list[Batch]:
+    """Batches of `rows` contexts; questions about the same context share its row.
+
+    Few shapes are used, so that little has to be compiled: widths are rounded up coarsely, and the last batch
+    of a shape is filled up with contexts that nothing is asked of.
+
+    Args:
+        longest: the model's context.
+
+    Raises:
+        ValueError: a prompt with its answer is longer than the model's context, or as `encode`.
+    """
+    by_context: dict[tuple[int, ...], list[tuple[Question, tuple[int, ...]]]] = {}
+    for question in questions:
+        head, tail = (tuple(ids) for ids in encode(tokenizer, question, protocol, style))
+        _check(question, head, tail, longest)
+        by_context.setdefault(head, []).append((question, tail))
+    needs = {head: max(len(tail) + q.new_tokens for q, tail in asked) for head, asked in by_context.items()}
+    small = max((need for need in needs.values() if need <= SMALL_ROOM), default=1)
+    shapes: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    for head, need in needs.items():
+        room = _round_up(small if need <= SMALL_ROOM else coarse(need), DEFAULT_BLOCK)
+        room = min(room, longest - len(head))
+        shapes.setdefault((min(coarse(len(head)), longest - room), room), []).append(head)
+    batches = []
+    for (width, room), heads in sorted(shapes.items()):
+        heads.sort(key=lambda head: max(q.new_tokens for q, _ in by_context[head]))  # alike ones end together
+        for begin in range(0, len(heads), rows):
+            real = heads[begin : begin + rows]
+            filled = real + [heads[i % len(heads)] for i in range(rows - len(real))]
+            asked = tuple(tuple(by_context[head]) for head in real) + ((),) * (rows - len(real))
+            batches.append(Batch(width, width + room, tuple(filled), asked))
+    return batches
+
+
+def coarse(tokens: int) -> int:
+    """The next of 64, 128, 256, 512, 640, ... 1024, 1280, ... 2048, 2560, ...: four steps to the double where that
+    saves work, and few shapes below, where compiling would cost more than the padding does."""
+    power = 64
+    while 2 * power < tokens:
+        power *= 2
+    return max(_round_up(tokens, power if power < 512 else power // 4), 64)
+
+
+def _round_up(tokens: int, step: int) -> int:
+    return -(-tokens // step) * step
+
+
+def check_lengths(lengths: Sequence[int], longest: int) -> None:
+    """Raise ValueError for the first length beyond the model's context, before samples of it are made."""
+    for length in lengths:
+        if length > longest:
+            raise ValueError(f"length={length}: is more than the model's context of {longest} tokens")
+
+
+def _check(question: Question, head: Sequence[int], tail: Sequence[int], longest: int) -> None:
+    total = len(head) + len(tail) + question.new_tokens
+    if total > longest:
+        raise ValueError(f"{question.task} sample {question.index}: {total} tokens, the answer included, are "
+                         f"more than the model's context of "
+                         f"{longest}")
+    if not head or not tail:
+        raise ValueError(f"{question.task} sample {question.index}: context and question need at least one "
+                         f"token each")

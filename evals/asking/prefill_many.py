@@ -1,0 +1,98 @@
+"""One exact prefill of a context, compressed by any number of methods."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowrank_kv_jax.cache import Cache, bases_of_group
+from lowrank_kv_jax.evals.asking.clock import PrefillClock
+from lowrank_kv_jax.forward import (
+    DEFAULT_BLOCK,
+    compress_group,
+    last_logits,
+    make_layout,
+    read_layer,
+    start_reading,
+)
+from lowrank_kv_jax.method import Layout, Part
+from lowrank_kv_jax.methods import machine_of
+from lowrank_kv_jax.models.config import ModelConfig
+from lowrank_kv_jax.sharding import replicate, shard_rows
+
+
+def prefill_many(
+    methods: Mapping[str, Part], config: ModelConfig, params: Any, tokens: jax.Array,
+    lengths: jax.Array | None = None, *, bases: Mapping[str, Any], capacity: int | None = None,
+    block: int = DEFAULT_BLOCK, dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
+    clock: PrefillClock | None = None,
+) -> tuple[dict[str, Cache], jax.Array]:
+    """What `prefill` returns, for several methods at the price of one prefill and their compressions.
+
+    Every layer runs once; its taps live until each method has compressed the group of layers that holds it.
+
+    Args:
+        methods: by any name.
+        config, params: the model.
+        tokens, lengths, capacity, block, dtype, mesh: as for `prefill`.
+        bases: of the calibrated methods, by the same names.
+        clock: is told what took how long; a method that reads the prompt twice makes the layers slower for all.
+
+    Returns:
+        The caches by name, and float32 logits `[B, V]` at the last token of each row, which all methods
+        share.
+    """
+    layout = make_layout(config, *tokens.shape, capacity, block, dtype, mesh)
+    lengths = jnp.full((tokens.shape[0],), tokens.shape[1], jnp.int32) if lengths is None else lengths
+    tokens, lengths = shard_rows(layout.mesh, tokens, lengths)
+    compressors = {name: _Compressor(m, layout, bases.get(name), lengths) for name, m in methods.items()}
+    twice = any(method.rereads for method in methods.values())
+    reading = start_reading(config, params, jnp.asarray(tokens, jnp.int32), lengths, twice=twice)
+    clock = PrefillClock() if clock is None else clock
+    # Dispatch is asynchronous: without waiting, the taps of many layers would be alive at once.
+    for layer in range(len(params["layers"])):
+        with clock.layer():
+            reading, taps = jax.block_until_ready(read_layer(config, params, layer, reading))
+        for name, compressor in compressors.items():
+            with clock.method(name):
+                compressor.take(layer, taps)
+                jax.block_until_ready(compressor.states[-1:])
+    caches = {name: compressor.cache() for name, compressor in compressors.items()}
+    with clock.layer():
+        logits = jax.block_until_ready(last_logits(config, params, reading.x[:, : tokens.shape[1]], lengths))
+    return caches, logits
+
+
+class _Compressor:
+    """Collects the layers of one method's groups and compresses each group when it is complete."""
+
+    def __init__(self, method: Part, layout: Layout, bases: Any, lengths: jax.Array):
+        method.validate(layout.spec)
+        self.method, self.layout, self.lengths = method, layout, lengths
+        self.groups = method.layer_groups(layout.spec)
+        self.bases = bases_of_group(method, layout.spec, replicate(layout.mesh, bases))
+        self.pending: list[Any] = []
+        self.states: list[Any] = []
+
+    def take(self, layer: int, taps: Any) -> None:
+        index = len(self.states)
+        self.pending.append(taps)
+        if layer == self.groups[index][-1]:
+            args = (self.bases[index], tuple(self.pending), self.lengths)
+            self.states.append(compress_group(self.method, self.layout, *args))
+            self.pending = []
+
+    def cache(self) -> Cache:
+        # every cache owns its arrays: the next step may donate them
+        length, limit = jnp.copy(self.lengths), machine_of(self.method).limit(self.layout, self.lengths)
+        return Cache(tuple(self.states), length, limit, jnp.int32(0), self.method, self.layout)
+
+
+def pad_rows(rows: Sequence[Sequence[int]], width: int) -> tuple[jax.Array, jax.Array]:
+    """Rows of ids padded on the right to one width, and their lengths."""
+    tokens = np.zeros((len(rows), width), np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return jnp.asarray(tokens), jnp.asarray([len(row) for row in rows], jnp.int32)

@@ -1,0 +1,1 @@
+"""Methods side by side: the main table and the leaderboard."""

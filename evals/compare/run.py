@@ -1,0 +1,345 @@
+"""The main table: what each method keeps (a needle, perplexity) and what it costs (bytes, time).
+
+The context is compressed before the question is seen. One exact prefill of a context serves all methods, and
+the caches of all samples of a length have one shape, so that nothing is compiled twice.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowrank_kv_jax.calibrate import fit_bases, moments_for
+from lowrank_kv_jax.corpus import load_corpus, token_windows
+from lowrank_kv_jax.evals.asking.answer import answer
+from lowrank_kv_jax.evals.asking.prefill_many import pad_rows, prefill_many
+from lowrank_kv_jax.evals.asking.samples import Sample, substring_score
+from lowrank_kv_jax.evals.needle.samples import make_needles
+from lowrank_kv_jax.evals.perplexity.score import Perplexity, score_through_cache
+from lowrank_kv_jax.evals.results.records import make_record
+from lowrank_kv_jax.evals.results.sizes import Size, size_of
+from lowrank_kv_jax.evals.speed.timing import CacheContender, Timing, alternate
+from lowrank_kv_jax.forward import DEFAULT_BLOCK
+from lowrank_kv_jax.generate import PAD_TO, decode
+from lowrank_kv_jax.method import Part
+from lowrank_kv_jax.methods import REGISTRY
+from lowrank_kv_jax.parse import parse_method
+
+SHORTLIST = (
+    "full", "streamingllm:keep=0.25", "static-pca-h:rank=0.6", "ojakv:rank=0.6", "ojakv:rank=0.8",
+    "single-svd:rank=0.25",
+)
+PROTOCOL = "query-agnostic"
+
+Step = Callable[[str, float], None]
+"""Called when a piece of work is done: what it was, and its share of `work`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What `compare` measures.
+
+    Attributes:
+        lengths: of the needle samples, in tokens; perplexity compresses a prefix of the shortest.
+        samples: needles at each length.
+        seed: of needles and text windows.
+        calibrate, text: corpora (see `load_corpus`) to fit bases to and to measure perplexity on.
+        calibration_windows: windows of the longest length that are calibrated on.
+        windows, scored: texts for the perplexity, and tokens of each that are scored through the cache.
+        new_tokens: of an answer at most; the right answer ends it earlier.
+        rows: samples that share a batch.
+        rounds, steps: timed rounds, and decode steps in each.
+        timed_length: prompt and decode steps of a timed round; None: the shortest of `lengths`.
+        dtype: of the caches whose quality and bytes are measured.
+        timed_dtype: of the caches that are timed; None: float32 on a CPU, which has no fast bfloat16
+            products, else `dtype`.
+    """
+
+    lengths: tuple[int, ...] = (1024, 2048)
+    samples: int = 8
+    seed: int = 0
+    calibrate: str | tuple[str, ...] = "pydoc:first"
+    text: str | tuple[str, ...] = "pydoc:second"
+    calibration_windows: int = 3
+    windows: int = 4
+    scored: int = 256
+    new_tokens: int = 32
+    rows: int = 4
+    rounds: int = 3
+    steps: int = DEFAULT_BLOCK
+    timed_length: int | None = None
+    dtype: str = "bfloat16"
+    timed_dtype: str | None = None
+
+    def __post_init__(self):
+        positive = ("samples", "calibration_windows", "windows", "scored", "new_tokens", "rows", "rounds")
+        for field in (*positive, "steps"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)}: must be at least 1")
+        if not self.lengths or min(self.lengths) <= self.steps or len(set(self.lengths)) < len(self.lengths):
+            raise ValueError(f"lengths={self.lengths}: give different lengths, each above {self.steps}")
+        if self.length_timed <= self.steps:
+            raise ValueError(f"timed_length={self.timed_length}: must be above the {self.steps} decode steps")
+
+    @property
+    def length_timed(self) -> int:
+        return self.timed_length or min(self.lengths)
+
+    @property
+    def cache_dtype_timed(self) -> str:
+        return self.timed_dtype or ("float32" if jax.default_backend() == "cpu" else self.dtype)
+
+
+@dataclasses.dataclass
+class Result:
+    """One row of the table.
+
+    Attributes:
+        spec, method: as given, and what it parses to.
+        scores: 0-100 of each needle, by length.
+        size: by length.
+        perplexity: of text through the cache.
+        timing: at `Settings.length_timed`.
+    """
+
+    spec: str
+    method: Part
+    scores: dict[int, list[float]] = dataclasses.field(default_factory=dict)
+    size: dict[int, Size] = dataclasses.field(default_factory=dict)
+    perplexity: Perplexity | None = None
+    timing: Timing | None = None
+
+    @property
+    def needle(self) -> dict[int, float]:
+        """Mean score by length."""
+        return {length: float(np.mean(scores)) for length, scores in self.scores.items()}
+
+
+def parse_methods(specs: Sequence[str] | None) -> dict[str, Part]:
+    """Methods by spec, in the order given; None is the shortlist, `all` every registered method with its
+    defaults.
+
+    Raises:
+        ValueError: an unknown or malformed spec (see `parse_method`), or one that is given twice.
+    """
+    specs = list(SHORTLIST if specs is None else specs)
+    specs = ["full", *sorted(set(REGISTRY) - {"full"})] if specs == ["all"] else specs
+    if len(set(specs)) < len(specs):
+        raise ValueError(f"methods {specs}: each may be given once")
+    return {spec: parse_method(spec) for spec in specs}
+
+
+def compare(
+    model: Any, methods: Mapping[str, Part], settings: Settings = Settings(),
+    on_step: Step = lambda name, done: None,
+) -> list[Result]:
+    """Measure every method on one model.
+
+    Args:
+        model: a `LoadedModel` with a tokenizer.
+        methods: by spec, of `parse_methods`.
+        on_step: for a progress bar; the shares add up to `work(methods, settings)`.
+
+    Raises:
+        ValueError: lengths beyond the model's context or too short for a needle, a method that does not suit
+            the model, a corpus that is too short.
+    """
+    _check(model, methods, settings)
+    bases = _bases(model, methods, settings, on_step)
+    results = {spec: Result(spec, method) for spec, method in methods.items()}
+    for length in settings.lengths:
+        _needles(model, results, bases, settings, length, on_step)
+    _perplexities(model, results, bases, settings, on_step)
+    timings = _timings(model, methods, bases, settings, on_step)
+    for spec, result in results.items():
+        result.timing = timings[spec]
+    return list(results.values())
+
+
+def work(methods: Mapping[str, Part], settings: Settings) -> float:
+    """The sum of the shares that `compare` reports: thousands of prefilled tokens, or what takes as long."""
+    calls: list[float] = []
+    if any(method.calibrated for method in methods.values()):
+        calls.append(_calibration_work(settings))
+    for length in settings.lengths:
+        batches = math.ceil(settings.samples / settings.rows)
+        calls.append(batches * (_prefill_work(settings.rows, length) + len(methods) * _ANSWER_WORK))
+    calls.append(_prefill_work(settings.windows, min(settings.lengths)) + len(methods) * _SCORE_WORK)
+    timed = _COMPILE_WORK + settings.rounds * _round_work(settings.length_timed)
+    calls.append(_prefill_work(1, settings.length_timed) + len(methods) * timed)
+    return sum(calls)
+
+
+# ---- shares of the work, by measurement on two cores; only the progress bar depends on them ----------------
+
+_ANSWER_WORK, _SCORE_WORK, _COMPILE_WORK = 2.0, 2.5, 5.0
+
+
+def _prefill_work(rows: int, length: int) -> float:
+    return rows * length / 1000
+
+
+def _calibration_work(settings: Settings) -> float:
+    return 1.2 * _prefill_work(settings.calibration_windows, max(settings.lengths))
+
+
+def _round_work(length: int) -> float:
+    return _prefill_work(1, length) + 0.5
+
+
+# ---- the parts ---------------------------------------------------------------------------------------------
+
+
+def _check(model: Any, methods: Mapping[str, Part], settings: Settings) -> None:
+    if model.tokenizer is None:
+        raise ValueError(f"model {model.name!r} has no tokenizer: compare needs one")
+    lengths = (*settings.lengths, settings.length_timed)
+    if max(lengths) > model.config.context:
+        raise ValueError(f"lengths={lengths}: the model's context is {model.config.context} tokens")
+    for spec, method in methods.items():
+        try:
+            method.validate(model.config.attention)
+        except ValueError as error:
+            raise ValueError(f"{spec}: {error}") from error
+
+
+def _bases(model, methods, settings, on_step) -> dict[str, Any]:
+    """Bases of the calibrated methods; the model runs once for all of them."""
+    calibrated = {spec: method for spec, method in methods.items() if method.calibrated}
+    if not calibrated:
+        return {}
+    texts = load_corpus(settings.calibrate).texts
+    length = max(settings.lengths)
+    tokens = token_windows(model.tokenizer, texts, length, settings.calibration_windows, settings.seed)
+    moments = moments_for(model, list(calibrated.values()), tokens)
+    on_step("calibrated", _calibration_work(settings))
+    return {spec: fit_bases(model, method, moments, settings.dtype) for spec, method in calibrated.items()}
+
+
+def _needles(
+    model, results: dict[str, Result], bases, settings: Settings, length: int, on_step: Step
+) -> None:
+    samples = make_needles(model.tokenizer, length, settings.samples, settings.seed)
+    rows = min(settings.rows, len(samples))
+    contexts, questions = zip(*(sample.tokens(model.tokenizer) for sample in samples), strict=True)
+    width = _round_up(max(map(len, contexts)), PAD_TO)
+    capacity = width + _round_up(max(map(len, questions)) + settings.new_tokens, DEFAULT_BLOCK)
+    width, capacity = min(width, model.config.context), min(capacity, model.config.context)
+    scores: dict[str, list[float]] = {spec: [] for spec in results}
+    for begin in range(0, len(samples), rows):
+        # the last batch is filled up with the first samples, so that its shape is that of all others
+        chosen = [(begin + i) % len(samples) for i in range(rows)]
+        tokens, lengths = pad_rows([contexts[i] for i in chosen], width)
+        methods = {spec: result.method for spec, result in results.items()}
+        caches, _ = prefill_many(
+            methods, model.config, model.params, tokens, lengths, bases=bases, capacity=capacity,
+            dtype=settings.dtype,
+        )
+        on_step(f"needle {length}", _prefill_work(settings.rows, length))
+        for spec, result in results.items():
+            cache = caches.pop(spec)
+            result.size.setdefault(length, size_of(cache, bases.get(spec)))
+            texts = answer(
+                result.method, model, cache, [questions[i] for i in chosen], settings.new_tokens,
+                bases=bases.get(spec), enough=_right([samples[i] for i in chosen]),
+            )
+            got = [substring_score(text, samples[i].outputs) for i, text in zip(chosen, texts, strict=True)]
+            scores[spec] += got[: len(samples) - begin]
+            on_step(f"needle {length} {spec}", _ANSWER_WORK)
+    for spec, result in results.items():
+        result.scores[length] = [100 * score for score in scores[spec]]
+
+
+def _right(samples: Sequence[Sample]) -> Callable[[int, str], bool]:
+    """Whether a row's answer holds all references already: more tokens cannot change its score."""
+    return lambda row, text: substring_score(text, samples[row].outputs) == 1
+
+
+def _perplexities(model, results: dict[str, Result], bases, settings: Settings, on_step: Step) -> None:
+    prefix = min(settings.lengths)
+    texts = load_corpus(settings.text).texts
+    size = min(prefix + settings.scored, model.config.context)
+    tokens = token_windows(model.tokenizer, texts, size, settings.windows, settings.seed)
+    methods = {spec: result.method for spec, result in results.items()}
+    caches, logits = prefill_many(
+        methods, model.config, model.params, jnp.asarray(tokens[:, :prefix]), bases=bases,
+        capacity=tokens.shape[1], dtype=settings.dtype,
+    )
+    on_step("text", _prefill_work(settings.windows, prefix))
+    for spec, result in results.items():
+        result.perplexity = score_through_cache(
+            result.method, model, caches.pop(spec), logits, tokens[:, prefix:], bases=bases.get(spec)
+        )
+        on_step(f"text {spec}", _SCORE_WORK)
+
+
+def _timings(model, methods, bases, settings: Settings, on_step: Step) -> dict[str, Timing]:
+    length, dtype = settings.length_timed, settings.cache_dtype_timed
+    texts = load_corpus(settings.text).texts
+    tokens = token_windows(model.tokenizer, texts, length - settings.steps, 1, settings.seed)
+    # compile everything that will be timed, at the price of one prefill
+    caches, logits = prefill_many(
+        methods, model.config, model.params, jnp.asarray(tokens), bases=bases, capacity=length, dtype=dtype
+    )
+    on_step("times", _prefill_work(1, length))
+    for spec, method in methods.items():
+        cache, given = caches.pop(spec), bases.get(spec)
+        for _ in decode(method, model.config, model.params, cache, logits, 1 + settings.steps, bases=given):
+            pass
+        on_step(f"times {spec}", _COMPILE_WORK)
+    contenders = {
+        spec: CacheContender(model, method, bases.get(spec), tokens, settings.steps, dtype=dtype)
+        for spec, method in methods.items()
+    }
+    return alternate(contenders, settings.steps, settings.rounds, warmup=False,
+                     on_round=lambda: on_step("times", _round_work(length)))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+# ---- records -----------------------------------------------------------------------------------------------
+
+
+def records(model: Any, results: Sequence[Result], settings: Settings) -> list[dict[str, Any]]:
+    """One record for each method and needle, and one for each method and text window."""
+    corpus, prefix = load_corpus(settings.text), min(settings.lengths)
+    common = {
+        "model": model.name, "fingerprint": model.fingerprint, "seed": settings.seed, "protocol": PROTOCOL,
+        "cache_dtype": settings.dtype, "timed_cache_dtype": settings.cache_dtype_timed,
+        "timed_length": settings.length_timed, "calibration": settings.calibrate,
+    }
+    out = []
+    for result in results:
+        assert result.timing is not None and result.perplexity is not None
+        shared = common | {
+            "method": result.spec, "ttft_s": result.timing.ttft_s,
+            "decode_tokens_per_s": result.timing.decode_tokens_per_s,
+        }
+        for length, scores in result.scores.items():
+            out += [make_record(
+                "compare", **shared, **_size_fields(result.size[length]), task="niah_single_1", length=length,
+                samples=1, index=index, score=score,
+            ) for index, score in enumerate(scores)]
+        for index, row in enumerate(result.perplexity.nll):
+            total = float(row.sum())
+            out.append(make_record(
+                "compare", **shared, **_size_fields(result.size[prefix]), task="perplexity-stream",
+                length=prefix + len(row), step=prefix, samples=1, index=index, scored_tokens=len(row),
+                text={"name": corpus.name, "sha256": corpus.sha256}, nll=total if math.isfinite(total) else None,
+                perplexity=math.exp(min(total / len(row), 700)) if math.isfinite(total) else None,
+            ))
+    return out
+
+
+def _size_fields(size: Size) -> dict[str, Any]:
+    return {
+        "cache_bytes": size.total, "full_cache_bytes": size.full, "bytes_per_token": size.per_token,
+        "bytes_by_kind": size.by_kind, "smaller": size.smaller, "nominal_smaller": size.nominal_smaller,
+        "compressed_fraction": size.compressed,
+    }

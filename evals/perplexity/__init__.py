@@ -1,0 +1,1 @@
+"""Text that is scored in blocks through compressed caches."""

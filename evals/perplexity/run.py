@@ -1,0 +1,216 @@
+"""Perplexity of a text through compressed caches, window by window, as records."""
+
+import dataclasses
+import hashlib
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from lowrank_kv_jax.corpus import Corpus, load_corpus
+from lowrank_kv_jax.evals.asking.bases import bases_of, calibration_settings, conditions_of
+from lowrank_kv_jax.evals.asking.clock import PrefillClock
+from lowrank_kv_jax.evals.asking.prefill_many import prefill_many
+from lowrank_kv_jax.evals.perplexity.score import score_through_cache
+from lowrank_kv_jax.evals.results.records import append_record, make_record
+from lowrank_kv_jax.evals.results.resume import finished, key_of
+from lowrank_kv_jax.evals.results.sizes import size_of
+from lowrank_kv_jax.method import Part
+from lowrank_kv_jax.progress import ProgressBar
+
+COMMAND = "eval perplexity"
+MODES = ("stream", "sliding")
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A piece of text: what is prefilled and compressed, and what is scored through the cache after it."""
+
+    index: int
+    context: tuple[int, ...]
+    scored: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.context), len(self.scored)
+
+
+def cut_windows(tokens: Sequence[int], mode: str, length: int, step: int) -> list[Window]:
+    """Windows of at most `length` tokens over a text.
+
+    Args:
+        mode: "stream": disjoint windows; the first `step` tokens of each are compressed and the rest is
+            scored as a stream through the cache, token after token. "sliding": windows that start `step`
+            tokens apart; of each, only what no earlier window held is scored, and in the first one all but
+            its first token. With the full cache this is the strided perplexity that transformers'
+            documentation describes.
+
+    Raises:
+        ValueError: an unknown mode, a step outside of the window, or a text that is too short for one.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r}: must be {' or '.join(MODES)}")
+    if not 1 <= step < length:
+        raise ValueError(f"step={step}: must lie in 1..{length - 1} for windows of {length} tokens")
+    if len(tokens) < (length if mode == "stream" else 2):
+        raise ValueError(f"the text has {len(tokens)} tokens; a window needs "
+                         f"{length if mode == 'stream' else 2}")
+    ids = tuple(tokens)
+    if mode == "stream":
+        begins = range(0, len(ids) - length + 1, length)
+        return [Window(i, ids[b : b + step], ids[b + step : b + length]) for i, b in enumerate(begins)]
+    windows, scored = [], 1
+    for begin in range(0, len(ids), step):
+        end = min(begin + length, len(ids))
+        windows.append(Window(len(windows), ids[begin:scored], ids[scored:end]))
+        scored = end
+        if end == len(ids):
+            break
+    return windows
+
+
+def evaluate_perplexity(
+    model: Any, methods: Mapping[str, Part], text: Corpus | None = None, mode: str = "stream",
+    length: int = 2048, step: int = 1024, windows: int | None = 4, *, json: str | os.PathLike | None = None,
+    rows: int = 4, dtype: str = "bfloat16", calibrate: Corpus | None = None, progress: bool = False,
+    mesh: Any = None, cut: Sequence[Window] | None = None,
+) -> list[dict[str, Any]]:
+    """Score methods on a text.
+
+    Args:
+        model: a `LoadedModel` with a tokenizer.
+        methods: by spec.
+        text: its documents are put one behind the other; by default the second half of Python's language
+            reference.
+        mode, length, step: see `cut_windows`.
+        windows: the first so many; None for all.
+        json: one record a window and method is appended; those that the file holds are not computed again.
+        rows: windows that share a batch.
+        cut: windows that are cut already; `text` then names where they are from, and `mode` their task.
+
+    The other arguments are those of `evaluate_ruler`.
+
+    Returns:
+        One record for each window and method, with `nll` (in nats, the sum over `scored_tokens`) and
+        `perplexity`; `ttft_s` is the prefill's, whose logits predict the first token, and `scored_tokens_per_s` counts
+        all rows of the batch.
+
+    Raises:
+        ValueError: as `cut_windows`, windows beyond the model's context, or a file that holds results of
+            another run.
+    """
+    if model.tokenizer is None:
+        raise ValueError(f"model {model.name!r} has no tokenizer: {COMMAND} needs one")
+    if length > model.config.context:
+        raise ValueError(f"length={length}: the model's context is {model.config.context} tokens")
+    text = text or load_corpus("pydoc:second")
+    if cut is None:
+        ids = model.tokenizer("\n\n".join(text.texts), verbose=False).input_ids
+        cut = cut_windows(ids, mode, length, step)[:windows]
+    corpus = calibrate or load_corpus("pydoc:first")
+    conditions = {
+        "step": step, "cache_dtype": dtype, "text": {"name": text.name, "sha256": text.sha256},
+        **calibration_settings(corpus, methods),
+    }
+    run = _Run(model, f"perplexity-{mode}", length, conditions)
+    known = {} if json is None else finished(json, run.wanted(methods, cut))
+    batches = [(batch, left) for batch in _batches(cut, rows) if (left := run.left(methods, batch, known))]
+    if batches:
+        needed = {spec: m for spec, m in methods.items() if any(spec in left for _, left in batches)}
+        bases = bases_of(model, needed, corpus, dtype=dtype, progress=progress)
+        with ProgressBar(COMMAND, sum(len(left) for _, left in batches), progress) as bar:
+            for batch, left in batches:
+                for record in run.score(batch, left, bases, rows, dtype, mesh, bar):
+                    key = key_of(record)
+                    if key not in known:
+                        known[key] = record
+                        if json is not None:
+                            append_record(json, record)
+    return [known[run.key(spec, window)] for window in cut for spec in methods]
+
+
+def total_perplexity(records: Sequence[Mapping[str, Any]], method: str) -> float:
+    """exp of the mean over all scored tokens of a method's records."""
+    own = [record for record in records if record["method"] == method]
+    if any(record["nll"] is None for record in own):
+        return math.inf
+    return math.exp(sum(record["nll"] for record in own) / sum(record["scored_tokens"] for record in own))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What all records of a run have in common."""
+
+    model: Any
+    task: str
+    length: int
+    conditions: Mapping[str, Any]
+    warm: set[tuple[str, tuple[int, int]]] = dataclasses.field(default_factory=set)
+
+    def key(self, spec: str, window: Window) -> tuple:
+        return COMMAND, self.model.fingerprint, spec, self.task, self.length, window.index, None, None
+
+    def wanted(self, methods: Mapping[str, Part], windows: Sequence[Window]) -> dict[tuple, dict[str, Any]]:
+        """The keys of this run's records, and what each of these must hold."""
+        return {self.key(spec, window): {**conditions_of(self.conditions, method), "window_sha256": _digest(window)}
+                for window in windows for spec, method in methods.items()}
+
+    def left(self, methods, batch: Sequence[Window], known) -> dict[str, Part]:
+        return {spec: m for spec, m in methods.items() if any(self.key(spec, w) not in known for w in batch)}
+
+    def score(self, batch, methods, bases, rows, dtype, mesh, bar) -> Iterator[dict[str, Any]]:
+        model = self.model
+        filled = [batch[i % len(batch)] for i in range(rows)]  # one shape, whether the batch is full or not
+        context = jnp.asarray([window.context for window in filled], jnp.int32)
+        scored = np.asarray([window.scored for window in filled], np.int32)
+        clock = PrefillClock()
+        caches, logits = prefill_many(
+            methods, model.config, model.params, context, bases=bases, capacity=sum(batch[0].shape), dtype=dtype,
+            mesh=mesh, clock=clock,
+        )
+        for spec, method in methods.items():
+            cache = caches.pop(spec)
+            size = size_of(cache, bases.get(spec))
+            begin = time.perf_counter()
+            nll = score_through_cache(method, model, cache, logits, scored, bases=bases.get(spec)).nll
+            seconds = time.perf_counter() - begin
+            bar.advance()
+            times = self._times(clock, spec, methods, batch[0].shape, scored.size / seconds)
+            for row, window in enumerate(batch):
+                total = float(nll[row].sum())
+                finite = math.isfinite(total)
+                yield make_record(
+                    COMMAND, model=model.name, fingerprint=model.fingerprint, method=spec, task=self.task,
+                    length=self.length, index=window.index, samples=1, nll=total if finite else None,
+                    scored_tokens=len(window.scored), context_tokens=len(window.context),
+                    perplexity=math.exp(min(total / len(window.scored), 700)) if finite else None,
+                    cache_bytes=size.total, full_cache_bytes=size.full, bytes_per_token=size.per_token,
+                    bytes_by_kind=size.by_kind, smaller=size.smaller, nominal_smaller=size.nominal_smaller,
+                    compressed_fraction=size.compressed, window_sha256=_digest(window), **times,
+                    **conditions_of(self.conditions, method),
+                )
+        self.warm.update((spec, batch[0].shape) for spec in methods)
+
+    def _times(self, clock: PrefillClock, spec: str, methods, shape: tuple[int, int], rate: float) -> dict[str, Any]:
+        """Of a batch; None where programs were compiled meanwhile or another method had the prompt read twice."""
+        known = (spec, shape) in self.warm
+        alone = known and methods[spec].rereads == any(method.rereads for method in methods.values())
+        return {"ttft_s": clock.alone(spec) if alone else None, "scored_tokens_per_s": rate if known else None}
+
+
+def _digest(window: Window) -> str:
+    return hashlib.sha256(repr((window.context, window.scored)).encode()).hexdigest()
+
+
+def _batches(windows: Sequence[Window], rows: int) -> list[list[Window]]:
+    """Windows of one shape together, in order."""
+    if rows < 1:
+        raise ValueError(f"rows={rows}: must be at least 1")
+    shapes: dict[tuple[int, int], list[Window]] = {}
+    for window in windows:
+        shapes.setdefault(window.shape, []).append(window)
+    return [same[i : i + rows] for same in shapes.values() for i in range(0, len(same), rows)]

@@ -1,0 +1,100 @@
+"""Perplexity of a text that is scored in blocks through a compressed cache."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowrank_kv_jax.cache import Cache
+from lowrank_kv_jax.forward import DEFAULT_BLOCK, extend, prefill, refresh
+from lowrank_kv_jax.method import Part
+from lowrank_kv_jax.sharding import to_host
+
+
+@dataclasses.dataclass(frozen=True)
+class Perplexity:
+    """Negative log-likelihoods in nats, float64 `[B, T]`, one for each scored token."""
+
+    nll: np.ndarray
+
+    @property
+    def ppl(self) -> float:
+        """exp of the mean over all scored tokens."""
+        return float(np.exp(np.mean(self.nll)))
+
+
+@jax.jit
+def token_scores(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """-log p of `tokens` `[B, T]` under `logits` `[B, T, V]`, and whether no token is more likely."""
+    logp = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    nll = -jnp.take_along_axis(logp, tokens[..., None], axis=-1)[..., 0]
+    return nll, jnp.argmax(logits, axis=-1) == tokens
+
+
+def score_rows(
+    method: Part, model: Any, cache: Cache, logits: jax.Array, rows: Sequence[Sequence[int]], *, bases: Any = None
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Score a continuation of each row of a cache, all of its tokens; rows may differ in length.
+
+    Each block of `layout.block` tokens is appended, attends through the cache, and is folded into it by
+    `refresh`.
+
+    Args:
+        cache: consumed; `fork` it first to keep it.
+        logits: `[B, V]` at the last token that the cache holds: they predict the first one scored.
+        rows: ids of each row, at least one.
+
+    Returns:
+        Of each row float64 `[T]`, the negative log-likelihoods in nats, and bool `[T]`, whether greedy decoding
+        would have chosen the token.
+    """
+    block, batch = cache.layout.block, len(rows)
+    counts = np.array([len(row) for row in rows])
+    padded = np.zeros((batch, int(counts.max()) + block), np.int32)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    parts = [token_scores(logits[:, None], jnp.asarray(padded[:, :1]))]
+    cache = refresh(method, cache, bases=bases)
+    for begin in range(0, int(counts.max()) - 1, block):
+        here = np.clip(counts - 1 - begin, 0, block)  # the last token predicts nothing that is scored
+        inputs, targets = (jnp.asarray(padded[:, at : at + block]) for at in (begin, begin + 1))
+        cache, logits = extend(
+            method, model.config, model.params, cache, inputs, jnp.asarray(here, jnp.int32), bases=bases,
+            all_logits=True,
+        )
+        parts.append(token_scores(logits, targets))
+        cache = refresh(method, cache, bases=bases)
+    nll, greedy = (np.concatenate([to_host(part) for part in side], axis=1) for side in zip(*parts, strict=True))
+    return [(nll[i, :n].astype(np.float64), greedy[i, :n]) for i, n in enumerate(counts)]
+
+
+def score_through_cache(
+    method: Part, model: Any, cache: Cache, logits: jax.Array, tokens: np.ndarray, *, bases: Any = None
+) -> Perplexity:
+    """`score_rows` of continuations of one length, int32 `[B, T]`."""
+    rows = np.asarray(tokens, np.int32).tolist()
+    scored = score_rows(method, model, cache, logits, rows, bases=bases)
+    return Perplexity(np.stack([nll for nll, _ in scored]))
+
+
+def perplexity(
+    model: Any, method: Part, tokens: np.ndarray, prefix: int, *, bases: Any = None,
+    block: int = DEFAULT_BLOCK, dtype: Any = None,
+) -> Perplexity:
+    """Prefill and compress the first `prefix` tokens of each row `[B, S]`, and score the rest through the
+    cache.
+
+    Raises:
+        ValueError: a prefix that leaves nothing to compress or nothing to score; see also `prefill`.
+    """
+    tokens = np.asarray(tokens, np.int32)
+    if tokens.ndim != 2 or not 1 <= prefix < tokens.shape[1]:
+        raise ValueError(f"prefix={prefix}: must lie in 1..{tokens.shape[-1] - 1} for tokens {tokens.shape}")
+    cache, logits = prefill(
+        method, model.config, model.params, jnp.asarray(tokens[:, :prefix]), bases=bases,
+        capacity=tokens.shape[1], block=block, dtype=dtype,
+    )
+    return score_through_cache(method, model, cache, logits, tokens[:, prefix:], bases=bases)

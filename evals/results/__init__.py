@@ -1,0 +1,1 @@
+"""Results as records: what they hold, how they are written, resumed and summed up."""

@@ -1,0 +1,154 @@
+"""Results as one JSON object a line."""
+
+import functools
+import json
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from lowrank_kv_jax.files import check_regular, naming, refuse_device, write_all
+
+FIELDS = (
+    "command", "model", "method", "task", "length", "samples", "seed", "protocol", "score", "cache_bytes",
+    "full_cache_bytes", "bytes_per_token", "bytes_by_kind", "ttft_s", "decode_tokens_per_s", "peak_bytes",
+    "device", "versions",
+)
+"""Every record has these; null where one does not apply. A task may add its own."""
+
+_PACKAGES = ("lowrank-kv-jax", "jax", "jaxlib", "numpy")
+
+
+def make_record(command: str, **values: Any) -> dict[str, Any]:
+    """A record with all `FIELDS`; device, peak memory and versions are filled in."""
+    record: dict[str, Any] = dict.fromkeys(FIELDS)
+    record |= {"command": command, "device": device(), "peak_bytes": peak_bytes(), "versions": versions()}
+    return record | values
+
+
+def append_record(path: str | os.PathLike, record: dict[str, Any]) -> None:
+    """Append a record to a file and wait until it is on the disk.
+
+    The line is written by one call, so that a run that is killed leaves at most one incomplete line, the
+    last, which `read_records` skips and the next append does not run into. Of several processes that run in step
+    (`jax.distributed`), the first one writes.
+    """
+    import jax
+
+    if jax.process_index() != 0:
+        return
+    line = json.dumps(record, allow_nan=False, sort_keys=False) + "\n"
+    path = Path(path).expanduser()
+    check_regular(path)
+    with naming(path), open(path, "ab+", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        if end:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                line = "\n" + line
+        try:
+            write_all(file, line.encode())
+            os.fsync(file.fileno())
+        except OSError:
+            file.truncate(end)  # a full disk: half a line is none
+            raise
+
+
+def read_records(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """The records of a file in order.
+
+    An incomplete last line, which a killed run leaves behind, is skipped; so are other lines that hold no record, and a
+    line on standard error says how many.
+
+    Raises:
+        OSError: the file cannot be read; ValueError: it is not UTF-8, or a device.
+    """
+    refuse_device(path)
+    try:
+        *lines, last = Path(path).expanduser().read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 ({error})") from error
+    found = {number: _record(line) for number, line in enumerate(lines, start=1) if line.strip()}
+    bad = [number for number, record in found.items() if record is None]
+    if bad:
+        warn(f"{path}: lines skipped that hold no record: {len(bad)}, the first is line {bad[0]}")
+    return [record for record in (*found.values(), _record(last)) if record is not None]
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    """The JSON object of a line; NaN, which no JSON knows, makes it none."""
+    try:
+        record = json.loads(line, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name}: not a number of JSON")
+
+
+@functools.cache
+def warn(message: str) -> None:
+    """One line on standard error, once in a process."""
+    print(f"lowrank-kv: warning: {message}", file=sys.stderr)
+
+
+def check_writable(path: str | os.PathLike) -> None:
+    """Raise OSError, or ValueError where it is no regular file, now rather than after minutes of measuring if nothing can
+    be appended to `path`.
+
+    A file that was not there is not left behind.
+    """
+    check_regular(path)
+    target = Path(path).expanduser().resolve()  # through links: what is created is removed, not a link to it
+    new = not target.exists()
+    with open(target, "ab"):
+        pass
+    if new:
+        target.unlink(missing_ok=True)  # of processes that run in step, another may have been faster
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that decide a result."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def device() -> str:
+    """The kind and number of the devices that JAX computes on."""
+    import jax
+
+    devices = jax.devices()
+    kind = f"{devices[0].platform}:{devices[0].device_kind}"
+    cores = f", {os.cpu_count()} cores" if devices[0].platform == "cpu" else ""
+    return f"{len(devices)} x {kind}{cores}"
+
+
+def peak_bytes() -> int | None:
+    """The most memory the first device has held so far; on a CPU, which does not say, the most this process has.
+
+    None where neither is known. It never falls: of a run, the first record that reaches the maximum names its cause.
+    """
+    import jax
+
+    device = jax.local_devices()[0]
+    stats = device.memory_stats()
+    if stats:
+        return stats.get("peak_bytes_in_use")
+    if device.platform != "cpu":
+        return None
+    try:
+        import resource
+    except ImportError:  # no such module on Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

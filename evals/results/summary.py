@@ -1,0 +1,34 @@
+"""Means over records: scores, sizes and times of each method."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+Record = Mapping[str, Any]
+
+
+def mean_scores(records: Sequence[Record]) -> dict[str, dict[tuple[Any, str], float]]:
+    """By method and by (length, task), methods in the order of the records."""
+    scores: dict[str, dict[tuple[Any, str], list[float]]] = {}
+    for record in records:
+        if record.get("score") is not None:
+            cell = scores.setdefault(record["method"], {}).setdefault((record["length"], record["task"]), [])
+            cell.append(record["score"])
+    return {
+        method: {key: float(np.mean(cell)) for key, cell in cells.items()} for method, cells in scores.items()
+    }
+
+
+def mean_smaller(records: Sequence[Record], method: str) -> float | None:
+    """How many times smaller than a 16-bit full cache: all bytes of the full caches over all bytes stored."""
+    own = [r for r in records if r["method"] == method and r.get("cache_bytes") and r.get("full_cache_bytes")]
+    if not own:
+        return None
+    return sum(r["full_cache_bytes"] for r in own) / sum(r["cache_bytes"] for r in own)
+
+
+def size_text(records: Sequence[Record], method: str) -> str:
+    """For tables."""
+    smaller = mean_smaller(records, method)
+    return "" if smaller is None else f"{smaller:.2f}"

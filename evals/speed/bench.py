@@ -1,0 +1,104 @@
+"""Decode speed at several lengths, against our own full cache and, if asked for, transformers on torch."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lowrank_kv_jax.accounting import CacheBytes, cache_bytes
+from lowrank_kv_jax.calibrate import fit_bases, moments_for
+from lowrank_kv_jax.corpus import load_corpus, token_windows
+from lowrank_kv_jax.evals.results.records import make_record
+from lowrank_kv_jax.evals.speed.timing import CacheContender, Contender, Timing, alternate
+from lowrank_kv_jax.forward import DEFAULT_BLOCK
+from lowrank_kv_jax.method import Layout, Part
+from lowrank_kv_jax.saved_cache import abstract_cache
+
+PEER = "transformers"
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """One contender at one length; `size` is None for a peer, whose leaves are not ours to count."""
+
+    name: str
+    length: int
+    timing: Timing
+    size: CacheBytes | None
+
+
+def bench_decode(
+    model: Any, methods: Mapping[str, Part], lengths: Sequence[int], *, steps: int = 2 * DEFAULT_BLOCK,
+    rounds: int = 3, cache_dtype: str = "float32", corpus: str = "pydoc", seed: int = 0,
+    torch_model: Any = None, on_round: Callable[[int], None] = lambda length: None,
+) -> list[Speed]:
+    """Time prefill and decode of every contender on one prompt a length, alternating.
+
+    Args:
+        methods: by spec; calibrated ones get bases from the corpus.
+        lengths: prompt tokens.
+        steps: decode steps a round.
+        torch_model: of `load_torch_model`, timed in the same rounds.
+        on_round: called after each contender's turn, the warm-up included.
+
+    Raises:
+        ValueError: a length that with the new tokens exceeds the model's context, or that the corpus cannot
+            fill.
+    """
+    too_long = [n for n in lengths if n + steps > model.config.context]
+    if too_long:
+        raise ValueError(f"lengths={too_long}: with {steps} new tokens beyond the model's context, "
+                         f"{model.config.context}")
+    texts = load_corpus(corpus).texts
+    bases = _bases(model, methods, texts, seed, cache_dtype)
+    speeds = []
+    for length in lengths:
+        tokens = token_windows(model.tokenizer, texts, length, 1, seed)
+        contenders: dict[str, Contender] = {
+            spec: CacheContender(model, method, bases.get(spec), tokens, steps, dtype=cache_dtype)
+            for spec, method in methods.items()
+        }
+        if torch_model is not None:
+            from lowrank_kv_jax.evals.peers.transformers_decode import TransformersContender
+
+            contenders[PEER] = TransformersContender(torch_model, tokens, steps)
+        timings = alternate(contenders, steps, rounds, on_round=lambda n=length: on_round(n))
+        for name, timing in timings.items():
+            ours = methods.get(name)
+            size = ours and _size(model, ours, bases.get(name), length, steps, cache_dtype)
+            speeds.append(Speed(name, length, timing, size))
+    return speeds
+
+
+def _bases(model, methods: Mapping[str, Part], texts, seed: int, dtype: str) -> dict[str, Any]:
+    calibrated = {spec: method for spec, method in methods.items() if method.calibrated}
+    if not calibrated:
+        return {}
+    tokens = token_windows(model.tokenizer, texts, min(2048, model.config.context), 1, seed)
+    moments = moments_for(model, list(calibrated.values()), np.asarray(tokens))
+    return {spec: fit_bases(model, method, moments, dtype) for spec, method in calibrated.items()}
+
+
+def _size(model, method: Part, bases: Any, length: int, steps: int, dtype: str) -> CacheBytes:
+    layout = Layout(model.config.attention, 1, length, length + steps, DEFAULT_BLOCK, dtype)
+    return cache_bytes(abstract_cache(method, layout, bases), bases)
+
+
+def records(model: Any, speeds: Sequence[Speed], *, seed: int, cache_dtype: str) -> list[dict[str, Any]]:
+    """One record for each contender and length, the seconds of every round included."""
+    out = []
+    for speed in speeds:
+        size = speed.size
+        sizes = {} if size is None else {
+            "cache_bytes": size.total, "full_cache_bytes": size.full, "bytes_per_token": size.per_token,
+            "bytes_by_kind": size.by_kind,
+        }
+        out.append(make_record(
+            "bench decode", model=model.name, method=speed.name, task="decode", length=speed.length,
+            samples=len(speed.timing.first), seed=seed, ttft_s=speed.timing.ttft_s,
+            decode_tokens_per_s=speed.timing.decode_tokens_per_s, cache_dtype=cache_dtype,
+            rounds={"first_s": speed.timing.first, "decode_s": speed.timing.decode},
+            steps=speed.timing.steps, **sizes,
+        ))
+    return out

@@ -1,0 +1,1 @@
+"""Studies of the papers, one folder each."""

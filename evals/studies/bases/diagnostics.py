@@ -1,0 +1,235 @@
+"""Tables of a model's cache: how compressible it is, and how a method's bases follow a shift of the text."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from lowrank_kv_jax.calibrate import collect_moments, fit_bases, iterate_taps
+from lowrank_kv_jax.evals.studies.bases.metrics import (
+    principal_basis,
+    rank_of_energy,
+    reconstruction_cosine,
+    residual_energy_ratio,
+    second_moment,
+    spectrum,
+    subspace_overlap,
+)
+from lowrank_kv_jax.forward import compress_group, make_layout
+from lowrank_kv_jax.method import Part
+from lowrank_kv_jax.moments import Moments
+from lowrank_kv_jax.parse import parse_method, spell_method
+from lowrank_kv_jax.progress import ProgressBar
+from lowrank_kv_jax.spec import Taps
+
+# ---- how compressible the cache is
+
+
+class Kind(NamedTuple):
+    """One row of the compressibility table: a tap, per head or all heads jointly, at a share of the width."""
+
+    label: str
+    tap: str
+    joint: bool
+    fraction: float
+
+
+KINDS = (
+    Kind("keys after RoPE, per head", "k", False, 0.5),
+    Kind("keys before RoPE, per head", "k_pre", False, 0.5),
+    Kind("keys before RoPE, heads jointly", "k_pre", True, 0.25),
+    Kind("values, per head", "v", False, 0.5),
+    Kind("values, heads jointly", "v", True, 0.5),
+)
+CROSS_LAYER_TAPS = (("keys before RoPE", "k_pre"), ("values", "v"))
+
+
+def compressibility_table(
+    model: Any, calibration: Moments, tests: dict[str, np.ndarray], layers: int = 5, fraction: float = 0.25,
+    progress: bool = False,
+) -> list[dict[str, Any]]:
+    """How much energy rank-limited bases lose on each text: calibrated ones, and the text's own (the oracle).
+
+    Bases are fitted to keys or values alone, without the queries that a method may add. Rows that work across
+    layers have no calibrated basis; each comes with the same share of one layer's heads jointly, to compare.
+
+    Args:
+        model: a `LoadedModel`.
+        calibration: moments of the calibration corpus.
+        tests: name of the text -> int32 tokens `[n, S]`.
+        layers: adjacent layers of a group in the cross-layer rows; those left over are not counted.
+        fraction: rank of the cross-layer rows, as a share of their width.
+        progress: show a progress bar.
+
+    Returns:
+        Rows of "kind", "rank", "width", "text", the means "static" and "oracle" over layers and heads (static
+        is None where there is none), and lists by layer (or group) and basis, "static_per_layer",
+        "oracle_per_layer".
+    """
+    rows = []
+    for text, tokens in tests.items():
+        across = _LayerGroups(min(layers, model.config.num_layers))
+        moments = collect_moments(model, tokens, progress, across.see)
+        rows += [_compressibility(model, kind, text, calibration, moments) for kind in KINDS]
+        for label, tap in CROSS_LAYER_TAPS:
+            one = Kind(f"{label}, jointly over 1 layer", tap, True, fraction)
+            oracle = _compressibility(model, one, text, moments, moments)
+            rows.append(oracle | {"static": None, "static_per_layer": None})
+            rows.append(across.row(label, tap, text, fraction))
+    return rows
+
+
+def moments_of(moments: Moments, tap: str, joint: bool, kv_heads: int) -> np.ndarray:
+    """Second moments `[L, J, W, W]` of a tap, J = 1 for all heads jointly."""
+    return getattr(moments, tap)[:, None] if joint else moments.per_head(tap, kv_heads)
+
+
+def _compressibility(model, kind: Kind, text: str, calibration: Moments, moments: Moments) -> dict[str, Any]:
+    heads = model.config.kv_heads
+    fitted, tested = (moments_of(m, kind.tap, kind.joint, heads) for m in (calibration, moments))
+    rank = max(1, round(kind.fraction * tested.shape[-1]))
+    static = residual_energy_ratio(tested, principal_basis(fitted, rank))
+    oracle = residual_energy_ratio(tested, principal_basis(tested, rank))
+    return _row(kind.label, rank, tested.shape[-1], text, oracle, static)
+
+
+def _row(label, rank, width, text, oracle, static=None) -> dict[str, Any]:
+    return {
+        "kind": label, "rank": rank, "width": width, "text": text,
+        "static": None if static is None else float(static.mean()), "oracle": float(oracle.mean()),
+        "static_per_layer": None if static is None else static.tolist(), "oracle_per_layer": oracle.tolist(),
+    }
+
+
+class _LayerGroups:
+    """Second moments of `size` adjacent layers side by side (as xKV decomposes them), fed layer by layer."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.sums: dict[tuple[str, int], np.ndarray] = {}
+        self.seen: list[Taps] = []
+
+    def see(self, layer: int, taps: Taps) -> None:
+        if layer == 0:
+            self.seen = []
+        self.seen.append(taps)
+        # what is left over at the end is too short for a group and not counted
+        if len(self.seen) == self.size:
+            for _, tap in CROSS_LAYER_TAPS:
+                sides = [np.asarray(getattr(t, tap)).reshape(t.v.shape[1], -1) for t in self.seen]
+                moment = second_moment(np.concatenate(sides, axis=1))
+                self.sums[tap, layer] = self.sums.get((tap, layer), 0.0) + moment
+            self.seen = []
+
+    def row(self, label: str, tap: str, text: str, fraction: float) -> dict[str, Any]:
+        moments = np.stack([moment for (name, _), moment in self.sums.items() if name == tap])
+        rank = max(1, round(fraction * moments.shape[-1]))
+        losses = residual_energy_ratio(moments, principal_basis(moments, rank))
+        label = f"{label}, jointly over {self.size} layers"
+        return _row(label, rank, moments.shape[-1], text, losses[:, None])
+
+
+# ---- how a method's bases follow a shift
+
+ADAPTATION_METHODS = ("static-pca-h:rank=0.5", "ojakv:rank=0.5")
+
+
+def adaptation_table(
+    model: Any, calibration: Moments, tests: dict[str, np.ndarray],
+    methods: Sequence[str | Part] = ADAPTATION_METHODS, progress: bool = False,
+) -> list[dict[str, Any]]:
+    """Table 1 of OjaKV for any low-rank methods: what the bases they read a prompt with lose of it.
+
+    Each method is calibrated on the same moments and then prefills the text, which is where adaptive methods
+    move their bases. The oracle is the text's own principal subspace of the same rank (keys alone, without
+    queries). All tokens count, those too that the method keeps exact. Everything is float32.
+
+    Args:
+        model: a `LoadedModel`.
+        calibration: moments of the calibration corpus.
+        tests: name of the text -> int32 tokens `[n, S]`.
+        methods: specs or methods that keep coefficients in one basis a layer.
+        progress: show a progress bar.
+
+    Returns:
+        Rows of "method", "text", "side" ("k" or "v"), "rank", "width", the means "rer", "oracle_rer",
+        "overlap" and "cosine" over layers, heads and windows, and "rer_per_layer", ... as `[L][J]` lists.
+
+    Raises:
+        ValueError: a method that does not code tokens in a basis.
+    """
+    fitted = []
+    for method in methods:
+        method = parse_method(method) if isinstance(method, str) else method
+        if not method.rebuilds:
+            raise ValueError(f"method {method.name!r} has no basis to diagnose; give a low-rank one")
+        method.validate(model.config.attention)
+        bases = fit_bases(model, method, calibration, jnp.float32) if method.calibrated else None
+        fitted.append((method, bases))
+    steps = sum(len(tokens) for tokens in tests.values()) * model.config.num_layers
+    with ProgressBar("adapting", steps, progress) as bar:
+        rows = (_adaptation_rows(model, text, tokens, fitted, bar) for text, tokens in tests.items())
+        return [row for text_rows in rows for row in text_rows]
+
+
+def _adaptation_rows(model, text: str, tokens: np.ndarray, fitted, bar: ProgressBar) -> list[dict[str, Any]]:
+    found: dict[tuple[int, str], list[dict[str, np.ndarray]]] = {}
+    layout = make_layout(model.config, 1, tokens.shape[1], tokens.shape[1], dtype=jnp.float32)
+    lengths = jnp.full((1,), tokens.shape[1], jnp.int32)
+    for window in tokens:
+        for layer, taps in enumerate(iterate_taps(model.config, model.params, window[None])):
+            for index, (method, bases) in enumerate(fitted):
+                own = None if bases is None else bases[layer]
+                state = compress_group(method, layout, own, (taps,), lengths)
+                for side in ("k", "v"):
+                    found.setdefault((index, side), []).append(_losses(model, method, own, state.store, taps, side))
+            bar.advance()
+    rows = []
+    for (index, side), losses in found.items():
+        rows.append(_adaptation_row(model, fitted[index][0], text, side, losses))
+    return rows
+
+
+def _losses(model, method: Any, own: Any, store: Any, taps: Taps, side: str) -> dict[str, np.ndarray]:
+    """Metrics `[J]` of one layer and window."""
+    keys = taps.k_pre if method.rope == "pre" else taps.k
+    x, used = taps.v if side == "v" else keys, method.bases_of(own, store)
+    codes = dict(zip(("k", "v"), method.coefficients(own, store, keys, taps.v), strict=True))
+    rebuilt = np.asarray(method.rebuild(used, side, codes[side], model.config.kv_heads)[0])
+    basis = getattr(used, side)
+    basis = np.asarray(basis[0] if basis.ndim == 4 else basis, np.float64)
+    by_basis = np.asarray(x[0]).reshape(len(x[0]), len(basis), -1).swapaxes(0, 1)
+    moment = second_moment(by_basis)
+    left = by_basis - rebuilt.swapaxes(0, 1).reshape(len(x[0]), len(basis), -1).swapaxes(0, 1)
+    oracle = principal_basis(moment, basis.shape[-1])
+    return {
+        "rer": np.sum(left**2, axis=(1, 2)) / np.sum(by_basis**2, axis=(1, 2)),
+        "oracle_rer": residual_energy_ratio(moment, oracle),
+        "overlap": subspace_overlap(basis, oracle),
+        "cosine": reconstruction_cosine(np.asarray(x[0]).swapaxes(0, 1), rebuilt),
+        "shape": np.array(basis.shape[1:]),
+    }
+
+
+def _adaptation_row(model, method: Any, text: str, side: str, losses) -> dict[str, Any]:
+    width, rank = (int(n) for n in losses[0]["shape"])
+    row = {"method": spell_method(method), "text": text, "side": side, "rank": rank, "width": width}
+    for metric in ("rer", "oracle_rer", "overlap", "cosine"):
+        values = np.stack([entry[metric] for entry in losses])
+        values = values.reshape(-1, model.config.num_layers, values.shape[-1]).mean(0)
+        row |= {metric: float(values.mean()), f"{metric}_per_layer": values.tolist()}
+    return row
+
+
+def spectra_table(
+    model: Any, moments: Moments, energies: Sequence[float] = (0.9, 0.95, 0.99)
+) -> list[dict[str, Any]]:
+    """Eigenvalue decay of each tap: the spectrum `[L][K][W]` and the ranks `[L][K]` that hold each energy."""
+    rows = []
+    for tap in ("k", "k_pre", "v"):
+        moment = moments_of(moments, tap, False, model.config.kv_heads)
+        ranks = {str(energy): rank_of_energy(moment, energy).tolist() for energy in energies}
+        decay = spectrum(moment)
+        rows.append({"tap": tap, "width": decay.shape[-1], "spectrum": decay.tolist(), "ranks": ranks})
+    return rows

@@ -1,0 +1,1 @@
+"""What the caches of different layers share (xKV, MiniCache), and what sharing a basis costs."""

@@ -1,0 +1,144 @@
+"""What a cross-layer basis costs: from which length on it pays, the fit, the rebuild at decode."""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from lowrank_kv_jax.accounting import full_cache_bytes
+from lowrank_kv_jax.cache import bases_of_group
+from lowrank_kv_jax.evals.speed.machine_rates import rate_contenders, rates
+from lowrank_kv_jax.evals.speed.timing import CacheContender, alternate
+from lowrank_kv_jax.forward import DEFAULT_BLOCK
+from lowrank_kv_jax.method import Layout, Part
+from lowrank_kv_jax.parse import parse_method
+from lowrank_kv_jax.rank_for_bytes import state_bytes
+from lowrank_kv_jax.spec import AttentionSpec
+
+LONGEST = 1 << 17
+FULL, LAYERS = "full cache", "layers alone"
+
+
+def bytes_at(method: Part, spec: AttentionSpec, prompt: int, dtype: str = "bfloat16") -> int:
+    """Bytes of the cache of a prompt and one block of new tokens, all leaves counted."""
+    layout = Layout(spec, 1, prompt, prompt + DEFAULT_BLOCK, DEFAULT_BLOCK, dtype)
+    groups = collections.Counter(bases_of_group(method, spec, None))  # groups of one shape weigh the same
+    shapes = {group: jax.eval_shape(functools.partial(method.init, layout, group)) for group in groups}
+    return sum(state_bytes(shapes[group]) * count for group, count in groups.items())
+
+
+def smaller_at(method: Part, spec: AttentionSpec, prompt: int, dtype: str = "bfloat16") -> float:
+    """How many times smaller than a 16-bit full cache of the same tokens that is."""
+    return full_cache_bytes(spec, prompt + DEFAULT_BLOCK) / bytes_at(method, spec, prompt, dtype)
+
+
+def break_even(
+    method: Part, spec: AttentionSpec, ratio: float = 1.0, dtype: str = "bfloat16"
+) -> int | None:
+    """The shortest prompt whose cache is `ratio` times smaller; None if none of up to 131,072 tokens is.
+
+    Bases do not grow with the prompt, so that they dominate below this length. Not for methods whose rank
+    follows the length (`smaller`).
+    """
+    if smaller_at(method, spec, LONGEST, dtype) < ratio:
+        return None
+    low, high = 0, LONGEST
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if smaller_at(method, spec, middle, dtype) >= ratio else (middle, high)
+    return high
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a method's prompt takes, and each token decoded after it, in seconds: medians over alternating rounds.
+
+    Attributes:
+        ttft, full_ttft: to the first token, with the method's fit and with a full cache.
+        decode, full_decode: of a token through either cache.
+        layers: of a token through a cache of a few tokens: the layers without attention.
+        flops: of the attention, rebuilding keys included, of one token through all layers.
+        bytes: of the cache.
+        matmul_rate, copy_rate: of this machine, measured in the same rounds, FLOP/s and bytes/s.
+    """
+
+    ttft: float
+    full_ttft: float
+    decode: float
+    full_decode: float
+    layers: float
+    flops: float
+    bytes: int
+    matmul_rate: float
+    copy_rate: float
+
+    @property
+    def overhead(self) -> float:
+        """Share of the prefill that the compression adds."""
+        return self.ttft / self.full_ttft - 1
+
+    @property
+    def floor(self) -> float:
+        """Decoding takes no less: the larger of compute and traffic, and the layers without attention."""
+        return max(self.flops / self.matmul_rate, self.bytes / self.copy_rate) + self.layers
+
+
+def attention_flops(spec: AttentionSpec, tokens: int, rank_k: float, rank_v: float) -> float:
+    """FLOPs of one query through all layers over coefficients in bases shared by a layer's heads.
+
+    A token and layer: 2 R_k K D to rebuild its keys, 2 N D for logits, 2 N R_v for values.
+    """
+    width = spec.kv_heads * spec.head_dim
+    per_token = rank_k * width + spec.q_heads * (spec.head_dim + rank_v)
+    return 2.0 * spec.num_layers * tokens * per_token
+
+
+def mean_ranks(method: Part, spec: AttentionSpec, length: int, dtype: str) -> tuple[float, float]:
+    """Ranks of keys and values of a cross-layer method at a prompt length, means over the groups."""
+    layout = Layout(spec, 1, length, length + DEFAULT_BLOCK, DEFAULT_BLOCK, dtype)
+    ranks = [method.ranks(layout, group) for group in method.default_bases(spec)]  # type: ignore[attr-defined]
+    k, v = np.mean([tuple(r) for r in ranks], axis=0)
+    return float(k), float(v)
+
+
+def tokens_attended(method: Part, length: int) -> int:
+    """Tokens of the prompt that a step attends to: all, or where only some blocks are rebuilt about so many."""
+    rebuild = getattr(method, "rebuild", None)
+    return length if rebuild is None else round(rebuild * length) if isinstance(rebuild, float) else min(rebuild, length)
+
+
+def measure_costs(
+    model: Any, methods: Mapping[str, Part], length: int, steps: int = 16, rounds: int = 3,
+    dtype: str | None = None,
+) -> dict[str, Cost]:
+    """Time prefill and decoding of cross-layer methods on random tokens, the full cache beside them.
+
+    Args:
+        dtype: of the caches; by default float32 on a CPU, whose products of bfloat16 numbers are slow, else bfloat16.
+    """
+    config = model.config
+    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, length))
+    contenders = {
+        name: CacheContender(model, m, None, tokens, steps, dtype=dtype)
+        for name, m in {**methods, FULL: parse_method("full")}.items()
+    }
+    layers = parse_method("sliding-window:budget=1,keep=none")
+    contenders[LAYERS] = CacheContender(model, layers, None, tokens[:, :32], steps, dtype=dtype)
+    times = alternate(contenders | rate_contenders(), steps, rounds)
+    return {
+        name: Cost(
+            times[name].ttft_s, times[FULL].ttft_s,
+            *(1 / times[which].decode_tokens_per_s for which in (name, FULL, LAYERS)),
+            attention_flops(
+                config.attention, tokens_attended(method, length),
+                *mean_ranks(method, config.attention, length, dtype),
+            ),
+            bytes_at(method, config.attention, length, dtype), *rates(times),
+        )
+        for name, method in methods.items()
+    }

@@ -1,0 +1,1 @@
+"""What eviction costs and saves, and what the moments of the evicted recover (MomentKV, OjaKV)."""

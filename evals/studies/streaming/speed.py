@@ -1,0 +1,90 @@
+"""Decode time of group latents beside its floor, and what learning while decoding adds to it."""
+
+import dataclasses
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowrank_kv_jax.accounting import cache_bytes
+from lowrank_kv_jax.cache import Cache, fork
+from lowrank_kv_jax.evals.speed.machine_rates import rate_contenders, rates
+from lowrank_kv_jax.evals.speed.roofline import white_bases
+from lowrank_kv_jax.evals.speed.timing import alternate
+from lowrank_kv_jax.evals.studies.cross_layer.cost import attention_flops
+from lowrank_kv_jax.forward import DEFAULT_BLOCK, prefill
+from lowrank_kv_jax.generate import decode
+from lowrank_kv_jax.parse import parse_method
+
+LAYERS = "sliding-window:budget=1,keep=none"
+"""The layers of the model with next to nothing to attend to."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """Medians over rounds in which all alternate, seconds a decode step, refreshes included.
+
+    Attributes:
+        floor: no step takes less: the larger of the attention's FLOPs over this machine's rate of products and the
+            cache's bytes over its rate of reading, and the layers without attention.
+    """
+
+    spec: str
+    step: float
+    floor: float
+    cache_bytes: int
+
+
+def streaming_speed(
+    model: Any, specs: tuple[str, ...], length: int, rank: float, *, steps: int = 2 * DEFAULT_BLOCK, rounds: int = 3,
+    dtype: str = "float32",
+) -> list[Speed]:
+    """Time decoding after a prompt of `length` random tokens.
+
+    Bases have the shapes that calibration gives and no other meaning: time does not depend on what they hold.
+
+    Args:
+        specs: group latents of one rank, and others whose floor then means nothing.
+        rank: share of the width, for the floor.
+        steps: of a round; whole blocks, so that every method refreshes as often as it would for ever.
+    """
+    config, contenders, sizes = model.config, {}, {}
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, length))
+    for spec in (*specs, LAYERS):
+        method = parse_method(spec)
+        bases = white_bases(config.attention, method, dtype)
+        prompt = jnp.asarray(tokens[:, :32] if spec == LAYERS else tokens, jnp.int32)
+        cache, logits = prefill(method, config, model.params, prompt, bases=bases, capacity=prompt.shape[1] + steps,
+                                dtype=dtype)
+        sizes[spec] = cache_bytes(cache, bases).total
+        contenders[spec] = _Contender(model, cache, logits, bases, steps)
+    times = alternate(contenders | rate_contenders(), steps, rounds)
+    layers = 1 / times[LAYERS].decode_tokens_per_s
+    width = rank * config.kv_heads * config.head_dim
+    flops, (products, copies) = attention_flops(config.attention, length, width, width), rates(times)
+    return [
+        Speed(spec, 1 / times[spec].decode_tokens_per_s, max(flops / products, sizes[spec] / copies) + layers,
+              sizes[spec])
+        for spec in specs
+    ]
+
+
+class _Contender:
+    """The decode loop of `generate` on a copy of one prefilled cache."""
+
+    def __init__(self, model: Any, cache: Cache, logits: jax.Array, bases: Any, steps: int):
+        self._model, self._cache, self._logits, self._bases, self._steps = model, cache, logits, bases, steps
+
+    def round(self) -> tuple[float, float]:
+        """Nothing, and the seconds of the decode steps, refreshes included."""
+        cache = jax.block_until_ready(fork(self._cache))
+        blocks = decode(cache.method, self._model.config, self._model.params, cache, self._logits, 1 + self._steps,
+                        bases=self._bases)
+        del cache
+        next(blocks)  # the first token is the prefill's
+        begin = time.perf_counter()
+        for _ in blocks:
+            pass
+        return 0.0, time.perf_counter() - begin

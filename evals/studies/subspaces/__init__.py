@@ -1,0 +1,1 @@
+"""The four falsifiers of Online Subspace Projection."""

@@ -1,0 +1,118 @@
+"""bfloat16 buffers on a CPU: held as their bits, widened block by block where they are read.
+
+XLA's CPU backend has no bfloat16 operations: to write one token or to read one block it widens the buffer, all of it,
+at every step. Of uint16 it writes a token in place and reads a block alone. Methods see arrays when they fill a cache;
+`hold_bits` then puts `Bits` in their place, and `like_before` keeps it so from step to step.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lowrank_kv_jax.pallas_kernels import dispatch
+from lowrank_kv_jax.state import map_leaves, write_tokens
+
+
+@jax.tree_util.register_pytree_node_class
+class Bits:
+    """A bfloat16 buffer as uint16; stands in the place of an array `[B, J, S, R]` in a segment.
+
+    The ops read it block by block; whatever else takes an array gets all of it, widened to bfloat16.
+    """
+
+    def __init__(self, bits: Any):
+        self.bits = bits
+
+    def tree_flatten(self):
+        return (self.bits,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.bits.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.bits.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return jnp.dtype(jnp.bfloat16)
+
+    @property
+    def nbytes(self) -> int:
+        return self.bits.nbytes
+
+    @property
+    def sharding(self):
+        return self.bits.sharding
+
+    def widened(self) -> jax.Array:
+        """The array, bfloat16."""
+        return jax.lax.bitcast_convert_type(self.bits, jnp.bfloat16)
+
+    __jax_array__ = widened
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return np.asarray(self.widened(), dtype)
+
+    def astype(self, dtype: Any) -> jax.Array:
+        return self.widened().astype(dtype)
+
+    def swapaxes(self, first: int, second: int) -> jax.Array:
+        return self.widened().swapaxes(first, second)
+
+    def __getitem__(self, index: Any) -> "Bits":
+        return Bits(self.bits[index])
+
+    def moved(self, move: Any, *others: "Bits") -> "Bits":
+        """By a function that moves numbers about and does not compute with them."""
+        return Bits(move(self.bits, *(x.bits for x in others)))
+
+    def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
+        """Tokens `start` to `start + size`, bfloat16 `[B, J, size, R]`."""
+        return Bits(jax.lax.dynamic_slice_in_dim(self.bits, start, size, axis=2)).widened()
+
+    def write_block(self, start: jax.Array | int, new: jax.Array) -> "Bits":
+        """Tokens `[B, J, T, R]` written from slot `start` on."""
+        return Bits(jax.lax.dynamic_update_slice_in_dim(self.bits, bits_of(new).bits, start, axis=2))
+
+    def write_tokens(self, new: jax.Array, start: jax.Array, counts: jax.Array) -> "Bits":
+        """As `state.write_tokens`."""
+        return Bits(write_tokens(self.bits, bits_of(new).bits, start, counts))
+
+
+def bits_of(x: Any) -> Bits:
+    """The bits of an array, rounded to bfloat16, or of what describes one."""
+    if isinstance(x, Bits):
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return Bits(jax.ShapeDtypeStruct(x.shape, jnp.uint16, sharding=x.sharding))
+    return Bits(jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16))
+
+
+def hold_bits(tree: Any) -> Any:
+    """A state with its bfloat16 buffers of tokens as `Bits` on a CPU; elsewhere, and for kernels, as it is."""
+    if jax.default_backend() != "cpu" or dispatch.choose() != "xla":
+        return tree
+
+    def hold(info, x):
+        return bits_of(x) if "tokens" in info.axes and x.dtype == jnp.bfloat16 else x
+
+    return map_leaves(hold, tree)
+
+
+def like_before(before: Any, after: Any) -> Any:
+    """The state `after` with `Bits` wherever `before`, of the same structure otherwise, had them."""
+    kept = jax.tree.leaves(before, is_leaf=_is_bits)
+    leaves, treedef = jax.tree.flatten(after, is_leaf=_is_bits)
+    return treedef.unflatten(bits_of(new) if _is_bits(old) else new for old, new in zip(kept, leaves, strict=True))
+
+
+def _is_bits(x: Any) -> bool:
+    return isinstance(x, Bits)

@@ -1,0 +1,181 @@
+"""Files that are written whole or not at all, and what is refused as a file."""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+_KINDS = {
+    stat.S_IFDIR: "directory", stat.S_IFCHR: "character device", stat.S_IFBLK: "block device", stat.S_IFIFO: "pipe",
+    stat.S_IFSOCK: "socket",
+}
+_DEVICES = (stat.S_IFCHR, stat.S_IFBLK)
+
+
+def behind_links(path: str | os.PathLike) -> Path:
+    """The absolute path that `path` leads to: what is saved onto a link is written behind it."""
+    return Path(os.path.realpath(Path(path).expanduser()))
+
+
+def check_regular(path: str | os.PathLike) -> None:
+    """Raise ValueError where something other than a regular file has this name; nothing there is as good."""
+    kind = _kind(path)
+    if kind not in (None, stat.S_IFREG):
+        raise ValueError(f"{os.fspath(path)}: is a {_KINDS.get(kind, 'special file')}; give a regular file or a new name")
+
+
+def refuse_device(path: str | os.PathLike) -> None:
+    """Raise ValueError for a device, which may be read for ever."""
+    kind = _kind(path)
+    if kind in _DEVICES:
+        raise ValueError(f"{os.fspath(path)}: is a {_KINDS[kind]}; give a regular file")
+
+
+def _kind(path: str | os.PathLike) -> int | None:
+    try:
+        return stat.S_IFMT(os.stat(Path(path).expanduser()).st_mode)
+    except FileNotFoundError:
+        return None
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike) -> Iterator[None]:
+    """An error of the system (a full disk, say) names `path`, whatever file or descriptor it met."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[IO[bytes]]:
+    """A file to write that takes the place of `path` once all of it is on the disk.
+
+    A process that is killed leaves the old file or the new one, and beside it at most an unfinished one, which the next
+    writer deletes. The unfinished name cannot be foreseen, and what is planted there is not followed.
+
+    Raises:
+        ValueError: `path` is no regular file; OSError, naming `path`: it cannot be written, and is as it was.
+    """
+    target = behind_links(path)
+    check_regular(target)
+    prefix = f".{target.name[:48]}."
+    with naming(path):
+        _delete_unfinished(target.parent, prefix)
+        scratch = target.with_name(f"{prefix}{secrets.token_hex(8)}.writing")
+        with open(scratch, "xb") as file:
+            try:
+                lock(file.fileno())
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(scratch, target)
+            except BaseException:
+                with contextlib.suppress(OSError):  # the close that follows has nothing left to say
+                    scratch.unlink()
+                raise
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Write a UTF-8 text file as `replacing` does."""
+    with replacing(path) as file:
+        file.write(text.encode("utf-8"))
+
+
+def write_all(file: IO[bytes], data: bytes) -> None:
+    """Write all of the data to an unbuffered file: a disk that fills up takes a part first and then fails."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def lock(descriptor: int) -> bool:
+    """Lock an open file or directory until it is closed; whether it was free. Where there are no locks, it is."""
+    try:
+        import fcntl
+    except ImportError:  # no such module on Windows
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def _delete_unfinished(directory: Path, prefix: str) -> None:
+    """Delete what a killed writer left; one that still writes holds its lock."""
+    pattern = re.compile(re.escape(prefix) + r"[0-9a-f]{16}\.writing")
+    for name in os.listdir(directory):
+        if not pattern.fullmatch(name):
+            continue
+        with contextlib.suppress(OSError):
+            descriptor = os.open(directory / name, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+            try:
+                dead = lock(descriptor)
+            finally:
+                os.close(descriptor)
+            if dead:
+                os.unlink(directory / name)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds.
+
+    Raises:
+        ValueError: it holds something else; OSError: it cannot be read.
+    """
+    refuse_device(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"{path}: not valid JSON (nested too deeply)") from error
+    except ValueError as error:  # of the syntax, of UTF-8, of an integer of thousands of digits
+        raise ValueError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: a JSON object is expected, got a {type(content).__name__}")
+    return content
+
+
+def check_fields(
+    place: str | os.PathLike, found: Mapping[str, Any], fields: Mapping[str, type | tuple[type, ...]]
+) -> None:
+    """Raise ValueError for the first of these fields that is missing or of another type."""
+    for name, kinds in fields.items():
+        if name not in found:
+            raise ValueError(f"{place}: the field {name!r} is missing")
+        if not isinstance(found[name], kinds) or (isinstance(found[name], bool) and kinds is int):
+            kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+            allowed = " or ".join("null" if kind is type(None) else _JSON_NAMES[kind] for kind in kinds)
+            raise ValueError(f"{place}: {name}={short(found[name])}: must be {allowed}")
+
+
+_JSON_NAMES = {dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a number"}
+
+
+def short(value: Any) -> str:
+    """The value as messages show it."""
+    import reprlib
+
+    return reprlib.repr(value)
+
+
+def read_text(path: str | os.PathLike) -> str:
+    """The UTF-8 text of a file or a pipe.
+
+    Raises:
+        ValueError: it is not UTF-8, or a device; OSError: it cannot be read.
+    """
+    refuse_device(path)
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{os.fspath(path)}: is not UTF-8 text ({error.reason} at byte {error.start})") from error

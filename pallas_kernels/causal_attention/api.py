@@ -1,0 +1,45 @@
+"""The op that prefill calls; the platform decides the backend."""
+
+import functools
+import importlib
+from typing import Any
+
+import jax
+
+from lowrank_kv_jax.pallas_kernels import dispatch
+from lowrank_kv_jax.pallas_kernels.blockwise import BLOCK
+
+KERNELS = {"triton": "gpu_cudnn", "mosaic_gpu": "gpu_cudnn", "tpu": "tpu_splash"}
+"""Modules of this folder that hold the op, by backend: flash attention of cuDNN and of JAX, none of our own."""
+
+
+def causal_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, window: int | None, backend: str | None = None
+) -> jax.Array:
+    """Exact causal attention of a prompt with itself (prefill).
+
+    Args:
+        q: `[B, T, N, D]`.
+        k, v: `[B, T, K, D]`.
+        scale: factor on the logits.
+        window: sliding window in tokens, or None.
+        backend: one of `dispatch.BACKENDS` instead of the platform's; on a GPU either of its two means cuDNN.
+
+    Returns:
+        `[B, T, N, D]` in the dtype of `q`. Rows are padded on the right, so no valid query sees a pad.
+
+    Raises:
+        ValueError: an unknown backend. A case that the backend's kernel does not cover runs on XLA, with a warning.
+    """
+    attend = functools.partial(_implementation, q=q, k=k, v=v, scale=scale, window=window)
+    reference = functools.partial(attend, "reference")
+    if q.shape[1] <= BLOCK:  # one block of XLA's: nothing that grows, and nothing for a kernel to save
+        dispatch.choose(backend)
+        return reference()
+    kernels = {name: functools.partial(attend, module) for name, module in KERNELS.items()}
+    return dispatch.run("causal_attention", backend, kernels, reference)
+
+
+def _implementation(module: str, **arguments: Any) -> jax.Array:
+    """Call the op in a module of this folder, imported when it is needed: Pallas is not where XLA is enough."""
+    return importlib.import_module(f"{__package__}.{module}").causal_attention(**arguments)

@@ -1,0 +1,97 @@
+"""Perplexity of a text, window by window."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import PLAIN
+from helpers import model as tiny
+from suites import Loaded
+
+from lowrank_kv_jax.corpus import Corpus
+from lowrank_kv_jax.evals.compare.run import parse_methods
+from lowrank_kv_jax.evals.perplexity import run as perplexity_run
+from lowrank_kv_jax.evals.perplexity.run import cut_windows, evaluate_perplexity, total_perplexity
+from lowrank_kv_jax.evals.results.records import read_records
+from lowrank_kv_jax.forward import embed_tokens, layer_prefill, logits_of
+
+TEXT = Corpus.of([f"sentence {i} of a text. " for i in range(20)], "made up")
+TWO = parse_methods(["full", "streamingllm:keep=0.4,sinks=4"])
+
+
+def nll_of(window):
+    """Of the scored tokens of a window by exact attention, no cache involved."""
+    params, tokens = tiny().params, jnp.asarray([window.context + window.scored])
+    positions = jnp.arange(tokens.shape[1])[None]
+    x = embed_tokens(PLAIN, params, tokens)
+    for layer in params["layers"]:
+        x, _ = layer_prefill(PLAIN, None, layer, x, positions)
+    logp = np.asarray(jax.nn.log_softmax(logits_of(PLAIN, params, x)))[0]
+    begin = len(window.context)
+    return -sum(float(logp[begin + i - 1, token]) for i, token in enumerate(window.scored))
+
+
+@pytest.mark.parametrize(("size", "length", "step"), [(300, 64, 16), (300, 64, 63), (64, 64, 1), (65, 64, 32),
+                                                      (10, 64, 32)])
+def test_sliding_windows_score_every_token_but_the_first_once(size, length, step):
+    windows = cut_windows(range(size), "sliding", length, step)
+    assert [token for window in windows for token in window.scored] == list(range(1, size))
+    for window in windows:
+        both = window.context + window.scored
+        assert both == tuple(range(both[0], both[0] + len(both))) and len(both) <= length
+        assert window.index == 0 or both[0] == window.index * step
+
+
+def test_streams_are_disjoint():
+    windows = cut_windows(range(300), "stream", 64, 48)
+    assert [window.shape for window in windows] == [(48, 16)] * 4
+    assert [window.context[0] for window in windows] == [0, 64, 128, 192]
+
+
+@pytest.mark.parametrize(("mode", "step"), [("stream", 40), ("sliding", 24)])
+def test_with_the_full_cache_it_is_the_model_s(mode, step):
+    records = evaluate_perplexity(
+        Loaded(), {"full": TWO["full"]}, TEXT, mode, 64, step, 3, dtype="float32", rows=2
+    )
+    ids = [ord(c) % 64 for c in "\n\n".join(TEXT.texts)]
+    windows = cut_windows(ids, mode, 64, step)[:3]
+    for record, window in zip(records, windows, strict=True):
+        assert record["nll"] == pytest.approx(nll_of(window), abs=1e-3)
+    total = sum(map(nll_of, windows)) / sum(len(window.scored) for window in windows)
+    assert total_perplexity(records, "full") == pytest.approx(np.exp(total), rel=1e-4)
+
+
+def test_it_goes_on_where_it_stopped(monkeypatch, tmp_path):
+    path, args = tmp_path / "r.jsonl", (TEXT, "stream", 64, 48, 4)
+    whole = evaluate_perplexity(Loaded(), TWO, *args, rows=2)
+    append, left = perplexity_run.append_record, [3]
+
+    def killed(file, record):
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        append(file, record)
+
+    monkeypatch.setattr(perplexity_run, "append_record", killed)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_perplexity(Loaded(), TWO, *args, json=path, rows=2)
+    assert len(read_records(path)) == 3
+    monkeypatch.setattr(perplexity_run, "append_record", append)
+    records = evaluate_perplexity(Loaded(), TWO, *args, json=path, rows=2)
+    assert [r["nll"] for r in records] == [r["nll"] for r in whole]
+    assert len(read_records(path)) == len(whole) == 8
+    with pytest.raises(ValueError, match="another run .step was 48 and is now 40"):
+        evaluate_perplexity(Loaded(), TWO, TEXT, "stream", 64, 40, 4, json=path, rows=2)
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="step=64: must lie in 1..63"):
+        cut_windows(range(300), "stream", 64, 64)
+    with pytest.raises(ValueError, match="mode='both'"):
+        cut_windows(range(300), "both", 64, 32)
+    with pytest.raises(ValueError, match="the text has 30 tokens; a window needs 64"):
+        cut_windows(range(30), "stream", 64, 32)
+    with pytest.raises(ValueError, match="length=1000: the model's context is 512"):
+        evaluate_perplexity(Loaded(), TWO, TEXT, length=1000)
+    with pytest.raises(ValueError, match="no tokenizer"):
+        evaluate_perplexity(Loaded(tokenizer=None), TWO, TEXT)

@@ -1,0 +1,137 @@
+"""The studies of `lowrank-kv eviction` on a tiny model: errors against float64, equal bytes, and what is printed."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from character_tokenizer import Characters
+from eviction_oracle import kept_positions, softmax
+from helpers import PLAIN, model, prompts
+
+from lowrank_kv_jax.accounting import cache_bytes
+from lowrank_kv_jax.cli import main, options
+from lowrank_kv_jax.evals.results.records import read_records
+from lowrank_kv_jax.evals.studies.eviction import run as eviction
+from lowrank_kv_jax.evals.studies.eviction.error import eviction_errors
+from lowrank_kv_jax.evals.studies.eviction.speed import eviction_speed
+from lowrank_kv_jax.forward import embed_tokens, layer_prefill, make_layout
+from lowrank_kv_jax.parse import parse_method
+from lowrank_kv_jax.saved_cache import abstract_cache
+
+CONFIG = dataclasses.replace(PLAIN, num_layers=1, windows=(None,))
+SETTINGS = eviction.Settings(length=128, budgets=(48,), windows=1, scored=32, samples=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What the studies read of a `LoadedModel`."""
+
+    config: object = CONFIG
+    params: object = dataclasses.field(default_factory=lambda: model(CONFIG).params)
+    tokenizer: object = dataclasses.field(default_factory=Characters)
+    name: str = "tiny"
+    fingerprint: str = "f" * 8
+
+
+@functools.cache
+def first_layer(tokens: int):
+    """Queries, keys and values of the first layer, float64."""
+    ids = prompts(rows=1, length=tokens)
+    x = embed_tokens(CONFIG, model(CONFIG).params, ids)
+    positions = jnp.arange(tokens, dtype=jnp.int32)[None]
+    _, taps = layer_prefill(CONFIG, None, model(CONFIG).params["layers"][0], x, positions)
+    return ids, taps
+
+
+def test_errors_are_those_of_the_definitions():
+    """Equations 2, 3 and 7 in float64, from the positions that the method kept."""
+    prompt, new = 96, 8
+    ids, taps = first_layer(prompt + new)
+    spec = "h2o:budget=24+moments:order=gaussian"
+    (row,) = eviction_errors(Loaded(), {spec: parse_method(spec)}, np.asarray(ids[0]), new)
+    method = parse_method(spec)
+    layout = make_layout(CONFIG, 1, prompt, prompt + new, new, jnp.float32)
+    before = taps.part(slice(prompt))
+    state = jax.jit(lambda t: method.compress(layout, None, method.init(layout, None), (t,), jnp.asarray([prompt])))(before)
+    q, k, v = (np.asarray(x[0], np.float64) for x in (taps.q, taps.k, taps.v))
+    mass, error, angle, cosine = [], [], [], []
+    for n in range(CONFIG.q_heads):
+        head = n // 2
+        kept = np.zeros(prompt, bool)
+        kept[[*kept_positions(state, CONFIG.kv_heads)[head], *range(prompt - 12, prompt)]] = True
+        keys, values = k[:prompt, head], v[:prompt, head]
+        for query in q[prompt:, n]:
+            p = softmax(keys @ query / np.sqrt(8))
+            full, lost = p @ values, p[~kept].sum()
+            held, gone = p[kept] @ values[kept] / (1 - lost), p[~kept] @ values[~kept] / lost
+            slope = values[~kept].T @ (keys[~kept] - keys[~kept].mean(0)) / (np.sqrt(8) * (~kept).sum())
+            guess = values[~kept].mean(0) + slope @ query
+            mass.append(lost)
+            error.append(np.linalg.norm(full - held) / np.linalg.norm(full))
+            angle.append(held @ gone / np.linalg.norm(held) / np.linalg.norm(gone))
+            cosine.append(guess @ gone / np.linalg.norm(guess) / np.linalg.norm(gone))
+    got = (row.mass, row.error, row.angle, row.cosine["1"])
+    np.testing.assert_allclose(got, [np.mean(x) for x in (mass, error, angle, cosine)], atol=1e-4)
+
+
+def test_means_are_taken_over_texts_and_layers():
+    spec = "h2o:budget=24+moments:order=gaussian"
+    texts = [np.asarray(prompts(rows=1, length=104, seed=seed)[0]) for seed in range(2)]
+    each = [eviction_errors(Loaded(), {spec: parse_method(spec)}, text, 8) for text in texts]
+    mean = eviction.means(eviction.average(each))[spec]
+    assert mean.error == pytest.approx((each[0][0].error + each[1][0].error) / 2) and each[0][0].error != each[1][0].error
+    assert mean.corrected["0"] == pytest.approx(np.mean([rows[0].corrected["0"] for rows in each]))
+
+
+@pytest.mark.parametrize("layers", [3, 10])
+def test_equal_bytes_are_equal_but_for_a_slot_in_each_layer(layers):
+    loaded = Loaded(dataclasses.replace(PLAIN, num_layers=layers, windows=(None,) * layers), params=None)
+    specs = eviction.equal_bytes_specs(loaded, SETTINGS, 64)
+    layout = make_layout(loaded.config, 1, SETTINGS.length, SETTINGS.length + SETTINGS.scored)
+    spent = [cache_bytes(abstract_cache(parse_method(spec), layout)).total for spec in specs]
+    slot = 4 * (2 * 2 * 8 + 4 + 4) * layers  # of four heads: key and value, position, score
+    assert [spec.partition(":")[0] for spec in specs] == [*eviction.BASELINES, "momentkv"]
+    assert all(spent[-1] - 2 * slot < bytes_ <= spent[-1] for bytes_ in spent)
+
+
+def test_bytes_are_those_foretold_and_times_are_there():
+    specs = {spec: parse_method(spec) for spec in ("full", "momentkv:budget=48")}
+    rows = eviction_speed(Loaded(), specs, 160, steps=32, rounds=1)
+    for row in rows:
+        assert row.cache_bytes == row.predicted_bytes and row.step_ms > 0 and row.attention_ms > 0
+    assert rows[1].cache_bytes != rows[0].cache_bytes
+
+
+def test_the_command_prints_and_records(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(options, "load_from", lambda args: Loaded())
+    monkeypatch.setattr(eviction, "ablation_specs", lambda budget: [f"momentkv:budget={budget}"])
+    monkeypatch.setattr(eviction, "error_specs", lambda budgets: [f"momentkv:budget={budgets[0]},order=gaussian"])
+    path = tmp_path / "records.jsonl"
+    arguments = ["eviction", "--studies", "error", "ablation", "--length", "128", "--budgets", "48", "--windows", "1",
+                 "--samples", "0", "--json", str(path)]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "eviction error by layer" in printed and "momentkv:budget=48" in printed and "bytes of full" in printed
+    found = read_records(path)
+    assert {(r["command"], r["task"]) for r in found} == {("eviction", "eviction-error"), ("eval perplexity", "perplexity-stream")}
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--length", "64", "--budgets", "64"], "budgets=[64]: each must lie in 1..63"),
+    (["--windows", "0"], "windows=0: must be at least 1"),
+    (["--rounds", "0"], "--rounds 0: must be at least 1"),
+])
+def test_mistakes_are_named(arguments, message, capsys):
+    assert main(["eviction", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("specs, options, message", [
+    (["ojakv"], {}, "need calibrated bases"), (["full"], {"steps": 33}, "steps=33"), (["full"], {"length": 600}, "length=600"),
+])
+def test_what_cannot_be_timed_is_refused(specs, options, message):
+    with pytest.raises(ValueError, match=message):
+        eviction_speed(Loaded(), {s: parse_method(s) for s in specs}, **({"length": 200} | options))

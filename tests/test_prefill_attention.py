@@ -1,0 +1,104 @@
+"""Attention of a prompt with itself as accelerators run it, traced and interpreted on a CPU."""
+
+import functools
+import math
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import softmax_attention
+from jax.extend.core import jaxprs_in_params
+
+from lowrank_kv_jax.forward import layer_prefill
+from lowrank_kv_jax.models.config import ModelConfig
+from lowrank_kv_jax.models.parameters import param_table
+from lowrank_kv_jax.pallas_kernels import dispatch
+from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention
+from lowrank_kv_jax.rope import RopeSpec
+
+TOKENS = 4096  # more squared than any activation of the model below has numbers
+N, K, D, SCALE = 4, 2, 8, 0.35
+
+
+def config(window):
+    return ModelConfig(
+        family="llama", vocab_size=64, hidden_size=64, intermediate_size=128, num_layers=1, q_heads=4, kv_heads=2,
+        head_dim=64, norm_eps=1e-5, rope=RopeSpec(10000.0, 64), context=TOKENS, windows=(window,),
+    )
+
+
+def traced(window, tokens=TOKENS):
+    """The program of a layer's prefill, as the platform of the moment would have it."""
+    shape, model = jax.ShapeDtypeStruct, config(window)
+    weights = jax.tree.map(lambda info: shape(info.shape, jnp.bfloat16), param_table(model)["layers"][0])
+    jax.clear_caches()  # of what was traced for another platform
+    return jax.make_jaxpr(functools.partial(layer_prefill, model, window))(
+        weights, shape((1, tokens, 64), jnp.bfloat16), shape((1, tokens), jnp.int32)
+    )
+
+
+def equations(jaxpr):
+    """All equations, those of loops, calls and kernels included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_no_platform_holds_a_number_for_every_pair_of_tokens(platform, window, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    dispatch._warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        program = traced(window)
+    found = list(equations(program.jaxpr))
+    largest = max(math.prod(x.aval.shape) for e in found for x in e.outvars if hasattr(x.aval, "shape"))
+    assert TOKENS < largest < TOKENS**2
+    assert any(e.primitive.name == "pallas_call" for e in found) == (platform == "tpu")
+    # cuDNN is not here
+    assert [str(x.message).startswith("causal_attention runs on XLA instead of triton: ") for x in said] == (
+        [True] if platform == "gpu" else [])
+
+
+def test_a_program_for_a_device_that_is_not_there_takes_its_branch():
+    there = jax.sharding.AbstractDevice("TPU v5e", 1, "tpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=there)):
+        assert dispatch.choose() == "tpu" and not dispatch.interpreted("tpu") and dispatch.interpreted("triton")
+        assert any(e.primitive.name == "pallas_call" for e in equations(traced(None).jaxpr))
+    assert dispatch.choose() == "xla"
+
+
+def test_the_program_of_a_longer_prompt_is_no_longer():
+    lengths = [sum(1 for _ in equations(traced(None, tokens).jaxpr)) for tokens in (1024, 4096)]
+    assert lengths[0] == lengths[1]
+
+
+@pytest.mark.parametrize("size, window", [(513, None), (1100, None), (1100, 5), (1100, 600)])
+def test_splash_attention_against_float64(size, window):
+    rng = np.random.default_rng(size)
+    q = rng.normal(size=(2, size, N, D))
+    k, v = (rng.normal(size=(2, size, K, D)) for _ in range(2))
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
+    i = np.arange(size)
+    mask = i[None, :] <= i[:, None]
+    if window is not None:
+        mask &= i[None, :] > i[:, None] - window
+    exact = (np.asarray(x, np.float32) for x in (q, k, v))
+    oracle, _ = softmax_attention(*exact, np.broadcast_to(mask, (2, size, size)), SCALE)
+    found = jax.jit(functools.partial(causal_attention, scale=SCALE, window=window, backend="tpu"))(q, k, v)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(found, np.float32), oracle, atol=0.03)
+
+
+@pytest.mark.parametrize("backend, reason", [("tpu", "bfloat16"), ("triton", "cuDNN takes a GPU")])
+def test_what_a_kernel_does_not_cover_is_the_loop_over_blocks(backend, reason):
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 600, heads, D)), jnp.float32) for heads in (N, K, K))
+    dispatch._warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match=f"causal_attention runs on XLA instead of {backend}: .*{reason}"):
+        found = causal_attention(q, k, v, scale=SCALE, window=None, backend=backend)
+    np.testing.assert_array_equal(found, causal_attention(q, k, v, scale=SCALE, window=None, backend="xla"))
