@@ -60,7 +60,7 @@ def tokens_for_bytes(
     Raises:
         ValueError: the exact ends alone take more.
     """
-    row = dataclasses.replace(layout, batch=1, mesh=None)
+    row, budget = dataclasses.replace(layout, batch=1, mesh=None), rule.budget_bytes or 0
 
     def bytes_with(tokens: int) -> int:
         shapes = jax.eval_shape(lambda: empty(row, tokens))
@@ -77,8 +77,8 @@ def tokens_for_bytes(
     low, high = 0, max(layout.capacity - ends.sinks - ends.recent, 1)
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if spent(middle) <= rule.budget_bytes else (low, middle - 1)
+        low, high = (middle, high) if spent(middle) <= budget else (low, middle - 1)
     if low == 0:
-        raise ValueError(f"budget_bytes={rule.budget_bytes}: sinks, recent tokens, room for a block and statistics take "
+        raise ValueError(f"budget_bytes={budget}: sinks, recent tokens, room for a block and statistics take "
                          f"{one * len(groups) + OF_THE_CACHE}")
     return low
