@@ -21,7 +21,8 @@ def resolve_rank(field: str, value: int | float, width: int) -> int:
     Args:
         field: name used in errors.
         value: an int in 1..width, taken as it is, or a float in (0, 1]: the nearest multiple of `rank_multiple(width)`
-            (half a multiple goes up), at least one and never above the width; 1.0 is the width.
+            (half a multiple goes up), at least one and never above the width; 1.0 is the width. One that is a multiple
+            of 8 as it stands is kept: an eighth of 192 channels is 24.
         width: channels that the basis spans.
 
     Raises:
@@ -32,8 +33,10 @@ def resolve_rank(field: str, value: int | float, width: int) -> int:
     if isinstance(value, float):
         if not 0 < value <= 1:
             raise ValueError(f"{field}={value!r}: a fraction must lie in (0, 1] (an int counts columns)")
-        multiple = rank_multiple(width)
-        nearest = multiple * max(1, math.floor(value * width / multiple + 0.5))
+        wanted, multiple = value * width, rank_multiple(width)
+        if multiple > 8 and math.isclose(wanted, 8 * round(wanted / 8)):
+            multiple = 8
+        nearest = multiple * max(1, math.floor(wanted / multiple + 0.5))
         return width if value == 1 else min(nearest, width)
     if not 1 <= value <= width:
         raise ValueError(f"{field}={value!r}: must lie in 1..{width}, the width of the basis")

@@ -1,4 +1,4 @@
-"""The programs that a model runs, compiled whole for hardware that is not there: what they need beside their arguments."""
+"""Programs that a model runs, compiled whole for hardware that is not there: what they need beside their arguments."""
 
 import functools
 from collections.abc import Sequence

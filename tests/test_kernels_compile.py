@@ -34,6 +34,20 @@ results, missing = compile_whole(sys.argv[1:])
 json.dump({"results": [{"failure": r.failure, **r.facts} for r in results], "missing": missing}, sys.stdout)
 """
 
+EDGES = """
+import json, sys
+from lowrank_kv_jax.pallas_kernels import gpu_shared_memory
+from lowrank_kv_jax.pallas_kernels.compile_grid import PLAIN, ROTARY, Program, compile_all
+def at(rank):
+    return [Program(op, rank[i], rank[i], batch=1, joint=True, queries=queries)
+            for i, (op, queries) in enumerate(((ROTARY, 1), (ROTARY, 16), (PLAIN, 1), (PLAIN, 2)))]
+largest, beyond = at((576, 480, 1184, 576)), at((608, 512, 1216, 608))
+results, missing = compile_all(sys.argv[1:], (*largest, *beyond))
+gpu_shared_memory._check = lambda *_: None
+results += compile_all(sys.argv[1:], beyond)[0]
+json.dump({"results": [r.failure for r in results], "missing": missing}, sys.stdout)
+"""
+
 
 def compiled(program, target):
     """What a process with the compilers says of a target; skips where there is none."""
@@ -73,3 +87,21 @@ def test_a_long_prompt_is_read_within_three_gigabytes(target):
     """Logits of every pair of 32K tokens would take 137 GB. Most of what is left is the MLP's."""
     (result,) = compiled(WHOLE, target)
     assert result["failure"] is None and result["temporaries"] <= 3e9
+
+
+def test_what_shared_memory_cannot_hold_is_refused_before_the_compiler_refuses_it():
+    """For each kernel, with few and with many query rows: the largest rank that is admitted (they go by 32), the next."""
+    answers = compiled(EDGES, "sm_90")
+    largest, foretold, tried = answers[:4], answers[4:8], answers[8:]
+    assert largest == [None] * 4
+    assert all("bytes of shared memory, the GPU has 232448" in x for x in foretold)
+    assert len(tried) == 4 and all("Shared memory size limit exceeded" in x for x in tried)
+
+
+@pytest.mark.slow
+def test_every_method_decodes_on_sm_90_by_default():
+    """At the shape of Llama 3.1 8B its kernels compile, or are refused before."""
+    results = compiled((ROOT / "tests" / "compile_methods.py").read_text(), "sm_90")
+    assert not [r for r in results if r["failure"]]
+    refused = {r["method"]: r["said"] for r in results if any("shared memory" in x for x in r["said"])}
+    assert set(refused) == {"xkv"}

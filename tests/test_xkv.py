@@ -105,13 +105,19 @@ def test_ranks_are_split_one_to_one_and_a_half():
     assert split_rank(1000, 1000, 1.5) == (1000, 1000)  # full is full
     assert split_rank(900, 1000, 1.5) == (800, 1000)
     assert split_rank(1, 1000, 1.5) == (1, 1)
+    assert split_rank(48, 192, 1.5) == (38, 58) and split_rank(48, 192, 1.5, 8) == (40, 56)
+    assert split_rank(100, 100, 1.5, 8) == (100, 100) and split_rank(8, 100, 1.5, 8) == (8, 8)
+    assert split_rank(3, 100, 1.5, 8) == (2, 4)  # too few to round
 
 
 def test_ranks_follow_the_fields():
     spec = DEEP.attention
     width = spec.kv_heads * spec.head_dim
     ranks = [group.ranks for group in methods.XKV(group=2, rank=0.5).default_bases(spec)]
-    assert ranks == [split_rank(width, 2 * width, 1.5)] * 2 + [split_rank(width // 2, width, 1.5)]
+    multiples = [1 if width < 64 else 8 for width in (2 * width, width)]
+    assert ranks == [split_rank(width, 2 * width, 1.5, multiples[0])] * 2 + [split_rank(width // 2, width, 1.5, multiples[1])]
+    given = [group.ranks for group in methods.XKV(group=2, rank=9).default_bases(spec)]
+    assert given == [split_rank(9, 2 * width, 1.5)] * 3  # an int is kept: only its ratio is rounded
     table = parse_method("xkv:group=2,table=3:4/5:6/7:8").default_bases(spec)
     assert [group.ranks for group in table] == [(3, 4), (5, 6), (7, 8)]
     (first, *_) = methods.XKV(group=2, rank_k=6, rank_v=0.5).default_bases(spec)

@@ -17,7 +17,15 @@ from lowrank_kv_jax.codecs.quantised import (
     store_tokens,
 )
 from lowrank_kv_jax.estimators.subspace_iteration import gram, leading_subspace
-from lowrank_kv_jax.layer_groups import LayerGroup, Ranks, read_table, resolve_pair, split_rank, stride_groups
+from lowrank_kv_jax.layer_groups import (
+    SPLIT_MULTIPLE,
+    LayerGroup,
+    Ranks,
+    read_table,
+    resolve_pair,
+    split_rank,
+    stride_groups,
+)
 from lowrank_kv_jax.method import KVMethod, Layout, Place, register
 from lowrank_kv_jax.methods import xkv_latents
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
@@ -31,6 +39,8 @@ from lowrank_kv_jax.segments import exact as exact_tokens
 from lowrank_kv_jax.selection import blocks
 from lowrank_kv_jax.spec import AttentionSpec
 from lowrank_kv_jax.state import leaf, state, write_tokens
+
+FEW_COLUMNS = 64  # mean rank below which `smaller` takes any number: a multiple of 8 would leave much of the bytes unused
 
 
 @state
@@ -63,7 +73,8 @@ class XKV(KVMethod):
     Attributes:
         group: G, adjacent layers that share coefficients; by default 4, or all layers of a shallower model.
             The last group of a model may be smaller. G = 1 is the Single SVD of the paper.
-        rank: mean rank of keys and values, columns (int) or a fraction of the width G * K * D.
+        rank: mean rank of keys and values, columns (int) or a fraction of the width G * K * D. A fraction, and what
+            `smaller` finds from 64 columns on, is split into multiples of 8 (from a width of 64 on).
         ratio: rank of the values to that of the keys.
         rank_k, rank_v: instead of `rank`, both.
         table: instead of `rank`: ranks of every group, "k:v/k:v/..", e.g. those that keep 95% of the energy
@@ -392,7 +403,10 @@ def ranks_for_bytes(method: XKV, holder: Any, layout: Layout, layers: int) -> Ra
         layout = dataclasses.replace(layout, capacity=layout.prompt + layout.block)
 
     def ranks(mean: int) -> Ranks:
-        return Ranks(mean, 0) if layout.spec.latent is not None else split_rank(mean, width, method.ratio, _split_multiple(width))
+        multiple = _split_multiple(width) if mean >= FEW_COLUMNS else 1
+        if layout.spec.latent is not None:
+            return Ranks(mean - mean % multiple, 0)
+        return split_rank(mean, width, method.ratio, multiple)
 
     def make(mean: int):
         return jax.eval_shape(lambda: holder.empty(layout, layers, ranks(mean)))

@@ -10,7 +10,7 @@ from lowrank_kv_jax.pallas_kernels import dispatch
 from lowrank_kv_jax.pallas_kernels.blockwise import BLOCK
 
 KERNELS = {"triton": "gpu_cudnn", "mosaic_gpu": "gpu_cudnn", "tpu": "tpu_splash"}
-"""Modules of this folder that hold the op, by backend: flash attention as cuDNN and JAX have it, no kernels of our own."""
+"""Modules of this folder that hold the op, by backend: flash attention of cuDNN and of JAX, none of our own."""
 
 
 def causal_attention(

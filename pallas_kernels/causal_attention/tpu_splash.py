@@ -34,6 +34,6 @@ def causal_attention(q, k, v, *, scale, window, interpret=False):
 
 
 def _heads_first(x: jax.Array) -> jax.Array:
-    """`[B, N, T', D']` of `[B, T, N, D]`: tokens padded to whole blocks, behind all that see, channels to whole registers."""
+    """`[B, N, T', D']` of `[B, T, N, D]`: padded with zeros to whole blocks of tokens and whole registers of channels."""
     tokens, channels = -x.shape[1] % BLOCK, -x.shape[3] % LANES
     return jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, tokens), (0, channels)))

@@ -13,6 +13,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid
+from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import check_coefficient_kernel
 from lowrank_kv_jax.pallas_kernels.packing import (
     EMPTY,
     LOG2_E,
@@ -57,6 +58,7 @@ def attend_packed(
     check_stored(packed, keys, values)
     batch, heads, rows, _ = packed.q.shape
     grid = decode_grid(rows, batch * heads, size, bytes_of_token(keys) + bytes_of_token(values))
+    check_coefficient_kernel(grid, keys, values, packed.q.dtype.itemsize)
     shape = (batch, heads, grid.splits, rows)
     width = values.codes.shape[-1]
     kernel = functools.partial(_kernel, grid=grid, scale=scale, quantised=keys.scales is not None)

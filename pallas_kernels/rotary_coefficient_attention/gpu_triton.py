@@ -31,6 +31,7 @@ from lowrank_kv_jax.pallas_kernels.coefficient_attention.gpu_triton import (
     write_partial,
 )
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid
+from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import check_rotary_kernel
 from lowrank_kv_jax.pallas_kernels.packing import (
     LOG2_E,
     TILE_OF_SCALES,
@@ -70,6 +71,7 @@ def attend_packed(
     width = values.codes.shape[-1]
     token_bytes = bytes_of_token(keys) + bytes_of_token(values) + 2 * half * packed.q.dtype.itemsize
     grid = decode_grid(rows, batch * heads, keys.codes.shape[2], token_bytes)
+    check_rotary_kernel(grid, keys, values, packed.q.dtype.itemsize, 2 * half)
     shape = (batch, heads, grid.splits, rows)
     basis_row = (lambda b: b) if rotary.basis.shape[0] == batch else (lambda b: 0)
     whole = pl.BlockSpec(rotary.cos.shape, lambda s, h, b: (0, 0, 0))

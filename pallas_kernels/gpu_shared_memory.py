@@ -1,0 +1,84 @@
+"""What the Triton kernels need of a GPU's shared memory, foretold: a compiler that finds too little does not go on.
+
+Read off what the compiler of sm_90 asks for, and held to it at the edge by the tests. Exact to a few KiB, never below.
+"""
+
+import jax
+
+from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
+from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid
+from lowrank_kv_jax.pallas_kernels.packing import Stored, columns
+
+KIB = 1024
+OF_CAPABILITY = {
+    "7.5": 64 * KIB, "8.0": 163 * KIB, "8.7": 163 * KIB, "9.0": 227 * KIB, "10.0": 227 * KIB, "10.3": 227 * KIB,
+    "11.0": 227 * KIB,
+}
+"""Bytes that a program may have, by the compute capability of the GPU."""
+OTHERS = 99 * KIB  # of the consumers' GPUs since 8.6
+
+
+BETWEEN_LAYOUTS = 44  # vectors of a head that rebuilt keys and turned queries need on their way between layouts, at most
+WGMMA_ROWS = 64  # from so many query rows on, products are asynchronous: their operands have one buffer more
+
+
+def check_coefficient_kernel(grid: Grid, keys: Stored, values: Stored, query_bytes: int) -> None:
+    """Of `coefficient_attention`, whose queries lie beside the tiles.
+
+    Args:
+        grid: of the launch.
+        keys, values: what is read.
+        query_bytes: of a number of the queries.
+
+    Raises:
+        Unsupported: more than the GPU has.
+    """
+    multiplied = _multiplied(grid, keys, values) if query_bytes == 2 else ()
+    queries = grid.rows * (_columns(keys) + grid.tile) * query_bytes
+    _check(keys, values, _tiles(grid, keys, values, multiplied) + queries)
+
+
+def check_rotary_kernel(grid: Grid, keys: Stored, values: Stored, query_bytes: int, head_dim: int) -> None:
+    """Of `rotary_coefficient_attention`, whose key basis lies beside the tiles as a whole.
+
+    Args:
+        grid, keys, values, query_bytes: as above.
+        head_dim: of the padded queries.
+
+    Raises:
+        Unsupported: more than the GPU has.
+    """
+    beside = head_dim * (_columns(keys) + BETWEEN_LAYOUTS) * query_bytes
+    _check(keys, values, _tiles(grid, keys, values, _multiplied(grid, values)) + beside)
+
+
+def _multiplied(grid: Grid, *stored: Stored) -> tuple[Stored, ...]:
+    """Those that products read where they lie; codes are widened in registers first."""
+    return tuple(x for x in stored if grid.rows >= WGMMA_ROWS and x.scales is None)
+
+
+def _tiles(grid: Grid, keys: Stored, values: Stored, multiplied: tuple[Stored, ...]) -> int:
+    """Bytes of the tiles under way, and of another one of what is `multiplied`."""
+    under_way = (grid.stages - 1) * (_token_bytes(keys) + _token_bytes(values))
+    return grid.tile * (under_way + sum(map(_token_bytes, multiplied)))
+
+
+def _token_bytes(stored: Stored) -> int:
+    return _columns(stored) * stored.codes.dtype.itemsize
+
+
+def _check(keys: Stored, values: Stored, needed: int) -> None:
+    if needed > (there := _there()):
+        raise Unsupported(f"keys of rank {keys.codes.shape[-1]} and values of rank {values.codes.shape[-1]} need "
+                          f"{needed} bytes of shared memory, the GPU has {there}")
+
+
+def _columns(stored: Stored) -> int:
+    """Columns that are read of a token, those under a mask included."""
+    return sum(size for _, size in columns(stored.codes.shape[-1]))
+
+
+def _there() -> int:
+    """Bytes of the GPU at hand, of an H100 or H200 where there is none."""
+    capability = getattr(jax.devices()[0], "compute_capability", "9.0")
+    return OF_CAPABILITY.get(capability, OTHERS)
