@@ -13,7 +13,9 @@ from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import init_params
 from lowrank_kv_jax.moments import Fisher, Moments
+from lowrank_kv_jax.positions import Runs
 from lowrank_kv_jax.rope import RopeSpec
+from lowrank_kv_jax.segments.coded import Coded, transport
 
 PLAIN = ModelConfig(
     family="llama",
@@ -167,3 +169,9 @@ def softmax_attention(q, k, v, mask, scale):
     )
     with np.errstate(divide="ignore"):
         return out, (np.log(total) + np.where(np.isneginf(top), 0.0, top)).swapaxes(1, 2)
+
+
+def transported(coefficients, lengths, old, new):
+    """`segments.coded.transport` of coefficients alone."""
+    runs = Runs(jnp.zeros((len(lengths), 2), jnp.int32), jnp.zeros((len(lengths), 2), jnp.int32))
+    return transport(Coded(coefficients, coefficients, lengths, runs), "k", old, new)

@@ -189,17 +189,21 @@ def test_counts_that_are_not_there():
         decode_step(FULL, PLAIN, params, cache, jnp.ones((2, 1), jnp.int32))
 
 
+def shapes_of(cache):
+    return jax.tree.structure(cache), [(x.shape, x.dtype) for x in jax.tree.leaves(cache)]
+
+
 @pytest.mark.parametrize("name", ["full", "streamingllm", "ojakv"])
 def test_a_thousand_tokens_compile_once(name):
     config = dataclasses.replace(PLAIN, num_layers=2, windows=(None, None), context=2048)
     method = small_configuration(REGISTRY[name])
     bases, tokens = bases_for(method, config), prompts(length=50)
     cache, logits = prefill(method, config, model(config).params, tokens, bases=bases, capacity=1051)
-    expected = jax.tree.map(lambda x: (x.shape, x.dtype), cache)
+    expected = shapes_of(cache)
     programs, drawn = decode_block._cache_size(), 0
     start = cache
     for new, cache, _ in decode(method, config, model(config).params, start, logits, 1000, bases=bases):
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), cache) == expected
+        assert shapes_of(cache) == expected
         assert ((new >= 0) & (new < config.vocab_size)).all()
         drawn += new.shape[1]
     assert drawn == 1000 and cache.length.tolist() == [1049, 1049]

@@ -125,9 +125,6 @@ def test_it_composes_and_forks_from_one_prefill():
         ("kvzip:decoding=evict", "decoding='evict': must be 'keep'"),
         ("kvzip:layers=global", "layers='global': allowed are calibrated, uniform"),
         ("kvzip:budget_bytes=90000", "budget_bytes=90000: give layers=uniform"),
-        ("ojakv+kvzip", "heads with budgets of their own"),
-        ("ojakv+kvzip:allocation=uniform", "budgets that differ by layer"),
-        ("xkv+kvzip:allocation=uniform", "budgets that differ by layer"),
     ],
 )
 def test_bad_settings(spec, said):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PLAIN, QWEN, bases_for, model, prompts, random_moments, run, softmax_attention
+from helpers import PLAIN, QWEN, bases_for, model, prompts, random_moments, run, softmax_attention, transported
 
 from lowrank_kv_jax.codecs.basis import expand_values, fold_query, project, reconstruct
 from lowrank_kv_jax.estimators import ESTIMATORS
@@ -20,7 +20,6 @@ from lowrank_kv_jax.methods import REGISTRY, machine_of
 from lowrank_kv_jax.moments import Moments, layer_moments
 from lowrank_kv_jax.parse import parse_method
 from lowrank_kv_jax.rope import RopeSpec, rope_angles, rotate
-from lowrank_kv_jax.segments.coded import transport
 from lowrank_kv_jax.spec import AttentionSpec, Taps
 
 
@@ -118,12 +117,12 @@ def test_transport(size):
     rng = np.random.default_rng(3)
     old, new = (np.stack([[orthonormal(rng, 6, 4) for _ in range(2)] for _ in range(2)]) for _ in range(2))
     c, lengths = rng.normal(size=(2, 2, size, 4)).astype(np.float32), np.array([size, size // 2], np.int32)
-    moved = np.asarray(jax.jit(transport)(c, lengths, old, new))
+    moved = np.asarray(jax.jit(transported)(c, lengths, old, new))
     expected = np.einsum("bjsr,bjwr,bjwp->bjsp", c, old, new)
     for b, n in enumerate(lengths):
         np.testing.assert_allclose(moved[b, :, :n], expected[b, :, :n], atol=1e-5)
     turned = old @ orthonormal(rng, 4, 4)
-    there = jax.jit(transport)(c, lengths, old, turned)
+    there = jax.jit(transported)(c, lengths, old, turned)
     np.testing.assert_allclose(
         np.einsum("bjsr,bjwr->bjsw", there, turned)[0], np.einsum("bjsr,bjwr->bjsw", c, old)[0], atol=1e-5
     )
@@ -153,7 +152,7 @@ def test_transport_between_rounded_bases_of_one_subspace_loses_nothing():
     start = rng.normal(size=(1, 1, 40, 24)).astype(np.float32)
     c, lengths = jnp.asarray(start), jnp.array([40])
     for _ in range(30):
-        c = transport(transport(c, lengths, old, turned), lengths, turned, old)
+        c = transported(transported(c, lengths, old, turned), lengths, turned, old)
     assert np.abs(np.asarray(c) - start).max() < 0.02
 
 
@@ -364,7 +363,7 @@ def _rebuilt_error(cache, exact):
     lost = total = 0.0
     for mine, layer, bases in zip(cache.groups, exact.groups, bases_for(cache.method), strict=True):
         count = int(mine.store.tokens.length[0])
-        v = np.asarray(cache.method.rebuilt(cache.layout, bases, mine)[1], np.float64)[:, :, :count]
-        true = np.asarray(layer.v, np.float64)[:, :, cache.method.sinks : cache.method.sinks + count]
+        v = np.asarray(cache.method.rebuilt(cache.layout, bases, mine.store)[1], np.float64)[:, :, :count]
+        true = np.asarray(layer.ends[0].v, np.float64)[:, :, cache.method.sinks : cache.method.sinks + count]
         lost, total = lost + ((v - true) ** 2).sum(), total + (true**2).sum()
     return lost / total

@@ -266,7 +266,7 @@ def test_streaming_equals_prefill_where_nothing_is_looked_ahead():
         state = refresh(machine_of(method).append(layout, bases, state, new, counts, None, Place()))
     lengths = (50 + 62, 28 + 62)
     whole = compress_group(method, layout_of(), bases, (taps,), jnp.array(lengths))
-    for ours, theirs in zip(method.rebuilt(layout, bases, state), method.rebuilt(layout_of(), bases, whole), strict=True):
+    for ours, theirs in zip(method.rebuilt(layout, bases, state.store), method.rebuilt(layout_of(), bases, whole), strict=True):
         for row, n in enumerate(lengths):
             np.testing.assert_allclose(ours[row, :, : n - 12], theirs[row, :, : n - 12], atol=1e-4)
     np.testing.assert_array_equal(state.store.tokens.length, whole.store.tokens.length)
@@ -310,9 +310,9 @@ def test_gamma_scales_the_logits_of_coded_tokens(spec, gamma):
     plain, method = (parse_method(f"{spec},gamma={kind}") for kind in ("unit", gamma))
     bases, state = bases_of(method), compressed(plain)[1]  # gamma changes nothing that is stored
     bases = bases._replace(gain=jnp.linspace(-0.3, 0.3, KV))
-    keys, values = method.rebuilt(layout, bases, state)
+    keys, values = method.rebuilt(layout, bases, state.store)
     expected = np.sqrt(3 / DIM) if gamma == "sqrt_rank" else 1 + np.asarray(bases.gain)[:, None, None]
-    np.testing.assert_allclose(keys, plain.rebuilt(layout, bases, state)[0] * expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(keys, plain.rebuilt(layout, bases, state.store)[0] * expected, rtol=1e-5, atol=1e-6)
     full = [np.array(x, np.float64) for x in (taps.k, taps.v)]
     for row, n in enumerate(np.asarray(state.store.tokens.length)):
         for x, seen in zip(full, (keys, values), strict=True):
@@ -366,7 +366,7 @@ def test_each_head_has_the_rank_that_its_energy_asks_for():
     assert len(set(ranks["k"] + ranks["v"])) > 1 and bases_of(widest).k.shape[-1] == max(ranks["k"])
     _, state = compressed(own)
     assert state.store.tokens.k.shape[1] == 1 and state.store.tokens.k.nbytes < compressed(widest)[1].store.tokens.k.nbytes
-    values = own.rebuilt(layout_of(), bases, state)[1]
+    values = own.rebuilt(layout_of(), bases, state.store)[1]
     for head, rank in enumerate(ranks["v"]):
         u = np.asarray(bases_of(widest).v, np.float64)[head, :, :rank]
         x = np.asarray(layer_taps().v, np.float64)[0, 4:104, head]

@@ -129,7 +129,7 @@ def test_joint_latents_keep_more_than_those_of_heads_alone():
     for group in (1, 2, 4):
         method, bases = fitted(f"palu:rank=0.5,head_group={group},mean=false")
         state = machine_of(method).init(layout_of(), bases[0])
-        codes = method.encode(bases[0], state, taps.k_pre, taps.v)
+        codes = method.coefficients(bases[0], state.store, taps.k_pre, taps.v)
         close = method.rebuild(bases[0], "v", codes[1], PLAIN.kv_heads).swapaxes(1, 2)
         lost.append(float(jnp.sum((taps.v - close) ** 2)))
     assert lost[0] > lost[1] > lost[2] > 0
@@ -266,7 +266,7 @@ def test_a_bias_is_an_affine_mean():
         method = parse_method(f"palu:rank=0.125,mean={mean}")
         bases = method.fit(BIASED.attention, moments)
         state = machine_of(method).init(layout_of(), bases[0])
-        codes = method.encode(bases[0], state, taps.k_pre, taps.v)
+        codes = method.coefficients(bases[0], state.store, taps.k_pre, taps.v)
         for side, x, code in zip("kv", (taps.k_pre, taps.v), codes, strict=True):
             close = method.rebuild(bases[0], side, code, BIASED.kv_heads).swapaxes(1, 2)
             lost[mean, side] = float(jnp.sum((x - close) ** 2))
@@ -336,7 +336,7 @@ def test_folded_and_unfolded_agree(config):
     o = attention["o_proj"]
     unfolded = whole.out.reshape(2, 1, -1) @ o["kernel"] + o.get("bias", 0.0)
     latent = rotary_coefficient_attention(
-        q, cached_tokens(state.coded), own.k, rope=spec.rope, kv_heads=spec.kv_heads, scale=spec.scale,
+        q, cached_tokens(state.store.tokens), own.k, rope=spec.rope, kv_heads=spec.kv_heads, scale=spec.scale,
         q_positions=positions, causal=False, window=None, key_mean=own.k_mean)
     np.testing.assert_allclose(latent.out.reshape(2, 1, -1) @ folded.o_kernel + folded.o_bias, unfolded, atol=1e-5)
 

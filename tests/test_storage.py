@@ -109,9 +109,9 @@ def test_a_cpu_holds_the_bits_of_bfloat16_and_they_are_the_same_numbers():
     tokens = prompts(length=PROMPT)
     cache, _ = prefill(REGISTRY["full"](), PLAIN, model().params, tokens, capacity=CAPACITY, dtype="bfloat16")
     exact, _ = prefill(REGISTRY["full"](), PLAIN, model().params, tokens, capacity=CAPACITY, dtype="float32")
-    held = cache.groups[0].k
+    held = cache.groups[0].ends[0].k
     assert isinstance(held, Bits) and held.bits.dtype == jnp.uint16 and held.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(held), np.asarray(exact.groups[0].k.astype(jnp.bfloat16)))
+    np.testing.assert_array_equal(np.asarray(held), np.asarray(exact.groups[0].ends[0].k.astype(jnp.bfloat16)))
 
 
 some_methods = pytest.mark.parametrize("name", [
@@ -144,17 +144,17 @@ def test_a_saved_cache_holds_bfloat16_which_every_platform_loads(tmp_path, monke
     assert jax.tree.structure(here) == jax.tree.structure(cache)
     jax.tree.map(np.testing.assert_array_equal, here, cache)
     monkeypatch.setattr("lowrank_kv_jax.saved_cache.hold_bits", lambda tree: tree)  # as where bfloat16 is native
-    there = load_cache(tmp_path / "cache", method, saved).groups[0].k
+    there = load_cache(tmp_path / "cache", method, saved).groups[0].ends[0].k
     assert isinstance(there, jax.Array) and there.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(there, np.asarray(cache.groups[0].k))
+    np.testing.assert_array_equal(there, np.asarray(cache.groups[0].ends[0].k))
 
 
 def test_rows_of_bits_are_forked_taken_and_inserted():
     tokens = prompts(length=PROMPT)
     cache, _ = prefill(REGISTRY["full"](), PLAIN, model().params, tokens, capacity=CAPACITY, dtype="bfloat16")
     both = insert_rows(take_rows(cache, [1]), take_rows(fork(cache, 2), [0]))
-    assert isinstance(both.groups[0].k, Bits)
-    np.testing.assert_array_equal(np.asarray(both.groups[0].k), np.asarray(cache.groups[0].k)[::-1])
+    assert isinstance(both.groups[0].ends[0].k, Bits)
+    np.testing.assert_array_equal(np.asarray(both.groups[0].ends[0].k), np.asarray(cache.groups[0].ends[0].k)[::-1])
 
 
 def test_kernels_get_arrays(monkeypatch):

@@ -128,7 +128,7 @@ def lost(method, bases, cache, config, tokens, layer=0):
     """Energy of the prompt's values that the latents of a layer lose."""
     taps = list(itertools.islice(iterate_taps(config, model(config).params, tokens), layer + 1))[-1]
     own, state = bases[layer], cache.groups[layer]
-    _, code = method.encode(own, state, taps.k_pre, taps.v)
+    _, code = method.coefficients(own, state.store, taps.k_pre, taps.v)
     close = method.rebuild(method.bases_of(own, state.store), "v", code, config.kv_heads).swapaxes(1, 2)
     return float(jnp.sum((taps.v - close) ** 2))
 
@@ -204,12 +204,12 @@ def rebuilt_prompt(spec, steps=1):
     method, bases, cache, _ = compressed(spec, tokens=tokens[:, :PROMPT])
     first = cache.groups[0]
     count = int(first.store.tokens.length[0])
-    before = method.rebuilt(cache.layout, bases[0], first)[1][:, :, :count]
+    before = method.rebuilt(cache.layout, bases[0], first.store)[1][:, :, :count]
     start = np.asarray(first.store.v_basis)
     for step in range(steps):
         cache, _ = extend(method, PLAIN, model().params, cache, tokens[:, PROMPT + step * BLOCK :][:, :BLOCK], bases=bases)
         cache = refresh(method, cache, bases=bases)
-    after = method.rebuilt(cache.layout, bases[0], cache.groups[0])[1][:, :, :count]
+    after = method.rebuilt(cache.layout, bases[0], cache.groups[0].store)[1][:, :, :count]
     return np.asarray(before), np.asarray(after), np.abs(np.asarray(cache.groups[0].store.v_basis) - start).max()
 
 

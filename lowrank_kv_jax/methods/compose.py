@@ -36,6 +36,8 @@ def compose(codec: Codec | None = None, selection: Selection | None = None, summ
     for stage, part in (("codec", codec), ("selection", selection), ("summary", summary)):
         if part is not None and getattr(part, "stage", None) != stage:
             raise TypeError(f"{stage}={part!r}: is no {stage}")
+    if codec is not None and codec.implied and selection is not None:
+        codec = None
     if selection is None:
         if summary is not None:
             raise ValueError(f"{'' if codec is None else codec.name + '+'}{summary.name}: nothing is evicted; add a "

@@ -50,12 +50,10 @@ class MomentKV(Adaptive):
             if getattr(self, field) not in values:
                 raise ValueError(f"{field}={getattr(self, field)!r}: allowed are {', '.join(values)}")
         if self.schedule == "paper" and self.decoding == "keep":
-            raise ValueError("decoding='keep': schedule='paper' evicts with every decoded token; give decoding=evict")
-        if not isinstance(self.chunk, int) or self.chunk < 1:
-            raise ValueError(f"chunk={self.chunk!r}: must be an int of at least 1")
-        if self.schedule == "paper" and self.decoding == "keep":
             raise ValueError("schedule='paper', decoding='keep': the paper's schedule evicts while decoding; allowed are "
                              "decoding=evict, or schedule=block")
+        if not isinstance(self.chunk, int) or self.chunk < 1:
+            raise ValueError(f"chunk={self.chunk!r}: must be an int of at least 1")
         Summary(self.order, self.moments_dtype)
 
     @property
