@@ -19,16 +19,17 @@ class Selection(Part):
 
     stage: ClassVar[str | None] = "selection"
 
-    sinks: ClassVar[int] = 0
+    # no annotations: a field of the same name keeps its place among those of its class
+    sinks = 0
     """First tokens that stay."""
 
-    budget_bytes: ClassVar[int | None] = None
+    budget_bytes = None
     """Bytes of a row of the whole cache, which decide how many tokens stay; None: `tokens` does."""
 
-    decoding: ClassVar[str] = "evict"
+    decoding = "evict"
     """"evict", whatever exceeds the budget leaves at every refresh; "keep", only the prompt is compressed."""
 
-    positions: ClassVar[str] = "original"
+    positions = "original"
     """"original" positions in the text, or "cache": keys are turned to their index in the cache."""
 
     keeps_none: ClassVar[bool] = False
@@ -37,13 +38,13 @@ class Selection(Part):
     adaptive: ClassVar[bool] = False
     """Whether heads have budgets of their own."""
 
-    decay: ClassVar[float] = 1.0
+    decay = 1.0
     """Share of the votes that survives a refresh."""
 
-    schedule: ClassVar[str] = "block"
+    schedule = "block"
     """"block" evicts at every refresh; "paper" one token a head for each decoded token, before it attends."""
 
-    prefill: ClassVar[str] = "literal"
+    prefill = "literal"
     """What `statistics` of a prompt's first eviction are: "literal", of nothing; "informed", of all candidates."""
 
     statistics: ClassVar[str | None] = None

@@ -1,6 +1,7 @@
 """What the selections share that choose by scores: budgets and exact ends."""
 
 import dataclasses
+from typing import ClassVar
 
 from lowrank_kv_jax.method.layout import Layout
 from lowrank_kv_jax.method.selection import Selection
@@ -30,6 +31,11 @@ class Budgeted(Selection):
     recent: int | None = 32
     decoding: str = "evict"
     positions: str = "original"
+
+    # where selections have these as fields, they stand behind the ones above
+    decay: ClassVar[float] = 1.0
+    schedule: ClassVar[str] = "block"
+    prefill: ClassVar[str] = "literal"
 
     def __post_init__(self):
         given = [f for f in ("budget", "budget_bytes", "keep") if getattr(self, f) is not None]
