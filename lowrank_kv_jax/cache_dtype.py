@@ -10,8 +10,8 @@ CACHE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def default_cache_dtype() -> str:
-    """bfloat16, on every platform: the fastest 16 bits of GPUs and TPUs, and on a CPU, which holds their bits
-    (`bits.Bits`), as fast as float16 and with the range of float32."""
+    """bfloat16, on every platform: native to GPUs and TPUs, and on a CPU, which holds its bits (`bits.Bits`), measured as
+    fast as float16, with the range of float32."""
     return "bfloat16"
 
 

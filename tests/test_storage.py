@@ -49,7 +49,7 @@ def step_of_a_layer(spec, dtype):
 def made_of_whole_buffers(text, cache):
     """Operations with results of as many tokens and channels as a buffer of the cache, other than it itself."""
     leaves = [x for _, x, info in walk(cache) if info.axes[2:3] == ("tokens",) and len(x.shape) == 4]
-    leaves = [x for x in leaves if x.shape[2] > 4096]
+    leaves = [x for x in leaves if x.shape[2] > 3000]  # blocks are of up to 2048
     stored = {(x.bits.dtype if isinstance(x, Bits) else x.dtype).name for x in leaves}
     sizes = {(x.shape[2], channels) for x in leaves for channels in (x.shape[3], cache.layout.spec.head_dim)}
     short = {"f32": "float32", "f16": "float16", "u16": "uint16", "bf16": "bfloat16", "s8": "int8", "u8": "uint8"}
@@ -75,6 +75,14 @@ def made_of_whole_buffers(text, cache):
 def test_a_step_neither_widens_nor_copies_a_whole_buffer(spec, dtype):
     compiled, cache = step_of_a_layer(spec, dtype)
     assert not made_of_whole_buffers(compiled.as_text(), cache)
+
+
+def test_the_measure_sees_arrays_of_bfloat16_widened(monkeypatch):
+    monkeypatch.setattr("lowrank_kv_jax.saved_cache.hold_bits", lambda tree: tree)
+    compiled, cache = step_of_a_layer.__wrapped__("full", "bfloat16")
+    assert f"f32[2, 4, {LONG}, 8]" in " ".join(made_of_whole_buffers(compiled.as_text(), cache))
+    wide = step_of_a_layer("full", "float32")[0].memory_analysis().temp_size_in_bytes
+    assert compiled.memory_analysis().temp_size_in_bytes > wide + 8 * BLOCKS
 
 
 @pytest.mark.slow
