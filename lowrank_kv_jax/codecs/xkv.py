@@ -31,6 +31,7 @@ from lowrank_kv_jax.method import Layout, register
 from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, codes_of, fill_tokens_of
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.partial import AttnPartial
+from lowrank_kv_jax.positions import Runs
 from lowrank_kv_jax.rank import rank_multiple, resolve_rank
 from lowrank_kv_jax.rank_for_bytes import largest_rank
 from lowrank_kv_jax.rope import rope_angles, rotate
@@ -226,7 +227,7 @@ class XKV(TokenCodec):
         tile = tile_for(size, positions)
         tokens = coded_tokens.empty_coded(
             layout.batch, (1, ranks.k), (1, ranks.v), size, dtype, self.bits, tile, tile, positions,
-            whole_tiles=positions is not None or self.recompress is not None,
+            whole_tiles=positions is not None or self.recompress is not None, gaps=1,
         )
         width = _width(spec, layers)
         bases = (self._store_basis(layout, jnp.zeros((layout.batch, 1, width, r))) for r in ranks)
@@ -247,6 +248,7 @@ class XKV(TokenCodec):
     def fill(self, layout, bases, store, tokens, counts, seen, positions):
         if layout.spec.latent is not None:
             return xkv_latents.fill(layout, store, tokens, counts, positions)
+        positions = Runs(positions.start[:, :1], positions.jump[:, :1])  # what comes after the prompt follows it, or is exact
         return fill_tokens_of(self, layout, bases, store, tokens, counts, positions)
 
     def adapt(self, layout, bases, store, tokens, weight):

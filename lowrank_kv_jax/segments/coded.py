@@ -46,7 +46,7 @@ class Coded:
 def empty_coded(
     batch: int, k_shape: tuple[int, int], v_shape: tuple[int, int], size: int, dtype, bits: int | None = None,
     k_tile: Tile = COEFFICIENTS, v_tile: Tile = COEFFICIENTS, positions: PerHead | None = None,
-    whole_tiles: bool = True,
+    whole_tiles: bool = True, gaps: int = 2,
 ) -> Coded:
     """An empty segment of `size` slots; shapes are (heads, rank) of the coefficients.
 
@@ -55,6 +55,7 @@ def empty_coded(
         k_tile, v_tile: what shares a scale there.
         positions: of selected tokens, of which the heads' lie packed in one buffer if they have an owner; by default
             those of a run.
+        gaps: of a run's positions, before its first token and behind the prompt's own.
         whole_tiles: round `size` up to whole tiles, which tokens that are appended or transported need.
     """
     none = jnp.zeros((batch,), jnp.int32)
@@ -69,8 +70,8 @@ def empty_coded(
         return empty_tokens((batch, 1 if packed else heads, size, rank), bits, dtype, tile)
 
     k, v = (empty(*shape, tile) for shape, tile in ((k_shape, k_tile), (v_shape, v_tile)))
-    gaps = jnp.zeros((batch, 2), jnp.int32)
-    return Coded(k, v, none, Runs(gaps, gaps) if positions is None else positions.with_slots(size))
+    nowhere = jnp.zeros((batch, gaps), jnp.int32)
+    return Coded(k, v, none, Runs(nowhere, nowhere) if positions is None else positions.with_slots(size))
 
 
 def hold(segment: Any, k: jax.Array, v: jax.Array, counts: jax.Array, positions: Runs | PerHead) -> Any:
