@@ -248,7 +248,7 @@ class XKV(TokenCodec):
     def fill(self, layout, bases, store, tokens, counts, seen, positions):
         if layout.spec.latent is not None:
             return xkv_latents.fill(layout, store, tokens, counts, positions)
-        positions = Runs(positions.start[:, :1], positions.jump[:, :1])  # what comes after the prompt follows it, or is exact
+        positions = Runs(positions.start[:, :1], positions.jump[:, :1])  # what is appended follows it
         return fill_tokens_of(self, layout, bases, store, tokens, counts, positions)
 
     def adapt(self, layout, bases, store, tokens, weight):
