@@ -15,6 +15,7 @@ from lowrank_kv_jax.evals.speed.machine_rates import rate_contenders, rates
 from lowrank_kv_jax.evals.speed.timing import CacheContender, alternate
 from lowrank_kv_jax.forward import DEFAULT_BLOCK
 from lowrank_kv_jax.method import Layout, Part
+from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.parse import parse_method
 from lowrank_kv_jax.rank_for_bytes import state_bytes
 from lowrank_kv_jax.spec import AttentionSpec
@@ -27,7 +28,7 @@ def bytes_at(method: Part, spec: AttentionSpec, prompt: int, dtype: str = "bfloa
     """Bytes of the cache of a prompt and one block of new tokens, all leaves counted."""
     layout = Layout(spec, 1, prompt, prompt + DEFAULT_BLOCK, DEFAULT_BLOCK, dtype)
     groups = collections.Counter(bases_of_group(method, spec, None))  # groups of one shape weigh the same
-    shapes = {group: jax.eval_shape(functools.partial(method.init, layout, group)) for group in groups}
+    shapes = {group: jax.eval_shape(functools.partial(machine_of(method).init, layout, group)) for group in groups}
     return sum(state_bytes(shapes[group]) * count for group, count in groups.items())
 
 

@@ -23,6 +23,7 @@ from lowrank_kv_jax.evals.studies.subspaces import falsify
 from lowrank_kv_jax.evals.studies.subspaces.residuals import prompt_residuals
 from lowrank_kv_jax.forward import compress_group, decode_step, embed_tokens, layer_prefill, make_layout, prefill
 from lowrank_kv_jax.method import Place
+from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.models.decoder import init_params
 from lowrank_kv_jax.models.load import LoadedModel
 from lowrank_kv_jax.parse import parse_method
@@ -67,7 +68,7 @@ def test_bounds_hold_and_errors_are_those_of_attention(spec):
     mask = np.ones((1, 1, PROMPT), bool)
     exact, _ = helpers.softmax_attention(q, taps.k[:1], taps.v[:1], mask, PLAIN.attention.scale)
     row = jax.tree.map(lambda x: x[:1], state)
-    part = method.attend(dataclasses.replace(layout, batch=1), bases, row, q, at, Place())
+    part = machine_of(method).attend(dataclasses.replace(layout, batch=1), bases, row, q, at, Place())
     np.testing.assert_allclose(found.output[0, -1], np.linalg.norm(part.out - exact, axis=-1)[0, 0], atol=1e-4)
     np.testing.assert_allclose(found.output_norm[0, -1], np.linalg.norm(exact, axis=-1)[0, 0], rtol=1e-4)
 
@@ -94,7 +95,7 @@ def test_tracking_reports_every_layer_and_is_free_when_it_is_off():
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
     layout = make_layout(PLAIN, 2, PROMPT, 160, 16, jnp.float32)
     taps = first_layer("osp-static:rank=1.0,sinks=4,recent=8")[-1]
-    programs = [str(jax.make_jaxpr(lambda t, m=m: m.compress(layout, bases[0], m.init(layout, bases[0]), (t,), LENGTHS))(taps)) for m in (method, tracked)]
+    programs = [str(jax.make_jaxpr(lambda t, m=m: machine_of(m).compress(layout, bases[0], machine_of(m).init(layout, bases[0]), (t,), LENGTHS))(taps)) for m in (method, tracked)]
     assert "callback" not in programs[0] and "callback" in programs[1]
     with pytest.raises(TypeError, match="only methods that code tokens in a basis"):
         track_errors(parse_method("full"), seen.append)
