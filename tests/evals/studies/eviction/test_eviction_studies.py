@@ -18,6 +18,7 @@ from lowrank_kv_jax.evals.studies.eviction import run as eviction
 from lowrank_kv_jax.evals.studies.eviction.error import eviction_errors
 from lowrank_kv_jax.evals.studies.eviction.speed import eviction_speed
 from lowrank_kv_jax.forward import embed_tokens, layer_prefill, make_layout
+from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.parse import parse_method
 from lowrank_kv_jax.saved_cache import abstract_cache
 
@@ -55,7 +56,7 @@ def test_errors_are_those_of_the_definitions():
     method = parse_method(spec)
     layout = make_layout(CONFIG, 1, prompt, prompt + new, new, jnp.float32)
     before = taps.part(slice(prompt))
-    state = jax.jit(lambda t: method.compress(layout, None, method.init(layout, None), (t,), jnp.asarray([prompt])))(before)
+    state = jax.jit(lambda t: machine_of(method).compress(layout, None, machine_of(method).init(layout, None), (t,), jnp.asarray([prompt])))(before)
     q, k, v = (np.asarray(x[0], np.float64) for x in (taps.q, taps.k, taps.v))
     mass, error, angle, cosine = [], [], [], []
     for n in range(CONFIG.q_heads):
