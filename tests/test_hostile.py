@@ -15,7 +15,6 @@ import pytest
 from goldens.tiny_models import CONFIGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lowrank_kv_jax.evals.resume import KEY, finished
 from safetensors.numpy import save_file
 
 from lowrank_kv_jax import methods
@@ -24,6 +23,7 @@ from lowrank_kv_jax.checkpoint_sums import CheckpointedSums
 from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.corpus import Corpus
 from lowrank_kv_jax.evals.results.records import read_records
+from lowrank_kv_jax.evals.results.resume import KEY, finished
 from lowrank_kv_jax.files import read_json_object
 from lowrank_kv_jax.forward import prefill
 from lowrank_kv_jax.models.gguf_file import read_gguf

@@ -15,7 +15,7 @@ assert out.tokens[0] and more.tokens[0] and used.total > 0
 assert int(more.cache.length[0]) > int(out.cache.length[0])
 assert lkv.load_cache("talk", method, model, bases=bases).length == out.cache.length
 assert cache.length == tokens.shape[1] + 1 and logits.shape == (1, model.config.vocab_size)
-assert lkv.methods.REGISTRY["my-method"] is MyMethod
+assert lkv.methods.REGISTRY["long-keys"] is LongKeys
 print(out.texts[0] + more.texts[0])
 """
 

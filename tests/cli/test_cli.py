@@ -204,7 +204,7 @@ FULL_DISK = """
 import resource, sys
 from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.evals.results.records import append_record
-from lowrank_kv_jax.evals import figure_file
+from lowrank_kv_jax.evals.results import figure_file
 from matplotlib.figure import Figure
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # no file may grow beyond it
