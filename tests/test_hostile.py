@@ -145,7 +145,7 @@ def test_commands(line, words, place, capsys, monkeypatch):
     ("kivi:bits=3", "bits=3"),
     ("osp:chunk_length=1000000000000", "chunk_length=1000000000000: must be at most"),
     ("full:x=1", "full has no field 'x'"),
-    ("full+full", "stands alone"),
+    ("full+full", "both a codec"),
 ))
 def test_methods(spec, words):
     with pytest.raises(ValueError) as refused:
