@@ -331,7 +331,7 @@ def test_prefill_holds_the_exact_keys_and_values_of_one_group():
     method, temporary = methods.XKV(group=2, rank=0.25, sinks=4, recent=4), {}
     for layers in (4, 8):
         config = dataclasses.replace(PLAIN, num_layers=layers, windows=(None,) * layers)
-        shapes = jax.eval_shape(lambda config=config: model(config).params)
+        shapes = jax.eval_shape(lambda config=config: model.__wrapped__(config).params)
 
         def whole(params, tokens, config=config):
             return prefill(method, config, params, tokens, dtype=jnp.float32)
