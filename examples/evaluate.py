@@ -17,7 +17,7 @@ import lowrank_kv_jax as lkv
 from lowrank_kv_jax.evals.compare.run import parse_methods
 from lowrank_kv_jax.evals.results.summary import mean_scores, size_text
 from lowrank_kv_jax.evals.ruler import evaluate_ruler
-from lowrank_kv_jax.sharding import make_mesh
+from lowrank_kv_jax.storage.sharding import make_mesh
 
 
 def main(argv=None):

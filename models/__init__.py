@@ -9,8 +9,9 @@ from lowrank_kv_jax.models.decoder import (
     param_axes,
     unembed,
 )
+from lowrank_kv_jax.models.hf_config import read_config
 from lowrank_kv_jax.models.load import LoadedModel, load_model
-from lowrank_kv_jax.models.sharding import param_shardings
+from lowrank_kv_jax.models.parameter_sharding import param_shardings
 
 __all__ = [
     "LoadedModel",
@@ -22,5 +23,6 @@ __all__ = [
     "load_model",
     "param_axes",
     "param_shardings",
+    "read_config",
     "unembed",
 ]

@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lowrank_kv_jax.attention.rope import rope_angles, rotate
+from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.deepseek import ExpertsBlock, LatentBlock
 from lowrank_kv_jax.models.deepseek_config import DeepseekConfig
@@ -31,8 +33,6 @@ from lowrank_kv_jax.models.gpt_config import GPTConfig
 from lowrank_kv_jax.models.layers import MLP, RMSNorm
 from lowrank_kv_jax.models.linear import Linear
 from lowrank_kv_jax.models.parameters import ParamInfo, param_table
-from lowrank_kv_jax.rope import rope_angles, rotate
-from lowrank_kv_jax.spec import Taps
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 

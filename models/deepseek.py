@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lowrank_kv_jax.attention.rope import rope_angles, rotate
+from lowrank_kv_jax.attention.spec import LatentSpec, Taps
 from lowrank_kv_jax.models.deepseek_config import LATENT_EPS, DeepseekConfig
 from lowrank_kv_jax.models.layers import MLP, RMSNorm
 from lowrank_kv_jax.models.linear import Linear
-from lowrank_kv_jax.rope import rope_angles, rotate
-from lowrank_kv_jax.spec import LatentSpec, Taps
 
 
 class LatentAttention(nnx.Module):

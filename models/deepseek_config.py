@@ -5,10 +5,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lowrank_kv_jax.models.config import ModelConfig, refuse_unknown, token_ids
+from lowrank_kv_jax.attention.rope import RopeSpec
+from lowrank_kv_jax.attention.spec import AttentionSpec, LatentSpec
+from lowrank_kv_jax.models.config import ModelConfig
+from lowrank_kv_jax.models.config_attributes import refuse_unknown, token_ids
 from lowrank_kv_jax.models.config_ranges import check_rope_entry
-from lowrank_kv_jax.rope import RopeSpec
-from lowrank_kv_jax.spec import AttentionSpec, LatentSpec
 
 LATENT_EPS = 1e-6
 """Of the norms inside of the attention, whatever `norm_eps` is: the published code leaves it at its default."""
@@ -93,7 +94,7 @@ def read_deepseek(config: Mapping[str, Any]) -> DeepseekConfig:
     """Read the content of a DeepSeek-V2 `config.json`.
 
     Raises:
-        ValueError: as `ModelConfig.from_hf`.
+        ValueError: as `read_config`.
     """
     refuse_unknown(config, "deepseek_v2", _REQUIRED, _ATTRIBUTES, _FIXED)
     method = config.get("topk_method") or "greedy"

@@ -5,11 +5,12 @@ from typing import Any
 
 import numpy as np
 
+from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.convert import Checkpoint
 from lowrank_kv_jax.models.gguf_file import GgufFile
+from lowrank_kv_jax.models.hf_config import read_config
 from lowrank_kv_jax.models.stored import StoredTensor
-from lowrank_kv_jax.rope import RopeSpec
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral files state "llama"
 
@@ -45,7 +46,7 @@ def open_gguf(file: GgufFile) -> Checkpoint:
         ValueError: an architecture, key or value that the decoder does not implement; unknown keys are all
             listed.
     """
-    config = ModelConfig.from_hf(_hf_config(file))
+    config = read_config(_hf_config(file))
     tensors = dict(file.tensors)
     if file.metadata["general.architecture"] == "llama":
         tensors = {name: _with_heads(name, tensor, config) for name, tensor in tensors.items()}

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lowrank_kv_jax.attention.rope import rope_angles, rotate
+from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.models.gpt_config import GPTConfig
 from lowrank_kv_jax.models.linear import Linear
-from lowrank_kv_jax.rope import rope_angles, rotate
-from lowrank_kv_jax.spec import Taps
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 

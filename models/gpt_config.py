@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from lowrank_kv_jax.models.config import ModelConfig, refuse_unknown, token_ids
+from lowrank_kv_jax.attention.rope import RopeSpec
+from lowrank_kv_jax.models.config import ModelConfig
+from lowrank_kv_jax.models.config_attributes import refuse_unknown, token_ids
 from lowrank_kv_jax.models.config_ranges import check_rope_entry
-from lowrank_kv_jax.rope import RopeSpec
 
 ACTIVATIONS = ("gelu", "gelu_new")
 
@@ -50,7 +51,7 @@ def read_gpt2(config: Mapping[str, Any]) -> GPTConfig:
     """Read the content of a GPT-2 `config.json`.
 
     Raises:
-        ValueError: as `ModelConfig.from_hf`.
+        ValueError: as `read_config`.
     """
     refuse_unknown(config, "gpt2", _GPT2_REQUIRED, _GPT2_ATTRIBUTES, _GPT2_FIXED)
     hidden, heads, layers = config["n_embd"], config["n_head"], config["n_layer"]
@@ -80,7 +81,7 @@ def read_gpt_neox(config: Mapping[str, Any]) -> GPTConfig:
     """Read the content of a GPT-NeoX `config.json`.
 
     Raises:
-        ValueError: as `ModelConfig.from_hf`.
+        ValueError: as `read_config`.
     """
     refuse_unknown(config, "gpt_neox", _NEOX_REQUIRED, _NEOX_ATTRIBUTES, _NEOX_FIXED)
     hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]

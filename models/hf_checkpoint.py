@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from lowrank_kv_jax.files import read_json_object, short
-from lowrank_kv_jax.models.config import ModelConfig, token_ids
+from lowrank_kv_jax.models.config_attributes import token_ids
 from lowrank_kv_jax.models.config_ranges import out_of_range
 from lowrank_kv_jax.models.convert import Checkpoint
+from lowrank_kv_jax.models.hf_config import read_config
 from lowrank_kv_jax.models.stored import PLAIN_TYPES, StoredTensor
 
 
@@ -22,7 +23,7 @@ def open_hf_directory(directory: Path) -> Checkpoint:
         ValueError: a file is damaged, or holds what the decoder does not implement.
     """
     with _naming(directory / "config.json") as file:
-        config = ModelConfig.from_hf(read_json_object(file))
+        config = read_config(read_json_object(file))
     if (directory / "generation_config.json").is_file():  # its list of end tokens is the one that generation heeds
         with _naming(directory / "generation_config.json") as file:
             generation = read_json_object(file)

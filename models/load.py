@@ -18,8 +18,8 @@ from lowrank_kv_jax.models.gguf_checkpoint import open_gguf
 from lowrank_kv_jax.models.gguf_file import read_gguf
 from lowrank_kv_jax.models.gguf_tokenizer import build_tokenizer
 from lowrank_kv_jax.models.hf_checkpoint import open_hf_directory
+from lowrank_kv_jax.models.parameter_sharding import param_shardings
 from lowrank_kv_jax.models.parameters import ParamInfo, param_table
-from lowrank_kv_jax.models.sharding import param_shardings
 from lowrank_kv_jax.models.transformers_tokenizers import directory_tokenizer
 
 DEMO_MODEL = "smollm2-135m"

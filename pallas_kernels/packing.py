@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
-from lowrank_kv_jax.partial import AttnPartial
 
 EMPTY = -1e30  # the log-sum-exp of a part without tokens inside of kernels, where -inf would make NaNs
 LOG2_E = 1.4426950408889634  # kernels exponentiate in base 2, as the hardware does

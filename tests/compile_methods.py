@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.forward import make_layout
+from lowrank_kv_jax.attention.rope import RopeSpec
+from lowrank_kv_jax.estimators.moments import Moments
+from lowrank_kv_jax.generation.forward import make_layout
 from lowrank_kv_jax.method import Place
 from lowrank_kv_jax.methods import REGISTRY, machine_of
 from lowrank_kv_jax.models.config import ModelConfig
-from lowrank_kv_jax.moments import Moments
 from lowrank_kv_jax.pallas_kernels import dispatch
 from lowrank_kv_jax.pallas_kernels.compile_only import NoCompiler, compile_for, device
-from lowrank_kv_jax.rope import RopeSpec
 
 
 def config(layers):

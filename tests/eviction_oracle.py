@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
 from lowrank_kv_jax.method import Layout, Place
 from lowrank_kv_jax.methods import machine_of
-from lowrank_kv_jax.spec import AttentionSpec, Taps
 
 SPEC = AttentionSpec(1, 4, 2, 8, None, 4096, (None,))
 CAPACITY = 96  # of every cache that is driven: streams of any length share their compiled functions

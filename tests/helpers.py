@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.forward import extend, prefill, refresh
+from lowrank_kv_jax.attention.rope import RopeSpec
+from lowrank_kv_jax.estimators.moments import Fisher, Moments
+from lowrank_kv_jax.generation.forward import extend, prefill, refresh
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import init_params
-from lowrank_kv_jax.moments import Fisher, Moments
-from lowrank_kv_jax.positions import Runs
-from lowrank_kv_jax.rope import RopeSpec
 from lowrank_kv_jax.segments.coded import Coded, transport
+from lowrank_kv_jax.storage.positions import Runs
 
 PLAIN = ModelConfig(
     family="llama",

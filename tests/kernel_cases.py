@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from helpers import softmax_attention
 
-from lowrank_kv_jax.codecs.quantised import store_tokens
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
-from lowrank_kv_jax.positions import Runs
-from lowrank_kv_jax.rope import RopeSpec
-from lowrank_kv_jax.token_layout import tokens_on_lanes
+from lowrank_kv_jax.attention.rope import RopeSpec
+from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.lanes import tokens_on_lanes
+from lowrank_kv_jax.storage.positions import Runs
+from lowrank_kv_jax.storage.quantised import store_tokens
 
 SCALE = 0.3
 

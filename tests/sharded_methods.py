@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from helpers import BLOCK, PLAIN, bases_for, model, prompts, small_configuration
 
-from lowrank_kv_jax.forward import prefill
-from lowrank_kv_jax.generate import Progress, decode_block
+from lowrank_kv_jax.generation.forward import prefill
+from lowrank_kv_jax.generation.generate import Progress, decode_block
 from lowrank_kv_jax.methods import REGISTRY
-from lowrank_kv_jax.models.sharding import param_shardings
-from lowrank_kv_jax.parse import parse_method
-from lowrank_kv_jax.sharding import make_mesh
-from lowrank_kv_jax.state import walk
+from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.models.parameter_sharding import param_shardings
+from lowrank_kv_jax.storage.sharding import make_mesh
+from lowrank_kv_jax.storage.state import walk
 
 CONFIG = dataclasses.replace(PLAIN, context=2048)
 SEED = 1  # of a prompt where no two tokens tie for the last place of a budget: rounding on a mesh may choose either

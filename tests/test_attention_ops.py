@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from helpers import softmax_attention
 
+from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import reference, rotary_coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.reference import TOGETHER
-from lowrank_kv_jax.positions import Runs
-from lowrank_kv_jax.rope import RopeSpec
+from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.positions import Runs
 
 N, K, D, SCALE = 4, 2, 8, 0.35
 ROPE = RopeSpec(1000.0, 6, "linear", 2.0)  # two channels stay unrotated

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from helpers import PLAIN, bases_for, model, prompts, small_configuration
 
-from lowrank_kv_jax.cache import fork, insert_rows, take_rows
-from lowrank_kv_jax.forward import extend, prefill
-from lowrank_kv_jax.generate import ingest
+from lowrank_kv_jax.generation.forward import extend, prefill
+from lowrank_kv_jax.generation.generate import ingest
+from lowrank_kv_jax.method.cache import fork, insert_rows, take_rows
 from lowrank_kv_jax.methods import REGISTRY
 
 every_method = pytest.mark.parametrize("name", sorted(REGISTRY))

@@ -8,15 +8,15 @@ from goldens.tiny_models import CONFIGS, PREFILL
 from test_models import GOLDENS, smollm2, tiny_goldens, tiny_params  # noqa: F401
 
 from lowrank_kv_jax import models
-from lowrank_kv_jax.forward import decode_step, prefill, refresh
-from lowrank_kv_jax.generate import generate
+from lowrank_kv_jax.generation.forward import decode_step, prefill, refresh
+from lowrank_kv_jax.generation.generate import generate
 from lowrank_kv_jax.methods import Full
 
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_steps_through_the_cache_give_the_logits_of_transformers(family):
     """Prefill to `PREFILL`, then one token at a time; for the scaled families beyond their original context."""
-    config, golden = models.ModelConfig.from_hf(CONFIGS[family]), tiny_goldens()
+    config, golden = models.read_config(CONFIGS[family]), tiny_goldens()
     params, method = tiny_params(config), Full()
     tokens, expected = jnp.asarray(golden[f"{family}/tokens"]), golden[f"{family}/logits"]
     cache, logits = prefill(

@@ -13,11 +13,11 @@ import pytest
 from character_tokenizer import Characters
 
 from lowrank_kv_jax import methods
-from lowrank_kv_jax.calibrate import calibrate, collect_moments, fit_bases, iterate_taps
+from lowrank_kv_jax.calibration.calibrate import calibrate, collect_moments, fit_bases, iterate_taps
+from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus, token_windows
 from lowrank_kv_jax.cli import calibrate as cli
-from lowrank_kv_jax.corpus import Corpus, load_corpus, token_windows
 from lowrank_kv_jax.models.load import LoadedModel
-from lowrank_kv_jax.saved_bases import describe_bases, load_bases, save_bases
+from lowrank_kv_jax.saving.saved_bases import describe_bases, load_bases, save_bases
 
 
 @functools.cache

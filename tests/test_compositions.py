@@ -15,12 +15,12 @@ import pytest
 from helpers import PLAIN, bases_for, model, prompts, small_configuration
 
 import lowrank_kv_jax as lkv
-from lowrank_kv_jax.generate import Progress
+from lowrank_kv_jax.attention.rope import RopeSpec
+from lowrank_kv_jax.generation.generate import Progress
 from lowrank_kv_jax.methods import REGISTRY, compose
-from lowrank_kv_jax.parse import spell_method
-from lowrank_kv_jax.rope import RopeSpec
-from lowrank_kv_jax.saved_cache import abstract_cache
-from lowrank_kv_jax.state import walk
+from lowrank_kv_jax.methods.parse import spell_method
+from lowrank_kv_jax.saving.saved_cache import abstract_cache
+from lowrank_kv_jax.storage.state import walk
 from lowrank_kv_jax.summaries.component import Summary
 
 FEW = dataclasses.replace(PLAIN, num_layers=2, windows=(None, None))

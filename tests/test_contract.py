@@ -28,8 +28,7 @@ from helpers import (
     small_configuration,
 )
 
-from lowrank_kv_jax.accounting import cache_bytes, full_cache_bytes
-from lowrank_kv_jax.forward import (
+from lowrank_kv_jax.generation.forward import (
     compress_group,
     embed_tokens,
     extend,
@@ -38,12 +37,13 @@ from lowrank_kv_jax.forward import (
     prefill,
     refresh,
 )
-from lowrank_kv_jax.generate import Progress, decode_block
+from lowrank_kv_jax.generation.generate import Progress, decode_block
 from lowrank_kv_jax.method import Part
+from lowrank_kv_jax.method.accounting import cache_bytes, full_cache_bytes
 from lowrank_kv_jax.methods import REGISTRY, machine_of
-from lowrank_kv_jax.parse import parse_method
-from lowrank_kv_jax.saved_cache import abstract_cache, load_cache, save_cache
-from lowrank_kv_jax.state import walk
+from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.saving.saved_cache import abstract_cache, load_cache, save_cache
+from lowrank_kv_jax.storage.state import walk
 
 STEPS = 41
 SAVED = types.SimpleNamespace(name="tiny", config=PLAIN, fingerprint="f" * 64)  # the model that saved caches name

@@ -12,19 +12,19 @@ from goldens.tiny_models import DEEPSEEK, PREFILL, random_tensor
 from test_models import GOLDENS
 
 from lowrank_kv_jax import models
-from lowrank_kv_jax.accounting import cache_bytes, full_cache_bytes
-from lowrank_kv_jax.calibrate import collect_moments
+from lowrank_kv_jax.calibration.calibrate import collect_moments
 from lowrank_kv_jax.evals.studies.cross_layer.analysis import analyse
 from lowrank_kv_jax.evals.studies.cross_layer.plot import plot_analysis
-from lowrank_kv_jax.forward import extend, prefill, refresh
+from lowrank_kv_jax.generation.forward import extend, prefill, refresh
+from lowrank_kv_jax.method.accounting import cache_bytes, full_cache_bytes
+from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.models.deepseek import Experts
 from lowrank_kv_jax.models.parameters import param_table
-from lowrank_kv_jax.parse import parse_method
 
 
 @functools.cache
 def tiny(family):
-    config = models.ModelConfig.from_hf(DEEPSEEK[family])
+    config = models.read_config(DEEPSEEK[family])
 
     def draw(info):
         drawn = [random_tensor(name, info.stored_shape) for name in info.names("hf")]
@@ -182,7 +182,7 @@ def test_latents_of_layers_are_analysed(tmp_path):
 )
 def test_config_refuses_values_it_cannot_honour(change, message):
     with pytest.raises(ValueError, match=message):
-        models.ModelConfig.from_hf(DEEPSEEK["deepseek_v2_lite"] | change)
+        models.read_config(DEEPSEEK["deepseek_v2_lite"] | change)
 
 
 @pytest.mark.parametrize(

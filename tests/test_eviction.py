@@ -11,17 +11,17 @@ from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, model, prompts, r
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowrank_kv_jax.accounting import cache_bytes
-from lowrank_kv_jax.cache import fork, take_rows
-from lowrank_kv_jax.forward import decode_step, prefill, refresh
-from lowrank_kv_jax.generate import Progress, decode_block
+from lowrank_kv_jax.attention.rope import RopeSpec, rope_angles, rotate
+from lowrank_kv_jax.attention.spec import Taps
+from lowrank_kv_jax.generation.forward import decode_step, prefill, refresh
+from lowrank_kv_jax.generation.generate import Progress, decode_block
 from lowrank_kv_jax.method import REGISTRY, Layout, Place, choice
+from lowrank_kv_jax.method.accounting import cache_bytes
+from lowrank_kv_jax.method.cache import fork, take_rows
 from lowrank_kv_jax.methods import compose, machine_of
-from lowrank_kv_jax.parse import parse_method, spell_method
-from lowrank_kv_jax.rope import RopeSpec, rope_angles, rotate
-from lowrank_kv_jax.saved_cache import abstract_cache
+from lowrank_kv_jax.methods.parse import parse_method, spell_method
+from lowrank_kv_jax.saving.saved_cache import abstract_cache
 from lowrank_kv_jax.selections.pyramidkv import layer_budget
-from lowrank_kv_jax.spec import Taps
 from lowrank_kv_jax.summaries.component import Summary
 
 ENDS = "sinks=3,recent=6"

@@ -22,7 +22,7 @@ from eviction_oracle import (
     total,
 )
 
-from lowrank_kv_jax.parse import parse_method
+from lowrank_kv_jax.methods.parse import parse_method
 
 RULES = {
     "h2o:budget=20,recent=6,sinks=2+moments": Rule(h2o_scores, total, 20, 2, 6, correct=True),

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from helpers import PLAIN, Model, bases_for, model, prompts, small_configuration
 
-from lowrank_kv_jax.cache import fork, take_rows
-from lowrank_kv_jax.forward import DEFAULT_BLOCK, decode_step, extend, prefill, refresh
-from lowrank_kv_jax.generate import NEXT_TURN, decode, decode_block, generate, ingest
+from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, decode_step, extend, prefill, refresh
+from lowrank_kv_jax.generation.generate import NEXT_TURN, decode, decode_block, generate, ingest
 from lowrank_kv_jax.method import Fault
+from lowrank_kv_jax.method.cache import fork, take_rows
 from lowrank_kv_jax.methods import REGISTRY
-from lowrank_kv_jax.parse import parse_method
+from lowrank_kv_jax.methods.parse import parse_method
 
 FULL = REGISTRY["full"]()
 ROWS = [prompts(1, n, seed=14 + i)[0].tolist() for i, n in enumerate((37, 5))]  # whose greedy text varies

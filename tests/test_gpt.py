@@ -13,12 +13,12 @@ from goldens.tiny_models import GPT_CONFIGS, PREFILL, random_tensor
 from safetensors.numpy import save_file
 
 from lowrank_kv_jax import models
-from lowrank_kv_jax.calibrate import collect_moments
-from lowrank_kv_jax.forward import extend, layer_prefill, prefill, refresh
+from lowrank_kv_jax.calibration.calibrate import collect_moments
+from lowrank_kv_jax.generation.forward import extend, layer_prefill, prefill, refresh
+from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.models.decoder import embed, init_params, unembed
 from lowrank_kv_jax.models.load import LoadedModel
 from lowrank_kv_jax.models.parameters import param_table
-from lowrank_kv_jax.parse import parse_method
 
 GOLDENS = Path(__file__).parent / "goldens" / "gpt.npz"
 every_model = pytest.mark.parametrize("name", sorted(GPT_CONFIGS))
@@ -27,7 +27,7 @@ every_model = pytest.mark.parametrize("name", sorted(GPT_CONFIGS))
 @functools.cache
 def tiny(name):
     """Config and the weights that the golden script gave to transformers."""
-    config = models.ModelConfig.from_hf(GPT_CONFIGS[name])
+    config = models.read_config(GPT_CONFIGS[name])
 
     def draw(info):
         value = random_tensor(info.hf, info.stored_shape)
@@ -111,7 +111,7 @@ def test_directories_load(name, prefix, tmp_path):
 ])
 def test_what_is_not_implemented_is_refused(name, change, message):
     with pytest.raises(ValueError, match=message):
-        models.ModelConfig.from_hf(GPT_CONFIGS[name] | change)
+        models.read_config(GPT_CONFIGS[name] | change)
 
 
 def test_methods_that_need_rope_say_so():

@@ -18,21 +18,21 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from lowrank_kv_jax import methods
-from lowrank_kv_jax.checkpoint import METADATA, _seal
-from lowrank_kv_jax.checkpoint_sums import CheckpointedSums
+from lowrank_kv_jax.attention.rope import RopeSpec
+from lowrank_kv_jax.calibration.checkpoint_sums import CheckpointedSums
+from lowrank_kv_jax.calibration.corpus import Corpus
 from lowrank_kv_jax.cli import main
-from lowrank_kv_jax.corpus import Corpus
 from lowrank_kv_jax.evals.results.records import read_records
 from lowrank_kv_jax.evals.results.resume import KEY, finished
 from lowrank_kv_jax.files import read_json_object
-from lowrank_kv_jax.forward import prefill
+from lowrank_kv_jax.generation.forward import prefill
+from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.models.gguf_file import read_gguf
 from lowrank_kv_jax.models.hf_checkpoint import open_hf_directory, read_safetensors_header
 from lowrank_kv_jax.models.stored import StoredTensor
-from lowrank_kv_jax.parse import parse_method
-from lowrank_kv_jax.rope import RopeSpec
-from lowrank_kv_jax.saved_bases import load_bases, save_bases
-from lowrank_kv_jax.saved_cache import load_cache, save_cache
+from lowrank_kv_jax.saving.checkpoint import METADATA, _seal
+from lowrank_kv_jax.saving.saved_bases import load_bases, save_bases
+from lowrank_kv_jax.saving.saved_cache import load_cache, save_cache
 
 INF, NAN = math.inf, math.nan
 DEEP = "[" * 100_000

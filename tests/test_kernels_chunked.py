@@ -9,11 +9,11 @@ import pytest
 from helpers import softmax_attention
 from kernel_cases import check, lanes
 
-from lowrank_kv_jax.codecs.chunk_bases import store_bases
 from lowrank_kv_jax.pallas_kernels.chunked_attention import chunked_attention, pages
 from lowrank_kv_jax.pallas_kernels.chunked_attention.by_kernel import chunk_slots
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
-from lowrank_kv_jax.positions import Runs
+from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.chunk_bases import store_bases
+from lowrank_kv_jax.storage.positions import Runs
 
 B, C, K, N, D, PAGE, S = 2, 4, 2, 4, 32, 50, 700
 RANKS = (16, 24)

@@ -29,7 +29,7 @@ COMPILERS = {"sm_90": "jax-cuda13-plugin", "v5e": "libtpu", "v6e": "libtpu"}
 
 WHOLE = """
 import json, sys
-from lowrank_kv_jax.pallas_kernels.compile_whole import compile_whole
+from lowrank_kv_jax.evals.speed.compile_whole import compile_whole
 results, missing = compile_whole(sys.argv[1:])
 json.dump({"results": [{"failure": r.failure, **r.facts} for r in results], "missing": missing}, sys.stdout)
 """

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from kernel_cases import Case, check, make
 
-from lowrank_kv_jax.codecs.basis import expand_values, fold_query
+from lowrank_kv_jax.attention.partial import AttnPartial, merge
 from lowrank_kv_jax.pallas_kernels import dispatch
-from lowrank_kv_jax.pallas_kernels.blockwise import BLOCK
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.packing import EMPTY, columns, merge_splits
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
-from lowrank_kv_jax.partial import AttnPartial, merge
-from lowrank_kv_jax.positions import Runs
+from lowrank_kv_jax.storage.basis import expand_values, fold_query
+from lowrank_kv_jax.storage.block_reads import BLOCK
+from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.positions import Runs
 
 
 def test_the_platform_decides_the_environment_overrides_and_an_argument_overrides_both(monkeypatch):

@@ -7,9 +7,9 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from kernel_cases import Case, check, lanes, make, slow
 
+from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
-from lowrank_kv_jax.rope import RopeSpec
 
 ROPE = RopeSpec(10000.0, 64)
 

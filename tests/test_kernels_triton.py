@@ -6,9 +6,9 @@ import jax
 import pytest
 from kernel_cases import Case, check, make, slow
 
+from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
-from lowrank_kv_jax.rope import RopeSpec
 
 ROPE = RopeSpec(10000.0, 64)
 LLAMA3 = RopeSpec(500000.0, 48, "llama3", 8.0, 1.0, 4.0, 64)  # 16 of 64 channels stay unrotated

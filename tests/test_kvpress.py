@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from eviction_oracle import kept_positions
 
-from lowrank_kv_jax.forward import prefill
+from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
+from lowrank_kv_jax.generation.forward import prefill
 from lowrank_kv_jax.method import Layout
 from lowrank_kv_jax.methods import machine_of
+from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.models.load import load_model
-from lowrank_kv_jax.parse import parse_method
-from lowrank_kv_jax.spec import AttentionSpec, Taps
 
 pytestmark = pytest.mark.filterwarnings("default")
 kvpress = pytest.importorskip("kvpress")

@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from lowrank_kv_jax.accounting import cache_bytes
-from lowrank_kv_jax.calibrate import fit_bases, moments_for
+from lowrank_kv_jax.attention.spec import Taps
+from lowrank_kv_jax.calibration.calibrate import fit_bases, moments_for
+from lowrank_kv_jax.calibration.layer_votes import EDGES, collect_votes
 from lowrank_kv_jax.evals.asking.prefill_many import prefill_many
-from lowrank_kv_jax.forward import decode_step, prefill, read_layer, start_reading
-from lowrank_kv_jax.layer_votes import EDGES, collect_votes
-from lowrank_kv_jax.parse import parse_method
-from lowrank_kv_jax.saved_bases import load_bases, save_bases
+from lowrank_kv_jax.generation.forward import decode_step, prefill, read_layer, start_reading
+from lowrank_kv_jax.method.accounting import cache_bytes
+from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.saving.saved_bases import load_bases, save_bases
 from lowrank_kv_jax.selections import reread
 from lowrank_kv_jax.selections.layer_shares import STEP, layer_shares
-from lowrank_kv_jax.spec import Taps
 
 
 def oracle(q, k, v, length, size, chunk, window, scale):

@@ -10,7 +10,7 @@ import pytest
 from helpers import CAPACITY, PLAIN, bases_for, small_configuration
 
 from lowrank_kv_jax.estimators import linalg
-from lowrank_kv_jax.forward import make_layout, refresh_group
+from lowrank_kv_jax.generation.forward import make_layout, refresh_group
 from lowrank_kv_jax.methods import REGISTRY, machine_of
 
 needs_one_cpu = pytest.mark.skipif(

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 
 def state_dict(name):
     """float32 HF tensors of a tiny model."""
-    infos = jax.tree.leaves(param_table(models.ModelConfig.from_hf(CONFIGS[name])))
+    infos = jax.tree.leaves(param_table(models.read_config(CONFIGS[name])))
     return {info.hf: random_tensor(info.hf, info.stored_shape) for info in infos}
 
 
@@ -52,7 +52,7 @@ def expected_params(name):
         stored = random_tensor(info.hf, info.stored_shape)
         return stored.T if info.transposed else stored
 
-    return jax.tree.map(draw, param_table(models.ModelConfig.from_hf(CONFIGS[name])))
+    return jax.tree.map(draw, param_table(models.read_config(CONFIGS[name])))
 
 
 def assert_same(params, expected):
@@ -63,7 +63,7 @@ def assert_same(params, expected):
 def test_directory_gives_the_weights(tmp_path, name):
     model = models.load_model(write_directory(tmp_path / "tiny", name))
     assert (model.name, model.tokenizer) == ("tiny", None)
-    assert model.config == models.ModelConfig.from_hf(CONFIGS[name])
+    assert model.config == models.read_config(CONFIGS[name])
     assert_same(model.params, expected_params(name))
 
 
@@ -303,5 +303,5 @@ def test_peak_host_memory_is_little_more_than_the_weights():
 
 
 def test_config_is_hashable_by_value():
-    config = models.ModelConfig.from_hf(CONFIGS["qwen3"])
+    config = models.read_config(CONFIGS["qwen3"])
     assert hash(config) == hash(dataclasses.replace(config))

@@ -12,12 +12,12 @@ from goldens.texts import TEXTS, sentencepiece_vocabulary
 from goldens.tiny_models import CONFIGS, random_tensor
 
 from lowrank_kv_jax import models
+from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.models.gguf_file import GgufFile, read_gguf
 from lowrank_kv_jax.models.gguf_tokenizer import build_tokenizer
 from lowrank_kv_jax.models.load import demo_model_path
 from lowrank_kv_jax.models.parameters import param_table
 from lowrank_kv_jax.models.stored import StoredTensor
-from lowrank_kv_jax.rope import RopeSpec
 
 GOLDENS = Path(__file__).parent / "goldens"
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -32,7 +32,7 @@ def interleave(weight, heads):
 def write_gguf(path, name, kind=None, drop=(), keys=(), extra=(), **changes):
     """A tiny model as a GGUF file: matrices of element type `kind`, vectors in float32."""
     hf = CONFIGS[name] | changes
-    config, architecture = models.ModelConfig.from_hf(hf), ARCHITECTURES[hf["model_type"]]
+    config, architecture = models.read_config(hf), ARCHITECTURES[hf["model_type"]]
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(hf["max_position_embeddings"])
     writer.add_embedding_length(config.hidden_size)
@@ -85,7 +85,7 @@ def expected(name, through=lambda values: values, **changes):
         stored = through(stored) if stored.ndim == 2 else stored
         return stored.T if info.transposed else stored
 
-    return jax.tree.map(draw, param_table(models.ModelConfig.from_hf(CONFIGS[name] | changes)))
+    return jax.tree.map(draw, param_table(models.read_config(CONFIGS[name] | changes)))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def expected(name, through=lambda values: values, **changes):
 )
 def test_file_gives_the_config_and_the_weights(tmp_path, name):
     model = models.load_model(write_gguf(tmp_path / "tiny.gguf", name))
-    assert model.config == models.ModelConfig.from_hf(CONFIGS[name])
+    assert model.config == models.read_config(CONFIGS[name])
     assert model.name == "tiny"
     jax.tree.map(np.testing.assert_array_equal, model.params, expected(name))
 

@@ -15,18 +15,19 @@ from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, model, prompts, r
 
 import lowrank_kv_jax as lkv
 from lowrank_kv_jax import cli
-from lowrank_kv_jax.forward import make_layout
+from lowrank_kv_jax.attention.rope import RopeSpec
+from lowrank_kv_jax.attention.spec import Taps
+from lowrank_kv_jax.generation.forward import make_layout
 from lowrank_kv_jax.method import REGISTRY, KVMethod, Place, register
 from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec
 from lowrank_kv_jax.methods import compose, machine_of
 from lowrank_kv_jax.methods.compose import IMPOSSIBLE
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
-from lowrank_kv_jax.parse import parse_method, spell_method
-from lowrank_kv_jax.rope import RopeSpec
+from lowrank_kv_jax.methods.parse import parse_method, spell_method
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.segments.exact import Exact
 from lowrank_kv_jax.selections.budgeted import Budgeted
-from lowrank_kv_jax.spec import Taps
-from lowrank_kv_jax.state import state
+from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.state import state
 
 ROOT = Path(__file__).parent.parent
 CORE = [p for folder in ("method", "methods", "codecs", "selections") for p in (ROOT / "lowrank_kv_jax" / folder).glob("*.py")]
@@ -177,7 +178,7 @@ def toys():
 
 
 def lkv_runs(gaps):
-    from lowrank_kv_jax.positions import Runs
+    from lowrank_kv_jax.storage.positions import Runs
 
     return Runs(gaps, gaps)
 

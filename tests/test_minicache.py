@@ -8,12 +8,12 @@ import pytest
 from helpers import BLOCK, PLAIN, PROMPT, model, prompts, run
 
 from lowrank_kv_jax import methods
-from lowrank_kv_jax.accounting import cache_bytes
-from lowrank_kv_jax.forward import make_layout, prefill
+from lowrank_kv_jax.attention.spec import Taps
+from lowrank_kv_jax.generation.forward import make_layout, prefill
+from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.methods import machine_of
-from lowrank_kv_jax.parse import parse_method
+from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.segments.merged import angle, layer_tokens, slerp
-from lowrank_kv_jax.spec import Taps
 
 DEEP = dataclasses.replace(PLAIN, num_layers=4, windows=(None,) * 4)
 

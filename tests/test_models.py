@@ -68,7 +68,7 @@ def forward(config, params, tokens):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_logits_of_every_family_are_those_of_transformers(family):
-    config, golden = models.ModelConfig.from_hf(CONFIGS[family]), tiny_goldens()
+    config, golden = models.read_config(CONFIGS[family]), tiny_goldens()
     logits = forward(config, tiny_params(config), golden[f"{family}/tokens"])
     np.testing.assert_allclose(logits, golden[f"{family}/logits"], atol=1e-4, rtol=0)
 
@@ -82,7 +82,7 @@ def test_windows_and_scaling_matter_in_the_goldens():
         ("longchat", {"rope": None}),
         ("llama3.1", {"rope": None}),
     ]:
-        config = models.ModelConfig.from_hf(CONFIGS[family])
+        config = models.read_config(CONFIGS[family])
         if "rope" in plain:
             plain = {"rope": dataclasses.replace(config.rope, scaling="default")}
         changed = forward(
@@ -121,7 +121,7 @@ def test_smollm2_greedy_tokens_are_those_of_transformers(smollm2):
 
 @pytest.fixture(scope="module")
 def small():
-    config = models.ModelConfig.from_hf(SMALL)
+    config = models.read_config(SMALL)
     return config, models.init_params(config, jax.random.key(0))
 
 
@@ -195,14 +195,14 @@ def test_shardings_cut_heads_only_where_whole(small):
 def test_config_reads_both_spellings_of_rope_scaling():
     new = {key: value for key, value in CONFIGS["llama3.1"].items() if not key.startswith("rope")}
     new["rope_parameters"] = CONFIGS["llama3.1"]["rope_scaling"] | {"rope_theta": 500000.0}
-    assert models.ModelConfig.from_hf(new) == models.ModelConfig.from_hf(CONFIGS["llama3.1"])
+    assert models.read_config(new) == models.read_config(CONFIGS["llama3.1"])
 
 
 def test_config_lists_every_attribute_it_does_not_know():
     bad = CONFIGS["llama2"] | {"num_experts": 8, "logit_cap": 30.0, "unset": None, "hidden_act": "gelu"}
     del bad["vocab_size"]
     with pytest.raises(ValueError, match="vocab_size is missing") as error:
-        models.ModelConfig.from_hf(bad)
+        models.read_config(bad)
     assert all(
         part in str(error.value)
         for part in ("num_experts=8", "logit_cap=30.0", "hidden_act='gelu'", "'silu'")
@@ -223,11 +223,11 @@ def test_config_lists_every_attribute_it_does_not_know():
 )
 def test_config_refuses_values_it_cannot_honour(change, message):
     with pytest.raises(ValueError, match=message):
-        models.ModelConfig.from_hf(CONFIGS["llama2"] | {"head_dim": 12} | change)
+        models.read_config(CONFIGS["llama2"] | {"head_dim": 12} | change)
 
 
 def test_linear_scaling_stretches_the_context_and_condense_ratio_is_linear_scaling():
-    config = models.ModelConfig.from_hf(CONFIGS["longchat"])
+    config = models.read_config(CONFIGS["longchat"])
     assert config.context == 128
     old = {key: value for key, value in CONFIGS["longchat"].items() if key != "rope_scaling"}
-    assert models.ModelConfig.from_hf(old | {"rope_condense_ratio": 4}) == config
+    assert models.read_config(old | {"rope_condense_ratio": 4}) == config

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowrank_kv_jax.partial import AttnPartial, merge
-from lowrank_kv_jax.state import walk
+from lowrank_kv_jax.attention.partial import AttnPartial, merge
+from lowrank_kv_jax.storage.state import walk
 from lowrank_kv_jax.summaries import moments
 from lowrank_kv_jax.summaries.component import Summary
 from lowrank_kv_jax.summaries.moments import affine_model, combine, empty_moments

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 from helpers import PLAIN, QWEN, bases_for, model, prompts, random_moments, run, softmax_attention, transported
 
-from lowrank_kv_jax.codecs.basis import expand_values, fold_query, project, reconstruct
+from lowrank_kv_jax.attention.importance import most_important, window_attention
+from lowrank_kv_jax.attention.rope import RopeSpec, rope_angles, rotate
+from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
 from lowrank_kv_jax.estimators import ESTIMATORS
 from lowrank_kv_jax.estimators.linalg import orthonormalise
+from lowrank_kv_jax.estimators.moments import Moments, layer_moments
 from lowrank_kv_jax.estimators.oja import oja_update
 from lowrank_kv_jax.estimators.svd import principal_subspace, second_moment
-from lowrank_kv_jax.forward import extend, prefill, refresh
-from lowrank_kv_jax.importance import most_important, window_attention
+from lowrank_kv_jax.generation.forward import extend, prefill, refresh
 from lowrank_kv_jax.method import Layout, Place
 from lowrank_kv_jax.methods import REGISTRY, machine_of
-from lowrank_kv_jax.moments import Moments, layer_moments
-from lowrank_kv_jax.parse import parse_method
-from lowrank_kv_jax.rope import RopeSpec, rope_angles, rotate
-from lowrank_kv_jax.spec import AttentionSpec, Taps
+from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.storage.basis import expand_values, fold_query, project, reconstruct
 
 
 def orthonormal(rng, *shape):

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 from helpers import PLAIN, model, prompts, random_moments, softmax_attention
 
-from lowrank_kv_jax.codecs.chunk_bases import store_bases
+from lowrank_kv_jax.attention.rope import rope_angles, rotate
+from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.codecs.osp import quarter_turn
-from lowrank_kv_jax.codecs.quantised import store_tokens
 from lowrank_kv_jax.codecs.subspace import least_squares_gamma
-from lowrank_kv_jax.forward import compress_group, extend, make_layout, prefill, refresh
+from lowrank_kv_jax.generation.forward import compress_group, extend, make_layout, prefill, refresh
 from lowrank_kv_jax.method import Place
 from lowrank_kv_jax.methods import OnlineSubspaceProjection, StaticSubspace, machine_of
+from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.pallas_kernels.chunked_attention import chunked_attention, folded, pages
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
-from lowrank_kv_jax.parse import parse_method
-from lowrank_kv_jax.positions import Runs
-from lowrank_kv_jax.rope import rope_angles, rotate
-from lowrank_kv_jax.spec import Taps
+from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.chunk_bases import store_bases
+from lowrank_kv_jax.storage.positions import Runs
+from lowrank_kv_jax.storage.quantised import store_tokens
 
 SPEC, LENGTH, SHIFT = PLAIN.attention, 112, 60
 HEADS, KV, DIM = SPEC.q_heads, SPEC.kv_heads, SPEC.head_dim

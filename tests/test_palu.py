@@ -13,26 +13,26 @@ import pytest
 from character_tokenizer import Characters
 from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, QWEN, WINDOWED, model, prompts, random_moments, run
 
-from lowrank_kv_jax.calibrate import calibrate, collect_moments, iterate_taps, moments_for
-from lowrank_kv_jax.codecs.basis import project
+from lowrank_kv_jax.attention.rope import rope_angles, rotate
+from lowrank_kv_jax.calibration.calibrate import calibrate, collect_moments, iterate_taps, moments_for
+from lowrank_kv_jax.calibration.fisher import collect_fisher
 from lowrank_kv_jax.codecs.folding import fold_layer
 from lowrank_kv_jax.codecs.palu import hadamard_blocks
+from lowrank_kv_jax.estimators.moments import Fisher
+from lowrank_kv_jax.estimators.rank_allocation import allocate_ranks
 from lowrank_kv_jax.estimators.whitening import LARGEST_JITTER, truncate, whiten
 from lowrank_kv_jax.evals.speed.roofline import white_bases
 from lowrank_kv_jax.evals.studies.streaming.fisher_overlap import fisher_overlap, plot_overlap
-from lowrank_kv_jax.fisher import collect_fisher
-from lowrank_kv_jax.forward import decode_step, extend, make_layout, prefill, refresh
+from lowrank_kv_jax.generation.forward import decode_step, extend, make_layout, prefill, refresh
 from lowrank_kv_jax.method import Place
 from lowrank_kv_jax.methods import machine_of
+from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.models.decoder import block_prefill, embed, unembed
-from lowrank_kv_jax.moments import Fisher
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
-from lowrank_kv_jax.parse import parse_method
-from lowrank_kv_jax.positions import Runs
-from lowrank_kv_jax.rank_allocation import allocate_ranks
-from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.segments.coded import cached_tokens
+from lowrank_kv_jax.storage.basis import project
+from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.positions import Runs
 
 ENDS = "sinks=4,recent=8"
 TEXT = "the quick brown fox jumps over the lazy dog; " * 20
@@ -379,7 +379,7 @@ def test_a_killed_calibration_goes_on_where_it_stopped(tmp_path, monkeypatch):
     arguments = dict(texts=[TEXT], length=64, windows=3, dtype=jnp.float32)
     whole = calibrate(tiny, method, **arguments)
     seen = []
-    for target, name, stop in (("lowrank_kv_jax.calibrate", "iterate_taps", 2), ("lowrank_kv_jax.fisher", "_of_sequence", 1)):
+    for target, name, stop in (("lowrank_kv_jax.calibration.calibrate", "iterate_taps", 2), ("lowrank_kv_jax.calibration.fisher", "_of_sequence", 1)):
         module = importlib.import_module(target)
         original, calls = getattr(module, name), [0]
 
@@ -398,7 +398,7 @@ def test_a_killed_calibration_goes_on_where_it_stopped(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="holds the unfinished calibration of"):
         calibrate(tiny, method, **{**arguments, "windows": 2}, resume=tmp_path / "bases")
     counted = [0]
-    module = importlib.import_module("lowrank_kv_jax.calibrate")
+    module = importlib.import_module("lowrank_kv_jax.calibration.calibrate")
 
     def counting(*args, original=module.iterate_taps):
         counted[0] += 1

@@ -6,7 +6,7 @@ import pytest
 from helpers import full_configuration, small_configuration
 
 from lowrank_kv_jax.method import REGISTRY
-from lowrank_kv_jax.parse import parse_method, spell_method
+from lowrank_kv_jax.methods.parse import parse_method, spell_method
 
 
 @pytest.mark.parametrize("name", sorted(REGISTRY))

@@ -7,7 +7,7 @@ from helpers import softmax_attention
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowrank_kv_jax.partial import AttnPartial, empty_partial, merge
+from lowrank_kv_jax.attention.partial import AttnPartial, empty_partial, merge
 
 
 def partial_of(scores, values):

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
 from lowrank_kv_jax.codecs.lowrank import Bases
 from lowrank_kv_jax.method import REGISTRY, Layout, Place
 from lowrank_kv_jax.methods import machine_of
-from lowrank_kv_jax.pallas_kernels.blockwise import slice_block
-from lowrank_kv_jax.positions import Runs
 from lowrank_kv_jax.segments import exact as exact_tokens
-from lowrank_kv_jax.spec import AttentionSpec, Taps
+from lowrank_kv_jax.storage.block_reads import slice_block
+from lowrank_kv_jax.storage.positions import Runs
 
 B, D = 2, 2
 SPEC = AttentionSpec(

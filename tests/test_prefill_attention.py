@@ -11,12 +11,12 @@ import pytest
 from helpers import softmax_attention
 from jax.extend.core import jaxprs_in_params
 
-from lowrank_kv_jax.forward import layer_prefill
+from lowrank_kv_jax.attention.rope import RopeSpec
+from lowrank_kv_jax.generation.forward import layer_prefill
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.parameters import param_table
 from lowrank_kv_jax.pallas_kernels import dispatch
 from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention
-from lowrank_kv_jax.rope import RopeSpec
 
 TOKENS = 4096  # more squared than any activation of the model below has numbers
 N, K, D, SCALE = 4, 2, 8, 0.35

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from helpers import PLAIN, PROMPT, bases_for, model, prompts, run, transported
 
-from lowrank_kv_jax.accounting import cache_bytes
-from lowrank_kv_jax.codecs.quantised import Tile, append_tokens, empty_tokens, map_tokens, read_tokens, store_tokens
-from lowrank_kv_jax.forward import compress_group, embed_tokens, layer_prefill, make_layout
+from lowrank_kv_jax.generation.forward import compress_group, embed_tokens, layer_prefill, make_layout
+from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.methods import REGISTRY
-from lowrank_kv_jax.parse import parse_method
+from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.storage.quantised import Tile, append_tokens, empty_tokens, map_tokens, read_tokens, store_tokens
 
 SHAPE = (2, 3, 64, 10)
 

@@ -10,17 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_quantised import kivi_oracle
 
-from lowrank_kv_jax.accounting import cache_bytes
-from lowrank_kv_jax.cache import fork
-from lowrank_kv_jax.codecs.packed import empty_packed, hold_packed
 from lowrank_kv_jax.codecs.palu import Palu
-from lowrank_kv_jax.codecs.quantised import Tile, read_tokens, store_tokens
-from lowrank_kv_jax.forward import decode_step, make_layout, prefill
+from lowrank_kv_jax.generation.forward import decode_step, make_layout, prefill
+from lowrank_kv_jax.method.accounting import cache_bytes
+from lowrank_kv_jax.method.cache import fork, with_token_layout
 from lowrank_kv_jax.methods import REGISTRY
-from lowrank_kv_jax.parse import parse_method, spell_method
-from lowrank_kv_jax.saved_cache import abstract_cache
-from lowrank_kv_jax.state import walk
-from lowrank_kv_jax.token_layout import with_token_layout
+from lowrank_kv_jax.methods.parse import parse_method, spell_method
+from lowrank_kv_jax.saving.saved_cache import abstract_cache
+from lowrank_kv_jax.storage.packed import empty_packed, hold_packed
+from lowrank_kv_jax.storage.quantised import Tile, read_tokens, store_tokens
+from lowrank_kv_jax.storage.state import walk
 
 RULES = ["snapkv:keep=0.6,recent=8,decoding=keep", "kvzip:keep=0.6,recent=8,layers=uniform",
          "kvzip:keep=0.6,recent=8,allocation=uniform,layers=uniform", "adakv:keep=0.6,recent=8,decoding=keep"]

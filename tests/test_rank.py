@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowrank_kv_jax.layer_groups import split_rank
-from lowrank_kv_jax.rank import rank_for_energy, rank_multiple, resolve_rank
+from lowrank_kv_jax.codecs.layer_groups import split_rank
+from lowrank_kv_jax.estimators.rank import rank_for_energy, rank_multiple, resolve_rank
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from helpers import full_configuration
 
-from lowrank_kv_jax.calibrate import fit_bases, moments_for
-from lowrank_kv_jax.corpus import load_corpus, token_windows
-from lowrank_kv_jax.forward import extend, prefill, refresh
-from lowrank_kv_jax.layer_votes import collect_votes
+from lowrank_kv_jax.calibration.calibrate import fit_bases, moments_for
+from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
+from lowrank_kv_jax.calibration.layer_votes import collect_votes
+from lowrank_kv_jax.generation.forward import extend, prefill, refresh
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.models.load import load_model
 from lowrank_kv_jax.selections.layer_shares import layer_shares

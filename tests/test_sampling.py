@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lowrank_kv_jax.sampling import Sampler, sample
+from lowrank_kv_jax.generation.sampling import Sampler, sample
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.15, 0.3, 0.1], np.float32))
 DRAWS = 4000

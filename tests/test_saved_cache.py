@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, model, prompts, small_configuration
 
-from lowrank_kv_jax.accounting import cache_bytes
-from lowrank_kv_jax.cache import fork
-from lowrank_kv_jax.checkpoint import METADATA, load_metadata
-from lowrank_kv_jax.forward import decode_step, prefill
+from lowrank_kv_jax.generation.forward import decode_step, prefill
+from lowrank_kv_jax.method.accounting import cache_bytes
+from lowrank_kv_jax.method.cache import fork
 from lowrank_kv_jax.methods import REGISTRY
-from lowrank_kv_jax.saved_cache import abstract_cache, load_cache, save_cache
+from lowrank_kv_jax.saving.checkpoint import METADATA, load_metadata
+from lowrank_kv_jax.saving.saved_cache import abstract_cache, load_cache, save_cache
 
 MODEL = types.SimpleNamespace(name="tiny", config=PLAIN, fingerprint="f" * 64)
 
@@ -70,7 +70,7 @@ def test_nothing_is_overwritten_or_left_half_written(tmp_path, monkeypatch):
     with pytest.raises(FileExistsError, match="notes.txt.*choose another place"):
         save_cache(tmp_path / "mine", cache, MODEL)
     save_cache(tmp_path / "cache", cache, MODEL)
-    monkeypatch.setattr("lowrank_kv_jax.checkpoint.version", lambda name: 1 / 0)
+    monkeypatch.setattr("lowrank_kv_jax.saving.checkpoint.version", lambda name: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         save_cache(tmp_path / "cache", cache, MODEL)
     monkeypatch.undo()

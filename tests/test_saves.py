@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lowrank_kv_jax import checkpoint, checkpoint_sums
-from lowrank_kv_jax.checkpoint import METADATA, load_arrays, load_metadata, save_arrays
-from lowrank_kv_jax.checkpoint_sums import CheckpointedSums
+from lowrank_kv_jax.calibration import checkpoint_sums
+from lowrank_kv_jax.calibration.checkpoint_sums import CheckpointedSums
 from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.files import replacing
+from lowrank_kv_jax.saving import checkpoint
+from lowrank_kv_jax.saving.checkpoint import METADATA, load_arrays, load_metadata, save_arrays
 
 SIZE = 64
 

@@ -12,7 +12,7 @@ import pytest
 from helpers import PLAIN
 
 from lowrank_kv_jax.methods import REGISTRY
-from lowrank_kv_jax.sharding import check_mesh, make_mesh
+from lowrank_kv_jax.storage.sharding import check_mesh, make_mesh
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.xdist_group("sharding")  # one worker: all read the results of one process

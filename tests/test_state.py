@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowrank_kv_jax.state import leaf, map_leaves, state, static, take_tokens, walk, write_tokens
+from lowrank_kv_jax.storage.state import leaf, map_leaves, state, static, take_tokens, walk, write_tokens
 
 SIZE = 7
 write = jax.jit(write_tokens)

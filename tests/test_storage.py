@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, full_configuration, model, prompts, run
 
-from lowrank_kv_jax.bits import Bits, bits_of, hold_bits
-from lowrank_kv_jax.cache import bases_of_group, fork, insert_rows, take_rows
-from lowrank_kv_jax.cache_dtype import CACHE_DTYPES, default_cache_dtype, narrow
-from lowrank_kv_jax.forward import decode_step, layer_extend, prefill
+from lowrank_kv_jax.generation.forward import decode_step, layer_extend, prefill
 from lowrank_kv_jax.method import Layout, Place
+from lowrank_kv_jax.method.cache import fork, insert_rows, take_rows
 from lowrank_kv_jax.methods import REGISTRY
-from lowrank_kv_jax.parse import parse_method
-from lowrank_kv_jax.saved_cache import abstract_cache, load_cache, save_cache
-from lowrank_kv_jax.state import take_tokens, walk, write_tokens
+from lowrank_kv_jax.methods.group_bases import bases_of_group
+from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.saving.saved_cache import abstract_cache, load_cache, save_cache
+from lowrank_kv_jax.storage.bits import Bits, bits_of, hold_bits
+from lowrank_kv_jax.storage.cache_dtype import CACHE_DTYPES, default_cache_dtype, narrow
+from lowrank_kv_jax.storage.state import take_tokens, walk, write_tokens
 
 LONG = 32027  # capacity, a number that no other size equals
 BLOCKS = 1 << 20  # bytes of the blocks that are widened at a time
@@ -78,7 +79,7 @@ def test_a_step_neither_widens_nor_copies_a_whole_buffer(spec, dtype):
 
 
 def test_the_measure_sees_arrays_of_bfloat16_widened(monkeypatch):
-    monkeypatch.setattr("lowrank_kv_jax.saved_cache.hold_bits", lambda tree: tree)
+    monkeypatch.setattr("lowrank_kv_jax.saving.saved_cache.hold_bits", lambda tree: tree)
     compiled, cache = step_of_a_layer.__wrapped__("full", "bfloat16")
     assert f"f32[2, 4, {LONG}, 8]" in " ".join(made_of_whole_buffers(compiled.as_text(), cache))
     wide = step_of_a_layer("full", "float32")[0].memory_analysis().temp_size_in_bytes
@@ -135,7 +136,7 @@ def test_bits_and_arrays_of_bfloat16_decode_to_the_same_logits(name, monkeypatch
     tokens = tokens[:, : PROMPT + BLOCK + 3]
     cache, on_bits = run(method, PLAIN, tokens, PROMPT, width=8, dtype="bfloat16")
     assert any(isinstance(x, Bits) for _, x, _ in walk(cache))
-    monkeypatch.setattr("lowrank_kv_jax.forward.hold_bits", lambda tree: tree)
+    monkeypatch.setattr("lowrank_kv_jax.generation.forward.hold_bits", lambda tree: tree)
     jax.clear_caches()
     cache, on_arrays = run(method, PLAIN, tokens, PROMPT, width=8, dtype="bfloat16")
     jax.clear_caches()
@@ -151,7 +152,7 @@ def test_a_saved_cache_holds_bfloat16_which_every_platform_loads(tmp_path, monke
     here = load_cache(tmp_path / "cache", method, saved)
     assert jax.tree.structure(here) == jax.tree.structure(cache)
     jax.tree.map(np.testing.assert_array_equal, here, cache)
-    monkeypatch.setattr("lowrank_kv_jax.saved_cache.hold_bits", lambda tree: tree)  # as where bfloat16 is native
+    monkeypatch.setattr("lowrank_kv_jax.saving.saved_cache.hold_bits", lambda tree: tree)  # as where bfloat16 is native
     there = load_cache(tmp_path / "cache", method, saved).groups[0].ends[0].k
     assert isinstance(there, jax.Array) and there.dtype == jnp.bfloat16
     np.testing.assert_array_equal(there, np.asarray(cache.groups[0].ends[0].k))

@@ -12,9 +12,9 @@ import pytest
 from character_tokenizer import Characters
 from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, WINDOWED, bases_for, model, prompts, run
 
-from lowrank_kv_jax.calibrate import collect_moments, iterate_taps
+from lowrank_kv_jax.calibration.calibrate import collect_moments, iterate_taps
+from lowrank_kv_jax.calibration.corpus import load_corpus
 from lowrank_kv_jax.cli import main
-from lowrank_kv_jax.corpus import load_corpus
 from lowrank_kv_jax.estimators.gha import gha_update
 from lowrank_kv_jax.estimators.gha_tail import update_tail
 from lowrank_kv_jax.evals.needle.long import long_needles
@@ -23,12 +23,12 @@ from lowrank_kv_jax.evals.studies.streaming.paired_gain import paired_gain
 from lowrank_kv_jax.evals.studies.streaming.quality import Score, ablation_specs, needle_gains, quality_specs, text_gains
 from lowrank_kv_jax.evals.studies.streaming.reconstruction import hidden_updates, means, reconstruction
 from lowrank_kv_jax.evals.studies.streaming.shifted_texts import CALIBRATE, MIXED, text_of, windows_of
-from lowrank_kv_jax.forward import extend, prefill, refresh
-from lowrank_kv_jax.generate import generate
+from lowrank_kv_jax.generation.forward import extend, prefill, refresh
+from lowrank_kv_jax.generation.generate import generate
 from lowrank_kv_jax.method import Fault
 from lowrank_kv_jax.methods import REGISTRY
-from lowrank_kv_jax.parse import parse_method
-from lowrank_kv_jax.saved_bases import load_bases, save_bases
+from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.saving.saved_bases import load_bases, save_bases
 
 ENDS = "sinks=4,recent=8"
 OPTIONS = dict(capacity=CAPACITY, block=BLOCK, dtype=jnp.float32)

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import graphlib
 import re
 import subprocess
 import sys
@@ -13,6 +14,11 @@ from lowrank_kv_jax.methods import REGISTRY
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("lowrank_kv_jax", "pallas_kernels", "models", "evals", "examples")
+# A folder imports those before it, and itself.
+ORDER = (
+    "files", "progress", "attention", "storage", "pallas_kernels", "segments", "summaries", "models", "method",
+    "estimators", "selections", "codecs", "methods", "generation", "calibration", "saving", "evals", "cli",
+)
 SOURCES = sorted({path.resolve() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")})
 
 
@@ -61,8 +67,48 @@ def test_import_names_follow_the_folders():
         assert link.is_symlink() and link.readlink() == Path("..") / folder
 
 
+def modules():
+    """Modules of the package by their path."""
+    found = {}
+    for path in SOURCES:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[0] != "examples":
+            parts = parts if parts[0] == "lowrank_kv_jax" else ("lowrank_kv_jax", *parts)
+            found[path] = ".".join(parts).removesuffix(".__init__")
+    return found
+
+
+def imports(path, names):
+    """Modules of the package that a file imports anywhere, in functions and for type checkers too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lowrank_kv_jax"):
+            assert not node.level
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in names else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in names)
+
+
+def test_folders_import_in_one_order_and_nothing_imports_in_a_circle():
+    names, graph, upward = modules(), {}, []
+    for path, name in names.items():
+        found = set(imports(path, set(names.values()))) - {name, "lowrank_kv_jax"}
+        graph[name] = {other for other in found if not name.startswith(f"{other}.")}  # a package comes before its modules
+        if name != "lowrank_kv_jax":
+            place = ORDER.index(name.split(".")[1])
+            upward += [f"{name} -> {other}" for other in found if ORDER.index(other.split(".")[1]) > place]
+    assert not upward
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_few_files_are_loose():
+    assert len(list((ROOT / "lowrank_kv_jax").glob("*.py"))) <= 3
+    assert [path.name for path in (ROOT / "evals").glob("*.py")] == ["__init__.py"]
+
+
 @pytest.mark.parametrize(
-    "module", ["lowrank_kv_jax.forward", "lowrank_kv_jax.generate", "lowrank_kv_jax.methods"]
+    "module", ["lowrank_kv_jax.generation.forward", "lowrank_kv_jax.generation.generate", "lowrank_kv_jax.methods"]
 )
 def test_the_core_never_imports_torch(module):
     heavy = "torch", "transformers", "datasets", "matplotlib", "lm_eval"

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from helpers import BLOCK, CAPACITY, PLAIN, bases_for, model, prompts
 
-from lowrank_kv_jax.accounting import cache_bytes
-from lowrank_kv_jax.cache import fork
-from lowrank_kv_jax.codecs.quantised import QuantisedTokens
-from lowrank_kv_jax.forward import extend, prefill, refresh
+from lowrank_kv_jax.generation.forward import extend, prefill, refresh
+from lowrank_kv_jax.method.accounting import cache_bytes
+from lowrank_kv_jax.method.cache import fork, with_token_layout
+from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.models.decoder import init_params
-from lowrank_kv_jax.pallas_kernels.blockwise import slice_block
-from lowrank_kv_jax.parse import parse_method
-from lowrank_kv_jax.saved_cache import abstract_cache
-from lowrank_kv_jax.state import walk
-from lowrank_kv_jax.token_layout import QuantisedOnLanes, TokensOnLanes, with_token_layout
+from lowrank_kv_jax.saving.saved_cache import abstract_cache
+from lowrank_kv_jax.storage.block_reads import slice_block
+from lowrank_kv_jax.storage.lanes import QuantisedOnLanes, TokensOnLanes
+from lowrank_kv_jax.storage.quantised import QuantisedTokens
+from lowrank_kv_jax.storage.state import walk
 
 METHOD = parse_method("ojakv:rank=0.5,sinks=4,recent=8")
 SHORT = dataclasses.replace(PLAIN, num_layers=1, windows=(None,))

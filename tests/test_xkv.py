@@ -10,17 +10,17 @@ import pytest
 from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, model, prompts, run, softmax_attention
 
 from lowrank_kv_jax import methods
-from lowrank_kv_jax.accounting import cache_bytes
+from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.codecs import blocks
-from lowrank_kv_jax.codecs.quantised import quantise, read_basis, read_tokens, store_basis, store_tokens
+from lowrank_kv_jax.codecs.layer_groups import read_table, split_rank, stride_groups
 from lowrank_kv_jax.estimators.subspace_iteration import cholesky_orthonormalise, gram, leading_subspace
-from lowrank_kv_jax.forward import make_layout, prefill
-from lowrank_kv_jax.layer_groups import read_table, split_rank, stride_groups
+from lowrank_kv_jax.generation.forward import make_layout, prefill
 from lowrank_kv_jax.method import Place
+from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.methods import machine_of
-from lowrank_kv_jax.parse import parse_method, spell_method
-from lowrank_kv_jax.rope import rope_angles, rotate
-from lowrank_kv_jax.saved_cache import abstract_cache
+from lowrank_kv_jax.methods.parse import parse_method, spell_method
+from lowrank_kv_jax.saving.saved_cache import abstract_cache
+from lowrank_kv_jax.storage.quantised import quantise, read_basis, read_tokens, store_basis, store_tokens
 
 DEEP = dataclasses.replace(PLAIN, num_layers=5, windows=(None,) * 5)
 FOUR = dataclasses.replace(PLAIN, num_layers=4, windows=(None,) * 4)
@@ -178,7 +178,7 @@ def test_layers_of_different_shape_are_refused():
 
 
 def _taps(size):
-    from lowrank_kv_jax.spec import Taps
+    from lowrank_kv_jax.attention.spec import Taps
 
     x = jnp.ones((1, size, 4, 8))
     return x, size, Taps(x, x, x, x, x)

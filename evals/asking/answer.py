@@ -6,11 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.cache import Cache, take_rows
-from lowrank_kv_jax.forward import decode_step, refresh
-from lowrank_kv_jax.generate import ingest
+from lowrank_kv_jax.generation.forward import decode_step, refresh
+from lowrank_kv_jax.generation.generate import ingest
 from lowrank_kv_jax.method import Part
-from lowrank_kv_jax.sharding import to_host
+from lowrank_kv_jax.method.cache import Cache, take_rows
+from lowrank_kv_jax.storage.sharding import to_host
 
 
 def answer(

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lowrank_kv_jax.calibrate import fit_bases, moments_for
-from lowrank_kv_jax.corpus import Corpus, token_windows
+from lowrank_kv_jax.calibration.calibrate import fit_bases, moments_for
+from lowrank_kv_jax.calibration.corpus import Corpus, token_windows
 from lowrank_kv_jax.method import Part
 
 LENGTH, WINDOWS = 2048, 4

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowrank_kv_jax.evals.asking.prompts import Question, encode
-from lowrank_kv_jax.forward import DEFAULT_BLOCK
+from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK
 
 SMALL_ROOM = 256  # questions and answers up to so many tokens share one size of buffer
 

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.cache import Cache, bases_of_group
 from lowrank_kv_jax.evals.asking.clock import PrefillClock
-from lowrank_kv_jax.forward import (
+from lowrank_kv_jax.generation.forward import (
     DEFAULT_BLOCK,
     compress_group,
     last_logits,
@@ -18,9 +17,11 @@ from lowrank_kv_jax.forward import (
     start_reading,
 )
 from lowrank_kv_jax.method import Layout, Part
+from lowrank_kv_jax.method.cache import Cache
 from lowrank_kv_jax.methods import machine_of
+from lowrank_kv_jax.methods.group_bases import bases_of_group
 from lowrank_kv_jax.models.config import ModelConfig
-from lowrank_kv_jax.sharding import replicate, shard_rows
+from lowrank_kv_jax.storage.sharding import replicate, shard_rows
 
 
 def prefill_many(

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lowrank_kv_jax.cache import Cache, fork
 from lowrank_kv_jax.evals.asking.answer import answer
 from lowrank_kv_jax.evals.asking.bases import conditions_of
 from lowrank_kv_jax.evals.asking.batches import Batch, make_batches
@@ -21,6 +20,7 @@ from lowrank_kv_jax.evals.results.records import append_record, make_record
 from lowrank_kv_jax.evals.results.resume import Key, finished, key_of
 from lowrank_kv_jax.evals.results.sizes import Size, size_of
 from lowrank_kv_jax.method import Part
+from lowrank_kv_jax.method.cache import Cache, fork
 from lowrank_kv_jax.progress import ProgressBar
 
 ANSWER_WORK = 0.02  # an answer's share of the work, in thousands of prefilled tokens for each new token

@@ -5,7 +5,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lowrank_kv_jax.corpus import Corpus
+from lowrank_kv_jax.attention.spec import AttentionSpec
+from lowrank_kv_jax.calibration.corpus import Corpus
 from lowrank_kv_jax.evals.asking.few_at_a_time import few_at_a_time
 from lowrank_kv_jax.evals.peers.kvpress_presses import PREFIX, PRESSES
 from lowrank_kv_jax.evals.peers.kvpress_run import evaluate_kvpress
@@ -16,8 +17,7 @@ from lowrank_kv_jax.evals.ruler.run import COMMAND, evaluate_ruler, make_suite
 from lowrank_kv_jax.evals.ruler.tasks import expand_tasks
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.methods import REGISTRY
-from lowrank_kv_jax.parse import parse_method
-from lowrank_kv_jax.spec import AttentionSpec
+from lowrank_kv_jax.methods.parse import parse_method
 
 RATIOS = (2, 4, 8)
 COMPOSITIONS = tuple(f"kivi:bits=4+kvzip:keep={1 / ratio}" for ratio in RATIOS)

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.calibrate import fit_bases, moments_for
-from lowrank_kv_jax.corpus import load_corpus, token_windows
+from lowrank_kv_jax.calibration.calibrate import fit_bases, moments_for
+from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
 from lowrank_kv_jax.evals.asking.answer import answer
 from lowrank_kv_jax.evals.asking.prefill_many import pad_rows, prefill_many
 from lowrank_kv_jax.evals.asking.samples import Sample, substring_score
@@ -23,11 +23,11 @@ from lowrank_kv_jax.evals.perplexity.score import Perplexity, score_through_cach
 from lowrank_kv_jax.evals.results.records import make_record
 from lowrank_kv_jax.evals.results.sizes import Size, size_of
 from lowrank_kv_jax.evals.speed.timing import CacheContender, Timing, alternate
-from lowrank_kv_jax.forward import DEFAULT_BLOCK
-from lowrank_kv_jax.generate import PAD_TO, decode
+from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK
+from lowrank_kv_jax.generation.generate import PAD_TO, decode
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.methods import REGISTRY
-from lowrank_kv_jax.parse import parse_method
+from lowrank_kv_jax.methods.parse import parse_method
 
 SHORTLIST = (
     "full", "streamingllm:keep=0.25", "static-pca-h:rank=0.6", "ojakv:rank=0.6", "ojakv:rank=0.8",

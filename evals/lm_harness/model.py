@@ -7,16 +7,16 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from lowrank_kv_jax.corpus import load_corpus
+from lowrank_kv_jax.calibration.corpus import load_corpus
 from lowrank_kv_jax.evals.asking.answer import answer
 from lowrank_kv_jax.evals.asking.bases import bases_of
 from lowrank_kv_jax.evals.asking.batches import coarse
 from lowrank_kv_jax.evals.asking.prefill_many import pad_rows, prefill_many
 from lowrank_kv_jax.evals.lm_harness.scoring import Scored, make_pair, score_pairs
+from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.models.load import load_model
-from lowrank_kv_jax.parse import parse_method
 from lowrank_kv_jax.progress import ProgressBar
-from lowrank_kv_jax.saved_bases import load_bases
+from lowrank_kv_jax.saving.saved_bases import load_bases
 
 MAX_NEW_TOKENS = 256  # where a task does not say; lm-eval's own default
 

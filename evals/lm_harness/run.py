@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from lowrank_kv_jax.corpus import Corpus, load_corpus
+from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus
 from lowrank_kv_jax.evals.asking.bases import bases_of, calibration_settings, conditions_of
 from lowrank_kv_jax.evals.lm_harness.tasks import TASKS, load_tasks
 from lowrank_kv_jax.evals.results.records import append_record, make_record
 from lowrank_kv_jax.evals.results.resume import Key, finished, key_of
 from lowrank_kv_jax.method import Part
-from lowrank_kv_jax.parse import spell_method
+from lowrank_kv_jax.methods.parse import spell_method
 from lowrank_kv_jax.progress import ProgressBar
 
 COMMAND = "eval lm-eval"

@@ -6,14 +6,14 @@ from typing import Any
 
 import jax
 
-from lowrank_kv_jax.cache import fork
 from lowrank_kv_jax.evals.asking.batches import coarse
 from lowrank_kv_jax.evals.asking.clock import PrefillClock
 from lowrank_kv_jax.evals.asking.prefill_many import pad_rows, prefill_many
 from lowrank_kv_jax.evals.perplexity.score import score_rows
 from lowrank_kv_jax.evals.results.sizes import Size, size_of
-from lowrank_kv_jax.forward import DEFAULT_BLOCK
+from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK
 from lowrank_kv_jax.method import Part
+from lowrank_kv_jax.method.cache import fork
 
 Ids = tuple[int, ...]
 

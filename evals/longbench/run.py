@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lowrank_kv_jax.corpus import Corpus, load_corpus
+from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus
 from lowrank_kv_jax.evals.asking.bases import bases_of, calibration_settings
 from lowrank_kv_jax.evals.asking.prompts import Question
 from lowrank_kv_jax.evals.asking.suite import Suite, evaluate

@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lowrank_kv_jax.accounting import full_cache_bytes
 from lowrank_kv_jax.evals.asking.batches import Batch, make_batches
 from lowrank_kv_jax.evals.asking.clock import Clock, PrefillClock
 from lowrank_kv_jax.evals.asking.prompts import Question
@@ -14,6 +13,7 @@ from lowrank_kv_jax.evals.peers.kvpress_presses import PREFIX, make_press, parse
 from lowrank_kv_jax.evals.peers.transformers_decode import load_torch_model
 from lowrank_kv_jax.evals.results.records import append_record, make_record
 from lowrank_kv_jax.evals.results.resume import finished
+from lowrank_kv_jax.method.accounting import full_cache_bytes
 from lowrank_kv_jax.progress import ProgressBar
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.corpus import Corpus, load_corpus
+from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus
 from lowrank_kv_jax.evals.asking.bases import bases_of, calibration_settings, conditions_of
 from lowrank_kv_jax.evals.asking.clock import PrefillClock
 from lowrank_kv_jax.evals.asking.prefill_many import prefill_many

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.cache import Cache
-from lowrank_kv_jax.forward import DEFAULT_BLOCK, extend, prefill, refresh
+from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, extend, prefill, refresh
 from lowrank_kv_jax.method import Part
-from lowrank_kv_jax.sharding import to_host
+from lowrank_kv_jax.method.cache import Cache
+from lowrank_kv_jax.storage.sharding import to_host
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,14 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.accounting import cache_bytes, full_cache_bytes
-from lowrank_kv_jax.cache import Cache
-from lowrank_kv_jax.cache_dtype import default_cache_dtype
-from lowrank_kv_jax.forward import DEFAULT_BLOCK
+from lowrank_kv_jax.attention.spec import AttentionSpec
+from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK
 from lowrank_kv_jax.method import Layout, Part
-from lowrank_kv_jax.saved_cache import abstract_cache
-from lowrank_kv_jax.spec import AttentionSpec
-from lowrank_kv_jax.state import map_leaves
+from lowrank_kv_jax.method.accounting import cache_bytes, full_cache_bytes
+from lowrank_kv_jax.method.cache import Cache
+from lowrank_kv_jax.saving.saved_cache import abstract_cache
+from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
+from lowrank_kv_jax.storage.state import map_leaves
 
 _LENGTHS = (1 << 16, 1 << 17)
 

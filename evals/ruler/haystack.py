@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 
-from lowrank_kv_jax.corpus import load_corpus
+from lowrank_kv_jax.calibration.corpus import load_corpus
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 

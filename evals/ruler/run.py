@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowrank_kv_jax.corpus import Corpus, load_corpus
+from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus
 from lowrank_kv_jax.evals.asking.bases import bases_of, calibration_settings
 from lowrank_kv_jax.evals.asking.batches import check_lengths
 from lowrank_kv_jax.evals.asking.prompts import Question

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from lowrank_kv_jax.accounting import CacheBytes, cache_bytes
-from lowrank_kv_jax.calibrate import fit_bases, moments_for
-from lowrank_kv_jax.corpus import load_corpus, token_windows
+from lowrank_kv_jax.calibration.calibrate import fit_bases, moments_for
+from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
 from lowrank_kv_jax.evals.results.records import make_record
 from lowrank_kv_jax.evals.speed.timing import CacheContender, Contender, Timing, alternate
-from lowrank_kv_jax.forward import DEFAULT_BLOCK
+from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK
 from lowrank_kv_jax.method import Layout, Part
-from lowrank_kv_jax.saved_cache import abstract_cache
+from lowrank_kv_jax.method.accounting import CacheBytes, cache_bytes
+from lowrank_kv_jax.saving.saved_cache import abstract_cache
 
 PEER = "transformers"
 

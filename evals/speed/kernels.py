@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.codecs.quantised import store_tokens
+from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.evals.results.figure_file import save_figure
 from lowrank_kv_jax.evals.results.records import make_record
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
-from lowrank_kv_jax.positions import Runs
-from lowrank_kv_jax.rope import RopeSpec
-from lowrank_kv_jax.token_layout import TokensOnLanes
+from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.lanes import TokensOnLanes
+from lowrank_kv_jax.storage.positions import Runs
+from lowrank_kv_jax.storage.quantised import store_tokens
 
 LAST_LEVEL_CACHE = {"cpu": 32 << 20, "gpu": 60 << 20, "tpu": 128 << 20}
 """Bytes; buffers together are four times as large, so that none is found in it."""

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.accounting import cache_bytes
-from lowrank_kv_jax.forward import DEFAULT_BLOCK, decode_step, make_layout
+from lowrank_kv_jax.attention.spec import AttentionSpec
+from lowrank_kv_jax.estimators.moments import Fisher, Moments
+from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, decode_step, make_layout
 from lowrank_kv_jax.method import Part
+from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import init_params
-from lowrank_kv_jax.moments import Fisher, Moments
-from lowrank_kv_jax.saved_cache import abstract_cache
-from lowrank_kv_jax.spec import AttentionSpec
+from lowrank_kv_jax.saving.saved_cache import abstract_cache
 
 
 class Roof(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.forward import DEFAULT_BLOCK, prefill
-from lowrank_kv_jax.generate import decode
+from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, prefill
+from lowrank_kv_jax.generation.generate import decode
 from lowrank_kv_jax.method import Part
 
 

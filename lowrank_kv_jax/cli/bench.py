@@ -9,9 +9,9 @@ HELP = "speed: time to first token and decode tokens/s; the attention kernels"
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
-    from lowrank_kv_jax.cache_dtype import CACHE_DTYPES
     from lowrank_kv_jax.cli.bench_kernels import add_compile_parser, add_kernels_parser
     from lowrank_kv_jax.cli.options import add_model_options
+    from lowrank_kv_jax.storage.cache_dtype import CACHE_DTYPES
 
     parser = subparsers.add_parser("bench", help=HELP, description=HELP)
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")

@@ -112,8 +112,8 @@ def run_compile(args: argparse.Namespace) -> int:
     """
     from lowrank_kv_jax.cli.options import check_outputs
     from lowrank_kv_jax.evals.results.records import append_record, make_record
+    from lowrank_kv_jax.evals.speed.compile_whole import compile_whole
     from lowrank_kv_jax.pallas_kernels.compile_grid import compile_all
-    from lowrank_kv_jax.pallas_kernels.compile_whole import compile_whole
 
     check_outputs(args)
     results, missing = (compile_whole if args.whole else compile_all)(args.targets)

@@ -4,8 +4,8 @@ import argparse
 
 import numpy as np
 
-from lowrank_kv_jax.cache_dtype import CACHE_DTYPES, default_cache_dtype
 from lowrank_kv_jax.cli.options import add_model_options
+from lowrank_kv_jax.storage.cache_dtype import CACHE_DTYPES, default_cache_dtype
 
 HELP = "fit the bases of a method to texts and save them"
 
@@ -38,11 +38,11 @@ def run(args: argparse.Namespace) -> int:
             `save_bases`.
     """
     import lowrank_kv_jax.methods  # noqa: F401 - fills the registry
-    from lowrank_kv_jax.calibrate import calibrate
+    from lowrank_kv_jax.calibration.calibrate import calibrate
+    from lowrank_kv_jax.calibration.corpus import load_corpus
     from lowrank_kv_jax.cli.options import check_numbers, load_from
-    from lowrank_kv_jax.corpus import load_corpus
-    from lowrank_kv_jax.parse import parse_method, spell_method
-    from lowrank_kv_jax.saved_bases import check_bases_replaceable, save_bases
+    from lowrank_kv_jax.methods.parse import parse_method, spell_method
+    from lowrank_kv_jax.saving.saved_bases import check_bases_replaceable, save_bases
 
     method = parse_method(args.method)
     if not method.calibrated:

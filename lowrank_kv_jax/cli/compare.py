@@ -8,8 +8,8 @@ HELP = "what each method costs and keeps, beside the full cache"
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
-    from lowrank_kv_jax.cache_dtype import CACHE_DTYPES, default_cache_dtype
     from lowrank_kv_jax.cli.options import add_model_options
+    from lowrank_kv_jax.storage.cache_dtype import CACHE_DTYPES, default_cache_dtype
 
     parser = subparsers.add_parser(
         "compare", help=HELP,

@@ -84,12 +84,12 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_model`, `load_corpus`, `analyse`, `parse_method`.
     """
+    from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs
-    from lowrank_kv_jax.corpus import load_corpus, token_windows
     from lowrank_kv_jax.evals.results.records import append_record, make_record
     from lowrank_kv_jax.evals.studies.cross_layer.analysis import analyse
+    from lowrank_kv_jax.methods.parse import parse_method
     from lowrank_kv_jax.models.load import load_model
-    from lowrank_kv_jax.parse import parse_method
 
     least = dict.fromkeys(("length", "groups", "cost_length", "quality", "sides", "samples", "windows", "rounds"), 1)
     check_numbers(args, **least, seed=0)

@@ -40,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
             `token_windows` and the tables.
     """
     import lowrank_kv_jax.methods  # noqa: F401 - fills the registry
-    from lowrank_kv_jax.calibrate import collect_moments
+    from lowrank_kv_jax.calibration.calibrate import collect_moments
+    from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
-    from lowrank_kv_jax.corpus import load_corpus, token_windows
     from lowrank_kv_jax.evals.studies.bases import diagnostics
 
     methods = _methods(args.methods or diagnostics.ADAPTATION_METHODS)
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _methods(specs: Sequence[str]) -> list:
-    from lowrank_kv_jax.parse import parse_method
+    from lowrank_kv_jax.methods.parse import parse_method
 
     methods = [parse_method(spec) for spec in specs]
     for method in methods:

@@ -32,11 +32,11 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_from`, `load_corpus` and `token_windows`.
     """
+    from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
-    from lowrank_kv_jax.corpus import load_corpus, token_windows
+    from lowrank_kv_jax.estimators.rank import resolve_rank
     from lowrank_kv_jax.evals.studies.bases import estimators as comparison
     from lowrank_kv_jax.evals.studies.subspaces.falsify import shifted_texts
-    from lowrank_kv_jax.rank import resolve_rank
 
     check_numbers(args, length=1, seed=0)
     check_outputs(args)

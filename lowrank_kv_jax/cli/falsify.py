@@ -48,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_from`, `load_corpus`, `token_windows` and the evaluations.
     """
-    from lowrank_kv_jax.calibrate import collect_moments
+    from lowrank_kv_jax.calibration.calibrate import collect_moments
+    from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
-    from lowrank_kv_jax.corpus import load_corpus, token_windows
     from lowrank_kv_jax.evals.studies.subspaces import falsify
 
     check_numbers(args, length=1, lengths=1, windows=1, calibrate_windows=1, seed=0)

@@ -11,8 +11,8 @@ HELP = "generate text from a compressed cache"
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
-    from lowrank_kv_jax.cache_dtype import CACHE_DTYPES, default_cache_dtype
     from lowrank_kv_jax.cli.options import add_model_options
+    from lowrank_kv_jax.storage.cache_dtype import CACHE_DTYPES, default_cache_dtype
 
     parser = subparsers.add_parser("generate", help=HELP, description=HELP)
     add_model_options(parser)
@@ -45,12 +45,12 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_model`, `parse_method`, `load_bases` and `generate`.
     """
-    from lowrank_kv_jax.accounting import cache_bytes
     from lowrank_kv_jax.cli.options import load_from
-    from lowrank_kv_jax.generate import PAD_TO, generate
-    from lowrank_kv_jax.parse import parse_method
-    from lowrank_kv_jax.sampling import Sampler
-    from lowrank_kv_jax.sharding import make_mesh
+    from lowrank_kv_jax.generation.generate import PAD_TO, generate
+    from lowrank_kv_jax.generation.sampling import Sampler
+    from lowrank_kv_jax.method.accounting import cache_bytes
+    from lowrank_kv_jax.methods.parse import parse_method
+    from lowrank_kv_jax.storage.sharding import make_mesh
 
     method = parse_method(args.method)
     Sampler(args.temperature, args.top_k, args.top_p)  # refuse bad values before the model is loaded
@@ -143,13 +143,13 @@ def _encode(tokenizer, text: str, chat: bool) -> list[int]:
 
 def _bases(args: argparse.Namespace, model, method):
     if args.bases:
-        from lowrank_kv_jax.saved_bases import load_bases
+        from lowrank_kv_jax.saving.saved_bases import load_bases
 
         return load_bases(args.bases, model, method)
     if not method.calibrated:
         return None
-    from lowrank_kv_jax.calibrate import calibrate
-    from lowrank_kv_jax.corpus import load_corpus
+    from lowrank_kv_jax.calibration.calibrate import calibrate
+    from lowrank_kv_jax.calibration.corpus import load_corpus
 
     print(f"[{args.method} needs bases: calibrating now; `lowrank-kv calibrate` does it once for all]",
           file=sys.stderr)

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: an unknown name.
     """
     from lowrank_kv_jax.methods import REGISTRY
-    from lowrank_kv_jax.parse import parse_method
+    from lowrank_kv_jax.methods.parse import parse_method
 
     if args.names:
         for name in args.names:

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
     from lowrank_kv_jax.evals.results.records import append_record, make_record
     from lowrank_kv_jax.evals.speed import roofline
-    from lowrank_kv_jax.parse import parse_method
+    from lowrank_kv_jax.methods.parse import parse_method
 
     if args.device not in roofline.ROOFS:
         raise ValueError(f"--device {args.device}: allowed are {', '.join(roofline.ROOFS)}")

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, device_line, load_from
     from lowrank_kv_jax.evals.studies.streaming.quality import Settings
-    from lowrank_kv_jax.parse import parse_method
+    from lowrank_kv_jax.methods.parse import parse_method
 
     settings = Settings(tuple(args.ranks), args.context, args.scored, args.windows, samples=args.samples, seed=args.seed)
     check_numbers(args, bands=1, timed_length=1, rounds=1, seed=0)
@@ -139,8 +139,8 @@ def _gains(args, settings, study: str, unit: str, form: str, gains) -> None:
 
 
 def _reconstruction(args, model, settings) -> None:
-    from lowrank_kv_jax.calibrate import fit_bases, moments_for
-    from lowrank_kv_jax.corpus import load_corpus, token_windows
+    from lowrank_kv_jax.calibration.calibrate import fit_bases, moments_for
+    from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
     from lowrank_kv_jax.evals.compare.run import parse_methods
     from lowrank_kv_jax.evals.studies.streaming.quality import ENDS, ablation_specs
     from lowrank_kv_jax.evals.studies.streaming.reconstruction import hidden_updates, means, reconstruction
@@ -176,9 +176,9 @@ def _reconstruction(args, model, settings) -> None:
 
 
 def _fisher(args, model) -> None:
-    from lowrank_kv_jax.corpus import load_corpus, token_windows
+    from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
+    from lowrank_kv_jax.calibration.fisher import LENGTH, collect_fisher
     from lowrank_kv_jax.evals.studies.streaming.fisher_overlap import fisher_overlap, plot_overlap
-    from lowrank_kv_jax.fisher import LENGTH, collect_fisher
 
     pair = []
     for name in args.corpora:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.codecs.basis import split_heads
-from lowrank_kv_jax.spec import AttentionSpec
+from lowrank_kv_jax.attention.spec import AttentionSpec
+from lowrank_kv_jax.storage.basis import split_heads
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 

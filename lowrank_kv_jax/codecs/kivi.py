@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from lowrank_kv_jax.codecs.quantised import TOKEN_BITS, Tile
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.segments import coded as coded_tokens
-from lowrank_kv_jax.state import state
+from lowrank_kv_jax.storage.quantised import TOKEN_BITS, Tile
+from lowrank_kv_jax.storage.state import state
 
 RESIDUAL = 32
 

@@ -7,21 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.codecs.basis import expand_values, fold_query, project, reconstruct
-from lowrank_kv_jax.codecs.quantised import COEFFICIENTS, TOKEN_BITS, Tile, read_tokens
+from lowrank_kv_jax.attention.blockwise import spread_heads
+from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.attention.rope import rope_angles, rotate
+from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
+from lowrank_kv_jax.estimators.moments import Moments
+from lowrank_kv_jax.estimators.rank import rank_for_energy, resolve_rank
 from lowrank_kv_jax.method import Layout
 from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, Tokens, codes_of
-from lowrank_kv_jax.moments import Moments
-from lowrank_kv_jax.pallas_kernels.blockwise import spread_heads
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
-from lowrank_kv_jax.partial import AttnPartial
-from lowrank_kv_jax.positions import PerHead, Runs
-from lowrank_kv_jax.rank import rank_for_energy, resolve_rank
-from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.segments import coded as coded_tokens
-from lowrank_kv_jax.spec import AttentionSpec, Taps
-from lowrank_kv_jax.state import leaf, state
+from lowrank_kv_jax.storage.basis import expand_values, fold_query, project, reconstruct
+from lowrank_kv_jax.storage.positions import PerHead, Runs
+from lowrank_kv_jax.storage.quantised import COEFFICIENTS, TOKEN_BITS, Tile, read_tokens
+from lowrank_kv_jax.storage.state import leaf, state
 
 
 class Bases(NamedTuple):

@@ -6,15 +6,16 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.cache_dtype import narrow
-from lowrank_kv_jax.layer_groups import LayerGroup, stride_groups
+from lowrank_kv_jax.attention.partial import merge
+from lowrank_kv_jax.attention.spec import AttentionSpec
+from lowrank_kv_jax.codecs.layer_groups import LayerGroup, stride_groups
 from lowrank_kv_jax.method import Layout, register
 from lowrank_kv_jax.method.codec import Codec, Ends, Tokens
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
-from lowrank_kv_jax.partial import merge
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.segments.merged import Listed, Merged, angle, empty_merged, layer_tokens, slerp
-from lowrank_kv_jax.spec import AttentionSpec
-from lowrank_kv_jax.state import leaf, state
+from lowrank_kv_jax.storage.cache_dtype import narrow
+from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.state import leaf, state
 
 
 @state

@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
+from lowrank_kv_jax.attention.importance import most_important, window_attention
 from lowrank_kv_jax.codecs.lowrank import Bases, LowRank, LowRankStore
 from lowrank_kv_jax.estimators import Estimator, make_estimator
 from lowrank_kv_jax.estimators.oja import NORMALIZATIONS, oja_update
-from lowrank_kv_jax.importance import most_important, window_attention
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.segments.coded import transport
-from lowrank_kv_jax.state import state
+from lowrank_kv_jax.storage.state import state
 
 MARGIN = 2  # directions that an estimator of bounded size keeps for each column of the basis
 

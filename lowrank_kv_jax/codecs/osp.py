@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.codecs.basis import project
-from lowrank_kv_jax.codecs.chunk_bases import ChunkBases, store_bases
-from lowrank_kv_jax.codecs.quantised import BASIS_STORAGE, COEFFICIENTS, read_tokens
 from lowrank_kv_jax.codecs.subspace import Subspace, SubspaceBases
 from lowrank_kv_jax.estimators import Estimator, make_estimator
 from lowrank_kv_jax.method import Layout, register
 from lowrank_kv_jax.method.codec import Tokens
 from lowrank_kv_jax.pallas_kernels.chunked_attention import chunked_attention
 from lowrank_kv_jax.segments import coded as coded_tokens
-from lowrank_kv_jax.state import leaf, state, take_tokens
+from lowrank_kv_jax.storage.basis import project
+from lowrank_kv_jax.storage.chunk_bases import ChunkBases, store_bases
+from lowrank_kv_jax.storage.quantised import BASIS_STORAGE, COEFFICIENTS, read_tokens
+from lowrank_kv_jax.storage.state import leaf, state, take_tokens
 
 
 @state

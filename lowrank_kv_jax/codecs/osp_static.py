@@ -8,8 +8,8 @@ import numpy as np
 
 from lowrank_kv_jax.codecs.static_pca import StaticBasis
 from lowrank_kv_jax.codecs.subspace import Subspace, SubspaceBases, least_squares_gamma
+from lowrank_kv_jax.estimators.rank import rank_for_energy
 from lowrank_kv_jax.method import register
-from lowrank_kv_jax.rank import rank_for_energy
 
 
 def _side_by_side_bases(u: jax.Array, energy: jax.Array, ranks: list[int]) -> tuple[jax.Array, jax.Array]:

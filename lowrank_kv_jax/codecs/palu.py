@@ -8,17 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.codecs.basis import expand_values, project, reconstruct
+from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.codecs.lowrank import LowRank
+from lowrank_kv_jax.estimators.moments import Moments, head_blocks
+from lowrank_kv_jax.estimators.rank import rank_for_energy
+from lowrank_kv_jax.estimators.rank_allocation import allocate_ranks
 from lowrank_kv_jax.estimators.whitening import truncate
 from lowrank_kv_jax.method import register
-from lowrank_kv_jax.moments import Moments, head_blocks
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
-from lowrank_kv_jax.partial import AttnPartial
-from lowrank_kv_jax.rank import rank_for_energy
-from lowrank_kv_jax.rank_allocation import allocate_ranks
 from lowrank_kv_jax.segments.coded import cached_tokens
-from lowrank_kv_jax.spec import AttentionSpec
+from lowrank_kv_jax.storage.basis import expand_values, project, reconstruct
 
 RANK_BY = ("uniform", "fisher", "fisher-sqrt")
 MEAN_PAYS = 0.05

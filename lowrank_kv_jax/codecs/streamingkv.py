@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.codecs.basis import project
 from lowrank_kv_jax.codecs.palu import SIDES, GroupedProjections, PaluBases
 from lowrank_kv_jax.estimators.gha_tail import STEP_SCALES, TRIANGLES, update_tail
 from lowrank_kv_jax.estimators.linalg import orthonormalise
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.segments.coded import Coded, change_tokens
+from lowrank_kv_jax.storage.basis import project
 
 if TYPE_CHECKING:
-    from lowrank_kv_jax.cache import Cache
+    from lowrank_kv_jax.method.cache import Cache
 
 _PRINTED = {
     "form": "encoder", "step": 10, "scale": "sum", "frozen_outputs": True, "update": "joint", "learn_from": "token",

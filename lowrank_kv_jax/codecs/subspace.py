@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.codecs.lowrank import LowRank
-from lowrank_kv_jax.moments import Moments, head_blocks
-from lowrank_kv_jax.spec import AttentionSpec
+from lowrank_kv_jax.estimators.moments import Moments, head_blocks
 
 GAMMAS = ("unit", "sqrt_rank", "calibrated")
 

@@ -5,12 +5,13 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from lowrank_kv_jax.cache_dtype import narrow
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.segments.exact import Exact
-from lowrank_kv_jax.state import state
+from lowrank_kv_jax.storage.cache_dtype import narrow
+from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.state import state
 
 
 @state

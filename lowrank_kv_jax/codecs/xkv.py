@@ -6,19 +6,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.attention.rope import rope_angles, rotate
+from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.codecs import blocks, xkv_latents
-from lowrank_kv_jax.codecs.basis import expand_values, project, reconstruct
-from lowrank_kv_jax.codecs.lowrank import tile_for
-from lowrank_kv_jax.codecs.quantised import (
-    BASIS_STORAGE,
-    TOKEN_BITS,
-    ScaledBasis,
-    read_basis,
-    read_tokens,
-    store_basis,
-)
-from lowrank_kv_jax.estimators.subspace_iteration import gram, leading_subspace
-from lowrank_kv_jax.layer_groups import (
+from lowrank_kv_jax.codecs.layer_groups import (
     SPLIT_MULTIPLE,
     LayerGroup,
     Ranks,
@@ -27,17 +19,25 @@ from lowrank_kv_jax.layer_groups import (
     split_rank,
     stride_groups,
 )
+from lowrank_kv_jax.codecs.lowrank import tile_for
+from lowrank_kv_jax.estimators.rank import rank_multiple, resolve_rank
+from lowrank_kv_jax.estimators.rank_for_bytes import largest_rank
+from lowrank_kv_jax.estimators.subspace_iteration import gram, leading_subspace
 from lowrank_kv_jax.method import Layout, register
 from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, codes_of, fill_tokens_of
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
-from lowrank_kv_jax.partial import AttnPartial
-from lowrank_kv_jax.positions import Runs
-from lowrank_kv_jax.rank import rank_multiple, resolve_rank
-from lowrank_kv_jax.rank_for_bytes import largest_rank
-from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.segments import coded as coded_tokens
-from lowrank_kv_jax.spec import AttentionSpec
-from lowrank_kv_jax.state import leaf, state
+from lowrank_kv_jax.storage.basis import expand_values, project, reconstruct
+from lowrank_kv_jax.storage.positions import Runs
+from lowrank_kv_jax.storage.quantised import (
+    BASIS_STORAGE,
+    TOKEN_BITS,
+    ScaledBasis,
+    read_basis,
+    read_tokens,
+    store_basis,
+)
+from lowrank_kv_jax.storage.state import leaf, state
 
 FEW_COLUMNS = 64  # mean rank below which `smaller` takes any number: a multiple of 8 would leave much of the bytes unused
 

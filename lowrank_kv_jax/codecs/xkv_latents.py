@@ -10,20 +10,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.cache_dtype import narrow
-from lowrank_kv_jax.codecs.basis import project, reconstruct
-from lowrank_kv_jax.codecs.quantised import empty_tokens, read_basis, store_basis
+from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.attention.spec import LatentSpec, Taps
 from lowrank_kv_jax.estimators.subspace_iteration import leading_subspace
 from lowrank_kv_jax.estimators.svd import second_moment
 from lowrank_kv_jax.method import Layout, Place
 from lowrank_kv_jax.method.codec import Tokens
-from lowrank_kv_jax.pallas_kernels.blockwise import slice_block
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
-from lowrank_kv_jax.partial import AttnPartial
-from lowrank_kv_jax.positions import Runs
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.segments.coded import fill_tokens
-from lowrank_kv_jax.spec import LatentSpec, Taps
-from lowrank_kv_jax.state import leaf, state
+from lowrank_kv_jax.storage.basis import project, reconstruct
+from lowrank_kv_jax.storage.block_reads import slice_block
+from lowrank_kv_jax.storage.cache_dtype import narrow
+from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.positions import Runs
+from lowrank_kv_jax.storage.quantised import empty_tokens, read_basis, store_basis
+from lowrank_kv_jax.storage.state import leaf, state
 
 
 @state

@@ -14,7 +14,7 @@ from lowrank_kv_jax.estimators.estimator import (
     start_moment,
 )
 from lowrank_kv_jax.estimators.svd import principal_subspace
-from lowrank_kv_jax.state import leaf, state
+from lowrank_kv_jax.storage.state import leaf, state
 
 
 @state

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.estimators.estimator import SizedEstimator, batch_moment, check_batch, register_estimator
 from lowrank_kv_jax.estimators.linalg import eigenvalues, eigenvectors, orthonormalise
-from lowrank_kv_jax.state import leaf, state
+from lowrank_kv_jax.storage.state import leaf, state
 
 ORIENTATIONS = ("sanger", "printed")
 SCALES = ("largest", "mean", "sum")

@@ -15,7 +15,7 @@ from lowrank_kv_jax.estimators.estimator import (
 )
 from lowrank_kv_jax.estimators.frequent_directions import gram, leading_rows
 from lowrank_kv_jax.estimators.svd import principal_subspace
-from lowrank_kv_jax.state import leaf, state
+from lowrank_kv_jax.storage.state import leaf, state
 
 
 @state

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from lowrank_kv_jax.estimators.estimator import SizedEstimator, check_batch, register_estimator
 from lowrank_kv_jax.estimators.gha import start_columns
 from lowrank_kv_jax.estimators.linalg import eigenvalues, orthonormalise
-from lowrank_kv_jax.state import leaf, state
+from lowrank_kv_jax.storage.state import leaf, state
 
 NORMALIZATIONS = ("median", "largest", "residual", "token", "none")
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from lowrank_kv_jax.method.codec import Ends
 from lowrank_kv_jax.method.layout import Layout
 from lowrank_kv_jax.method.selection import Selection
-from lowrank_kv_jax.positions import PerHead
-from lowrank_kv_jax.state import walk
+from lowrank_kv_jax.storage.positions import PerHead
+from lowrank_kv_jax.storage.state import walk
 
 OF_THE_CACHE = 12  # bytes of a row that belong to no group: length, limit and pending
 TILE = 128  # slots by which the bytes of quantised storage grow at the least

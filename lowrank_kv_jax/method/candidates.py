@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.cache_dtype import narrow
 from lowrank_kv_jax.method.budget import Room
 from lowrank_kv_jax.method.choice import compact as compact
 from lowrank_kv_jax.method.choice import ranks
 from lowrank_kv_jax.method.choice import take_slots as take_slots
 from lowrank_kv_jax.method.head_budgets import head_budgets
-from lowrank_kv_jax.positions import PerHead
 from lowrank_kv_jax.segments.coded import owned_rows as owned_rows
+from lowrank_kv_jax.storage.cache_dtype import narrow
+from lowrank_kv_jax.storage.positions import PerHead
 
 
 class Candidates(NamedTuple):

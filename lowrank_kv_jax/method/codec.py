@@ -8,13 +8,13 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.codecs.quantised import read_tokens
+from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
 from lowrank_kv_jax.method.layout import Layout, Place
 from lowrank_kv_jax.method.part import Part
-from lowrank_kv_jax.partial import AttnPartial
-from lowrank_kv_jax.positions import PerHead, Runs
 from lowrank_kv_jax.segments import coded as coded_tokens
-from lowrank_kv_jax.spec import AttentionSpec, Taps
+from lowrank_kv_jax.storage.positions import PerHead, Runs
+from lowrank_kv_jax.storage.quantised import read_tokens
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
+from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
 from lowrank_kv_jax.method.layout import Layout, Place
 from lowrank_kv_jax.method.part import Part
-from lowrank_kv_jax.partial import AttnPartial
-from lowrank_kv_jax.spec import AttentionSpec, Taps
 
 
 @dataclasses.dataclass(frozen=True)

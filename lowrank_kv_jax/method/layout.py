@@ -3,8 +3,9 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
-from lowrank_kv_jax.spec import AttentionSpec
+from lowrank_kv_jax.attention.spec import AttentionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Layout:
         block: tokens that may be appended between two refreshes.
         dtype: name of the dtype of the cache's floating leaves.
         mesh: devices that the cache is laid out over, with the axes "data" and "model"; None for one device.
-        tokens: how coded tokens lie in memory, "rows" or "lanes" (see `token_layout`).
+        tokens: how coded tokens lie in memory, "rows" or "lanes" (see `storage.lanes`).
     """
 
     spec: AttentionSpec
@@ -38,3 +39,17 @@ class Place:
 
     index: int = 0
     window: int | None = None
+
+
+def tail_limit(layout: Layout, lengths: jax.Array, ends: int) -> jax.Array:
+    """The limit (see `KVMethod.limit`) of a cache that holds all that comes after the prompt exactly, int32 `[B]`.
+
+    It has `capacity - prompt` slots for them, and those of the prompt's exact `ends` that a shorter row leaves free; the
+    other slots that its padding left are made for compressed tokens of a prompt.
+
+    Args:
+        lengths: int32 `[B]`, of the prompts.
+        ends: sinks and recent tokens that stay exact of a prompt.
+    """
+    ends = min(ends, layout.prompt)
+    return layout.capacity - layout.prompt + jnp.maximum(lengths, ends)

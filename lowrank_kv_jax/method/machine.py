@@ -14,22 +14,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.cache_dtype import narrow
+from lowrank_kv_jax.attention.partial import merge
+from lowrank_kv_jax.attention.rope import rope_angles, rotate
+from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.method import candidates as pool
 from lowrank_kv_jax.method import voting
 from lowrank_kv_jax.method.budget import Room, selected_tokens, tokens_for_bytes
 from lowrank_kv_jax.method.codec import Codec, Ends, Tokens, codes_of, hold
 from lowrank_kv_jax.method.kv_method import KVMethod
-from lowrank_kv_jax.method.layout import Layout
+from lowrank_kv_jax.method.layout import Layout, tail_limit
 from lowrank_kv_jax.method.rotated import attend_by_index
 from lowrank_kv_jax.method.selection import Selection
 from lowrank_kv_jax.method.stepwise import evict_one
-from lowrank_kv_jax.partial import merge
-from lowrank_kv_jax.positions import PerHead, Runs
-from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.segments import exact as exact_tokens
-from lowrank_kv_jax.spec import Taps
-from lowrank_kv_jax.state import leaf, state, static
+from lowrank_kv_jax.storage.cache_dtype import narrow
+from lowrank_kv_jax.storage.positions import PerHead, Runs
+from lowrank_kv_jax.storage.state import leaf, state, static
 from lowrank_kv_jax.summaries import moments as moment_summary
 from lowrank_kv_jax.summaries.component import Summary
 
@@ -50,7 +50,7 @@ class GroupState:
     store: Any
     near_votes: jax.Array | None = leaf("batch", "kv_heads", "tokens", kind="indices")
     far_votes: jax.Array | None = leaf("batch", "kv_heads", "tokens", kind="indices")
-    gone: tuple[moment_summary.Moments, ...]
+    gone: tuple[moment_summary.MomentSums, ...]
 
 
 @state
@@ -263,7 +263,7 @@ class Machine(KVMethod):
             return self.standing.order
         return None if self.selection is None else self.selection.statistics
 
-    def _empty_moments(self, layout: Layout) -> moment_summary.Moments:
+    def _empty_moments(self, layout: Layout) -> moment_summary.MomentSums:
         assert self._order is not None
         dtype = jnp.dtype("float32" if self.standing is None else self.standing.dtype)
         return moment_summary.empty_moments(layout.batch, layout.spec.kv_heads, layout.spec.head_dim, self._order, dtype)
@@ -357,7 +357,7 @@ class Machine(KVMethod):
         for bases in set(self.codec.default_bases(layout.spec)):
             ends = self.ends_of(layout, self.of_group(bases))
             if not ends.flushes:
-                room = jnp.minimum(room, exact_tokens.tail_limit(layout, lengths, ends.sinks + ends.recent))
+                room = jnp.minimum(room, tail_limit(layout, lengths, ends.sinks + ends.recent))
         return room
 
     # ---- a block of new tokens ----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from lowrank_kv_jax.spec import AttentionSpec
+from lowrank_kv_jax.attention.spec import AttentionSpec
 
 MOST = 2**28
 """Of a field that counts tokens, channels or the like: sums of several stay within 32 bits."""

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.method.codec import codes_of
-from lowrank_kv_jax.partial import AttnPartial
-from lowrank_kv_jax.rope import rope_angles, rotate
 from lowrank_kv_jax.segments import exact as exact_tokens
 
 

@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 import jax
 
+from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.method.layout import Layout
 from lowrank_kv_jax.method.part import Part
 from lowrank_kv_jax.method.votes import total_attention
-from lowrank_kv_jax.spec import Taps
 from lowrank_kv_jax.summaries.component import Summary
 
 

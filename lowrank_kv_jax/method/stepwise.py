@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.bits import Bits, bits_of
 from lowrank_kv_jax.method import candidates as pool
 from lowrank_kv_jax.method import voting
 from lowrank_kv_jax.method.choice import head_counts
 from lowrank_kv_jax.method.codec import codes_of
-from lowrank_kv_jax.positions import PerHead
 from lowrank_kv_jax.segments import exact as exact_tokens
+from lowrank_kv_jax.storage.bits import Bits, bits_of
+from lowrank_kv_jax.storage.positions import PerHead
 
 
 def evict_one(method: Any, layout, bases, state, q: jax.Array, counts: jax.Array):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.pallas_kernels.blockwise import slice_block
+from lowrank_kv_jax.storage.block_reads import slice_block
 
 # probabilities [B, J, T, G, S] of valid queries (others are 0) at positions [B, T] -> votes [B, J, S]
 Vote = Callable[[jax.Array, jax.Array], jax.Array]

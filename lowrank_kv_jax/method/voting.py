@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from lowrank_kv_jax.method.codec import Ends
 from lowrank_kv_jax.method.votes import decoding_votes
 from lowrank_kv_jax.segments import exact as exact_tokens
-from lowrank_kv_jax.state import take_tokens
+from lowrank_kv_jax.storage.state import take_tokens
 
 
 def of_prompt(empty: jax.Array, exact: exact_tokens.Exact, votes: jax.Array) -> jax.Array:

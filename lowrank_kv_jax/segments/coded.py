@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.bits import Bits
-from lowrank_kv_jax.cache_dtype import narrow
-from lowrank_kv_jax.codecs.packed import PackedTokens, empty_packed, hold_packed
-from lowrank_kv_jax.codecs.quantised import (
+from lowrank_kv_jax.storage.bits import Bits
+from lowrank_kv_jax.storage.cache_dtype import narrow
+from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.packed import PackedTokens, empty_packed, hold_packed
+from lowrank_kv_jax.storage.positions import PerHead, Runs
+from lowrank_kv_jax.storage.quantised import (
     COEFFICIENTS,
     QuantisedTokens,
     Tile,
@@ -20,9 +22,7 @@ from lowrank_kv_jax.codecs.quantised import (
     map_tokens,
     read_tokens,
 )
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
-from lowrank_kv_jax.positions import PerHead, Runs
-from lowrank_kv_jax.state import leaf, state
+from lowrank_kv_jax.storage.state import leaf, state
 
 
 @state

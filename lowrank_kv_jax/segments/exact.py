@@ -5,14 +5,14 @@ from typing import NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.bits import Bits
-from lowrank_kv_jax.cache_dtype import narrow
-from lowrank_kv_jax.method import Layout
-from lowrank_kv_jax.pallas_kernels.blockwise import slice_block
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
-from lowrank_kv_jax.partial import AttnPartial
-from lowrank_kv_jax.positions import Runs
-from lowrank_kv_jax.state import leaf, state, take_tokens, write_tokens
+from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
+from lowrank_kv_jax.storage.bits import Bits
+from lowrank_kv_jax.storage.block_reads import slice_block
+from lowrank_kv_jax.storage.cache_dtype import narrow
+from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.positions import Runs
+from lowrank_kv_jax.storage.state import leaf, state, take_tokens, write_tokens
 
 
 @state
@@ -89,20 +89,6 @@ def append(segment: Exact, k: jax.Array, v: jax.Array, counts: jax.Array) -> Exa
         segment.length + counts,
         segment.positions,
     )
-
-
-def tail_limit(layout: Layout, lengths: jax.Array, ends: int) -> jax.Array:
-    """The limit (see `KVMethod.limit`) of a cache that holds all that comes after the prompt exactly, int32 `[B]`.
-
-    It has `capacity - prompt` slots for them, and those of the prompt's exact `ends` that a shorter row leaves free; the
-    other slots that its padding left are made for compressed tokens of a prompt.
-
-    Args:
-        lengths: int32 `[B]`, of the prompts.
-        ends: sinks and recent tokens that stay exact of a prompt.
-    """
-    ends = min(ends, layout.prompt)
-    return layout.capacity - layout.prompt + jnp.maximum(lengths, ends)
 
 
 def attend(

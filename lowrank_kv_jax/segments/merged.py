@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.pallas_kernels.blockwise import slice_block
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
-from lowrank_kv_jax.state import leaf, state
+from lowrank_kv_jax.storage.block_reads import slice_block
+from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.state import leaf, state
 
 
 @state

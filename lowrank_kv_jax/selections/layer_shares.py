@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lowrank_kv_jax.state import state, static
+from lowrank_kv_jax.storage.state import state, static
 
 STEP = 0.25
 """Shares are multiples of this: layers of equal share also share their compiled programs."""

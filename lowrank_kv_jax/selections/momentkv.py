@@ -9,7 +9,7 @@ from lowrank_kv_jax.method import register
 from lowrank_kv_jax.selections.adakv import Adaptive
 from lowrank_kv_jax.selections.window_scores import chunked
 from lowrank_kv_jax.summaries.component import Summary
-from lowrank_kv_jax.summaries.moments import Moments, affine_model
+from lowrank_kv_jax.summaries.moments import MomentSums, affine_model
 
 
 @register("momentkv")
@@ -71,7 +71,7 @@ class MomentKV(Adaptive):
 
 
 def residual_norms(
-    moments: Moments, k: jax.Array, v: jax.Array, owners: jax.Array | None, scale: float
+    moments: MomentSums, k: jax.Array, v: jax.Array, owners: jax.Array | None, scale: float
 ) -> jax.Array:
     """||v_j - v_bar - S~ k_j / (n_e sqrt d)|| (equation 10); ||v_j|| where nothing was evicted yet.
 

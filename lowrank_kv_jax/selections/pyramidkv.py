@@ -4,7 +4,7 @@ import dataclasses
 
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.selections.snapkv import Windowing
-from lowrank_kv_jax.state import state, static
+from lowrank_kv_jax.storage.state import state, static
 
 
 @state

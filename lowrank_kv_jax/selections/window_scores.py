@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.importance import window_attention_by_query_head
+from lowrank_kv_jax.attention.importance import window_attention_by_query_head
 
 POOLS = ("avg", "max", "none")
 GROUPS = ("after", "before")

@@ -3,15 +3,15 @@
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.partial import AttnPartial
-from lowrank_kv_jax.state import leaf, state
+from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.storage.state import leaf, state
 
 ORDERS = ("0", "1", "gaussian")
 TINY = 1e-6  # entries of S~ below it in magnitude are noise and become 0 (appendix C.2)
 
 
 @state
-class Moments:
+class MomentSums:
     """Sums over the evicted tokens of each kv head; additive, so independent of order and mergeable (equation 22).
 
     Attributes:
@@ -30,20 +30,20 @@ class Moments:
     longest: jax.Array | None = leaf("batch", "kv_heads", kind="moments")
 
 
-def empty_moments(batch: int, kv_heads: int, head_dim: int, order: str, dtype=jnp.float32) -> Moments:
+def empty_moments(batch: int, kv_heads: int, head_dim: int, order: str, dtype=jnp.float32) -> MomentSums:
     """Statistics of nothing. Sums are of `dtype`; counts and lengths are float32 always."""
     def zeros(*shape, of=dtype):
         return jnp.zeros((batch, kv_heads, *shape), of)
 
     square = (head_dim, head_dim)
     gaussian = order == "gaussian"
-    return Moments(
+    return MomentSums(
         zeros(of=jnp.float32), zeros(head_dim), zeros(head_dim), None if order == "0" else zeros(*square),
         zeros(*square) if gaussian else None, zeros(of=jnp.float32) if gaussian else None,
     )
 
 
-def update(moments: Moments, k: jax.Array, v: jax.Array, weight: jax.Array) -> Moments:
+def update(moments: MomentSums, k: jax.Array, v: jax.Array, weight: jax.Array) -> MomentSums:
     """Take in evicted tokens (equation 25).
 
     Args:
@@ -61,24 +61,24 @@ def update(moments: Moments, k: jax.Array, v: jax.Array, weight: jax.Array) -> M
         return None if old is None else (old.astype(jnp.float32) + new).astype(old.dtype)
 
     lengths = jnp.max(jnp.linalg.norm(k, axis=-1), axis=-1, initial=0.0)
-    return Moments(
+    return MomentSums(
         moments.count + weight.sum(-1), add(moments.keys, k.sum(2)), add(moments.values, v.sum(2)),
         add(moments.products, outer(v, k)), None if moments.squares is None else add(moments.squares, outer(k, k)),
         None if moments.longest is None else jnp.maximum(moments.longest, lengths),
     )
 
 
-def combine(a: Moments, b: Moments) -> Moments:
+def combine(a: MomentSums, b: MomentSums) -> MomentSums:
     """Statistics of the union of two disjoint sets."""
     longest = None if a.longest is None or b.longest is None else jnp.maximum(a.longest, b.longest)
     sums = {}
     for name in ("count", "keys", "values", "products", "squares"):
         x, y = getattr(a, name), getattr(b, name)
         sums[name] = None if x is None or y is None else x + y
-    return Moments(**sums, longest=longest)
+    return MomentSums(**sums, longest=longest)
 
 
-def affine_model(moments: Moments, scale: float) -> tuple[jax.Array, jax.Array | None]:
+def affine_model(moments: MomentSums, scale: float) -> tuple[jax.Array, jax.Array | None]:
     """v_bar `[B, K, D]` and S~ / (n_e sqrt d) `[B, K, D, D]` (equation 24), zero where nothing was evicted."""
     count = jnp.maximum(moments.count, 1.0)[..., None]
     mean = moments.values.astype(jnp.float32) / count
@@ -89,7 +89,7 @@ def affine_model(moments: Moments, scale: float) -> tuple[jax.Array, jax.Array |
     return mean, centred * (scale / count[..., None])
 
 
-def partial(moments: Moments, q: jax.Array, scale: float) -> AttnPartial:
+def partial(moments: MomentSums, q: jax.Array, scale: float) -> AttnPartial:
     """Attention over the evicted tokens, approximated: f^_E of equation 9 with Z^_E of equation 11, in the log domain.
 
     With `squares`: log Z^ = log n_e + q.k_bar / sqrt d + q^T Sigma q / (2 d), at most log n_e + ||q|| max ||k|| / sqrt d,

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from lowrank_kv_jax.pallas_kernels import dispatch
-from lowrank_kv_jax.pallas_kernels.blockwise import BLOCK
+from lowrank_kv_jax.storage.block_reads import BLOCK
 
 KERNELS = {"triton": "gpu_cudnn", "mosaic_gpu": "gpu_cudnn", "tpu": "tpu_splash"}
 """Modules of this folder that hold the op, by backend: flash attention of cuDNN and of JAX, none of our own."""

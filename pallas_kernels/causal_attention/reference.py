@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.pallas_kernels.blockwise import BLOCK, block_slots, blockwise_attention, slice_block
+from lowrank_kv_jax.attention.blockwise import blockwise_attention
+from lowrank_kv_jax.storage.block_reads import BLOCK, block_slots, slice_block
 
 
 def causal_attention(q, k, v, *, scale, window):

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.pallas_kernels.blockwise import BLOCK
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
+from lowrank_kv_jax.storage.block_reads import BLOCK
 
 LANES = 128  # heads are as wide as a register, or a multiple of it
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import jax
 
-from lowrank_kv_jax.codecs.chunk_bases import ChunkBases
+from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels import dispatch
 from lowrank_kv_jax.pallas_kernels.chunked_attention import by_kernel, reference
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, api
-from lowrank_kv_jax.partial import AttnPartial
-from lowrank_kv_jax.rope import RopeSpec
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import api
+from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.chunk_bases import ChunkBases
 
 
 def chunked_attention(

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.codecs.basis import expand_values, fold_query
+from lowrank_kv_jax.attention.partial import AttnPartial, merge
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.packing import visible_range
-from lowrank_kv_jax.partial import AttnPartial, merge
+from lowrank_kv_jax.storage.basis import expand_values, fold_query
 
 
 def chunked_attention(

@@ -7,10 +7,10 @@ coefficients, and expanded at the end. A page costs what its coefficients cost, 
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.codecs.chunk_bases import ChunkBases
-from lowrank_kv_jax.pallas_kernels.blockwise import MASKED
+from lowrank_kv_jax.attention.blockwise import MASKED
+from lowrank_kv_jax.attention.partial import AttnPartial, from_sums
 from lowrank_kv_jax.pallas_kernels.chunked_attention.pages import over_blocks, read_pages
-from lowrank_kv_jax.partial import AttnPartial, from_sums
+from lowrank_kv_jax.storage.chunk_bases import ChunkBases
 
 TOGETHER = 32  # bases in one product; more are a loop over those in use, each time a copy of so many
 

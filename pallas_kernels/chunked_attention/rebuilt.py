@@ -2,10 +2,10 @@
 
 import jax.numpy as jnp
 
-from lowrank_kv_jax.pallas_kernels.blockwise import MASKED
+from lowrank_kv_jax.attention.blockwise import MASKED
+from lowrank_kv_jax.attention.partial import AttnPartial, from_sums
+from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.pallas_kernels.chunked_attention.pages import over_blocks, read_pages
-from lowrank_kv_jax.partial import AttnPartial, from_sums
-from lowrank_kv_jax.rope import rope_angles, rotate
 
 
 def rebuilt_chunks(

@@ -1,8 +1,8 @@
 """XLA implementation: keys coded after RoPE meet folded queries, others are rebuilt."""
 
+from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.chunked_attention.folded import folded_chunks
 from lowrank_kv_jax.pallas_kernels.chunked_attention.rebuilt import rebuilt_chunks
-from lowrank_kv_jax.partial import AttnPartial
 
 
 def chunked_attention(q, tokens, owner, k_bases, v_bases, *, rope, **attend) -> AttnPartial:

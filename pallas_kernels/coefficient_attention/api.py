@@ -2,31 +2,16 @@
 
 import functools
 import importlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
+from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels import dispatch
-from lowrank_kv_jax.partial import AttnPartial
+from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 
 KERNELS = {"triton": "gpu_triton", "mosaic_gpu": "gpu_mosaic", "tpu": "tpu"}
 """Modules of this folder that hold the op, by backend."""
-
-
-class CachedTokens(NamedTuple):
-    """Tokens of a segment, J key and J' value heads of possibly different width.
-
-    Attributes:
-        keys: `[B, J, S, Dk]`, keys after RoPE or their coefficients.
-        values: `[B, J', S, Dv]`.
-        lengths: int32 `[B]`, valid tokens of each row.
-        positions: original positions of the tokens.
-    """
-
-    keys: jax.Array
-    values: jax.Array
-    lengths: jax.Array
-    positions: Any  # Runs, or another state whose `at(slots)` gives positions [B, S] or [B, J, S]
 
 
 def coefficient_attention(

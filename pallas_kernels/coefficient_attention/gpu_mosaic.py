@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.gpu_grid import CORES, LEAST_TILES, WAVES
 from lowrank_kv_jax.pallas_kernels.packing import (
@@ -26,7 +27,6 @@ from lowrank_kv_jax.pallas_kernels.packing import (
     unpack,
     visible_range,
 )
-from lowrank_kv_jax.partial import AttnPartial
 
 LEAST_JAX = (0, 11)
 HOPPER = "9.0"  # the compute capability whose wgmma this is

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid
 from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import check_coefficient_kernel
@@ -27,7 +28,6 @@ from lowrank_kv_jax.pallas_kernels.packing import (
     unpack,
     visible_range,
 )
-from lowrank_kv_jax.partial import AttnPartial
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 

@@ -2,17 +2,10 @@
 
 import jax.numpy as jnp
 
-from lowrank_kv_jax.pallas_kernels.blockwise import (
-    BLOCK,
-    block_range,
-    block_slots,
-    blockwise_attention,
-    slice_block,
-    spread_heads,
-    visible_slots,
-)
-from lowrank_kv_jax.partial import AttnPartial
-from lowrank_kv_jax.positions import PerHead
+from lowrank_kv_jax.attention.blockwise import blockwise_attention, spread_heads
+from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.storage.block_reads import BLOCK, block_range, block_slots, slice_block, visible_slots
+from lowrank_kv_jax.storage.positions import PerHead
 
 
 def _fits_one_block(tokens):

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels import tpu_softmax
 from lowrank_kv_jax.pallas_kernels.packing import pack, unpack, visible_range
 from lowrank_kv_jax.pallas_kernels.tpu_softmax import LaneTokens
-from lowrank_kv_jax.partial import AttnPartial
 
 
 def coefficient_attention(q, tokens, *, scale, q_positions, causal, window, interpret=False) -> AttnPartial:

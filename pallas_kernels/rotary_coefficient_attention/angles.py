@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.packing import power_of_two
-from lowrank_kv_jax.rope import RopeSpec
 
 DIGIT = 128
 DIGITS = 3  # positions up to 2 ** 21

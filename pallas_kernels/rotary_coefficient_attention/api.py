@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
+from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels import dispatch
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens
-from lowrank_kv_jax.partial import AttnPartial
-from lowrank_kv_jax.rope import RopeSpec
+from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 
 KERNELS = {"triton": "gpu_triton", "tpu": "tpu"}
 """Modules of this folder that hold the op, by backend."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from lowrank_kv_jax.codecs.basis import expand_values
+from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.coefficient_attention.gpu_triton import (
     add_values,
     bytes_of_token,
@@ -43,7 +43,7 @@ from lowrank_kv_jax.pallas_kernels.packing import (
 )
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import position_angle, turn
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary, prepare, read_run, visits
-from lowrank_kv_jax.partial import AttnPartial
+from lowrank_kv_jax.storage.basis import expand_values
 
 RESIDENT_BYTES = 32 * 1024  # a larger basis is read again for every tile, from the L2 cache
 

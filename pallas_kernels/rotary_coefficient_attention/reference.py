@@ -9,18 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.codecs.basis import reconstruct
-from lowrank_kv_jax.pallas_kernels.blockwise import (
-    block_range,
-    block_slots,
-    blockwise_attention,
-    slice_block,
-    spread_heads,
-    visible_slots,
-)
-from lowrank_kv_jax.partial import AttnPartial
-from lowrank_kv_jax.positions import Runs
-from lowrank_kv_jax.rope import RopeSpec, rope_angles
+from lowrank_kv_jax.attention.blockwise import blockwise_attention, spread_heads
+from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.attention.rope import RopeSpec, rope_angles
+from lowrank_kv_jax.storage.basis import reconstruct
+from lowrank_kv_jax.storage.block_reads import block_range, block_slots, slice_block, visible_slots
+from lowrank_kv_jax.storage.positions import Runs
 
 LARGEST = 2048  # tokens of a block: every block costs some time of its own, measured fastest on XLA's CPU backend
 TILE = 128  # blocks are multiples of it

@@ -12,13 +12,13 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from lowrank_kv_jax.codecs.basis import expand_values
+from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels import tpu_softmax
 from lowrank_kv_jax.pallas_kernels.packing import unpack
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import channel_pairs, position_angle, turn
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary, prepare, read_run, visits
 from lowrank_kv_jax.pallas_kernels.tpu_softmax import LaneTokens
-from lowrank_kv_jax.partial import AttnPartial
+from lowrank_kv_jax.storage.basis import expand_values
 
 MOST_TOKENS = 512  # of a tile: rebuilt keys and their angles are float32, head_dim numbers a token
 

@@ -18,7 +18,7 @@ from lowrank_kv_jax.cli.options import PLOT_SUFFIXES
 from lowrank_kv_jax.evals.results.records import check_writable
 from lowrank_kv_jax.method import Fault
 from lowrank_kv_jax.methods import REGISTRY
-from lowrank_kv_jax.parse import parse_method
+from lowrank_kv_jax.methods.parse import parse_method
 
 ROOT = Path(lowrank_kv_jax.__file__).parents[1]
 
@@ -309,7 +309,7 @@ def test_the_whole_surface_loads_without_torch():
 
 
 def test_functions_are_not_hidden_by_the_modules_they_live_in():
-    code = "import lowrank_kv_jax.generate, lowrank_kv_jax.calibrate, lowrank_kv_jax as lkv\n"
+    code = "import lowrank_kv_jax.generation.generate, lowrank_kv_jax.calibration.calibrate, lowrank_kv_jax as lkv\n"
     assert python(code + "print(callable(lkv.generate), callable(lkv.calibrate))") == "True True"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from goldens.tiny_models import DEEPSEEK
 from helpers import PLAIN, QWEN, WINDOWED
 
-from lowrank_kv_jax.models import ModelConfig
+from lowrank_kv_jax.models import ModelConfig, read_config
 
 PROMPT, CAPACITY, BLOCK = 96, 160, 16
 
@@ -27,7 +27,7 @@ MODELS = {
     "deep": _llama(3, 6, layers=4),  # for methods that work on groups of layers
     "window": WINDOWED,  # 24 tokens in the first layer
     "qwen3": QWEN,
-    "mla": dataclasses.replace(ModelConfig.from_hf(DEEPSEEK["deepseek_v2_lite"]), context=512),
+    "mla": dataclasses.replace(read_config(DEEPSEEK["deepseek_v2_lite"]), context=512),
 }
 
 ENDS = "sinks=4,recent=8"

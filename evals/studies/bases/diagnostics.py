@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.calibrate import collect_moments, fit_bases, iterate_taps
+from lowrank_kv_jax.attention.spec import Taps
+from lowrank_kv_jax.calibration.calibrate import collect_moments, fit_bases, iterate_taps
+from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.evals.studies.bases.metrics import (
     principal_basis,
     rank_of_energy,
@@ -16,12 +18,10 @@ from lowrank_kv_jax.evals.studies.bases.metrics import (
     spectrum,
     subspace_overlap,
 )
-from lowrank_kv_jax.forward import compress_group, make_layout
+from lowrank_kv_jax.generation.forward import compress_group, make_layout
 from lowrank_kv_jax.method import Part
-from lowrank_kv_jax.moments import Moments
-from lowrank_kv_jax.parse import parse_method, spell_method
+from lowrank_kv_jax.methods.parse import parse_method, spell_method
 from lowrank_kv_jax.progress import ProgressBar
-from lowrank_kv_jax.spec import Taps
 
 # ---- how compressible the cache is
 

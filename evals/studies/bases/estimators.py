@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.calibrate import iterate_taps
+from lowrank_kv_jax.calibration.calibrate import iterate_taps
 from lowrank_kv_jax.estimators import ESTIMATORS, Estimator, make_estimator
 from lowrank_kv_jax.evals.studies.bases.piecewise_stream import piecewise_stream, segment_error
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.calibrate import iterate_taps
+from lowrank_kv_jax.calibration.calibrate import iterate_taps
+from lowrank_kv_jax.codecs.layer_groups import stride_groups
 from lowrank_kv_jax.evals.studies.bases.metrics import rank_of_energy
-from lowrank_kv_jax.layer_groups import stride_groups
 
 
 def layer_tokens(model: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:

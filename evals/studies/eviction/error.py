@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.forward import compress_group, embed_tokens, layer_prefill, make_layout
+from lowrank_kv_jax.attention.spec import Taps
+from lowrank_kv_jax.generation.forward import compress_group, embed_tokens, layer_prefill, make_layout
 from lowrank_kv_jax.method import Layout, Part, Place
 from lowrank_kv_jax.methods import machine_of
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import CachedTokens, coefficient_attention
-from lowrank_kv_jax.positions import Runs
-from lowrank_kv_jax.spec import Taps
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
+from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.positions import Runs
 from lowrank_kv_jax.summaries import moments as moment_summary
 
 ORDERS = ("0", "1", "gaussian")

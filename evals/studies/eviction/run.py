@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from lowrank_kv_jax.accounting import cache_bytes
-from lowrank_kv_jax.corpus import load_corpus, token_windows
+from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
 from lowrank_kv_jax.evals.asking.few_at_a_time import few_at_a_time
 from lowrank_kv_jax.evals.compare.run import parse_methods
 from lowrank_kv_jax.evals.needle.grid import evaluate_needles
 from lowrank_kv_jax.evals.perplexity.run import evaluate_perplexity, total_perplexity
 from lowrank_kv_jax.evals.studies.eviction.error import LayerError, average, eviction_errors, mean_error
-from lowrank_kv_jax.forward import DEFAULT_BLOCK, make_layout
-from lowrank_kv_jax.saved_cache import abstract_cache
+from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, make_layout
+from lowrank_kv_jax.method.accounting import cache_bytes
+from lowrank_kv_jax.saving.saved_cache import abstract_cache
 
 BASELINES = ("h2o", "snapkv", "pyramidkv", "adakv")
 NOMINAL = {"full": 1.0, "snapkv:keep=0.5,decoding=keep": 0.5, "ojakv:rank=0.6": 0.6,

@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.accounting import cache_bytes
-from lowrank_kv_jax.cache import Cache, fork
-from lowrank_kv_jax.corpus import load_corpus, token_windows
+from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
 from lowrank_kv_jax.evals.speed.timing import alternate
-from lowrank_kv_jax.forward import DEFAULT_BLOCK, make_layout, prefill
-from lowrank_kv_jax.generate import decode
+from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, make_layout, prefill
+from lowrank_kv_jax.generation.generate import decode
 from lowrank_kv_jax.method import Part, Place
+from lowrank_kv_jax.method.accounting import cache_bytes
+from lowrank_kv_jax.method.cache import Cache, fork
 from lowrank_kv_jax.methods import machine_of
-from lowrank_kv_jax.saved_cache import abstract_cache
+from lowrank_kv_jax.saving.saved_cache import abstract_cache
 
 
 @dataclasses.dataclass(frozen=True)

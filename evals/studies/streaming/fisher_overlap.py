@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 
+from lowrank_kv_jax.calibration.fisher import PROJECTIONS
+from lowrank_kv_jax.estimators.moments import Fisher
 from lowrank_kv_jax.evals.results.figure_file import save_figure
-from lowrank_kv_jax.fisher import PROJECTIONS
-from lowrank_kv_jax.moments import Fisher
 
 
 def fisher_overlap(model: Any, first: Fisher, second: Fisher, bands: int = 8) -> dict[str, np.ndarray]:

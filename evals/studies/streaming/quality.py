@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from lowrank_kv_jax.accounting import cache_bytes
+from lowrank_kv_jax.calibration.corpus import load_corpus
 from lowrank_kv_jax.codecs.palu import GroupedProjections
-from lowrank_kv_jax.corpus import load_corpus
 from lowrank_kv_jax.evals.asking.bases import bases_of, calibration_settings
 from lowrank_kv_jax.evals.asking.few_at_a_time import few_at_a_time
 from lowrank_kv_jax.evals.asking.suite import Suite, evaluate
@@ -18,9 +17,10 @@ from lowrank_kv_jax.evals.perplexity.run import evaluate_perplexity, total_perpl
 from lowrank_kv_jax.evals.speed.roofline import white_bases
 from lowrank_kv_jax.evals.studies.streaming.paired_gain import Gain, paired_gain
 from lowrank_kv_jax.evals.studies.streaming.shifted_texts import CALIBRATE, PROSE, TASKS, windows_of
-from lowrank_kv_jax.forward import make_layout
+from lowrank_kv_jax.generation.forward import make_layout
 from lowrank_kv_jax.method import Part
-from lowrank_kv_jax.saved_cache import abstract_cache
+from lowrank_kv_jax.method.accounting import cache_bytes
+from lowrank_kv_jax.saving.saved_cache import abstract_cache
 
 COMMAND = "streaming"
 ENDS = "sinks=32,recent=32"

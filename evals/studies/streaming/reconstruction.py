@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.calibrate import iterate_taps
+from lowrank_kv_jax.calibration.calibrate import iterate_taps
 from lowrank_kv_jax.estimators.gha_tail import update_tail
-from lowrank_kv_jax.forward import compress_group, make_layout
+from lowrank_kv_jax.estimators.moments import Moments
+from lowrank_kv_jax.generation.forward import compress_group, make_layout
 from lowrank_kv_jax.method import Part
-from lowrank_kv_jax.moments import Moments
 from lowrank_kv_jax.progress import ProgressBar
 
 

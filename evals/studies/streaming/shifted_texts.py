@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lowrank_kv_jax.corpus import Corpus, load_corpus, token_windows
+from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus, token_windows
 from lowrank_kv_jax.evals.perplexity.run import Window
 
 CALIBRATE, PROSE, CODE = "pydoc:first", "pydoc:second", "python"

@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.accounting import cache_bytes
-from lowrank_kv_jax.cache import Cache, fork
 from lowrank_kv_jax.evals.speed.machine_rates import rate_contenders, rates
 from lowrank_kv_jax.evals.speed.roofline import white_bases
 from lowrank_kv_jax.evals.speed.timing import alternate
 from lowrank_kv_jax.evals.studies.cross_layer.cost import attention_flops
-from lowrank_kv_jax.forward import DEFAULT_BLOCK, prefill
-from lowrank_kv_jax.generate import decode
-from lowrank_kv_jax.parse import parse_method
+from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, prefill
+from lowrank_kv_jax.generation.generate import decode
+from lowrank_kv_jax.method.accounting import cache_bytes
+from lowrank_kv_jax.method.cache import Cache, fork
+from lowrank_kv_jax.methods.parse import parse_method
 
 LAYERS = "sliding-window:budget=1,keep=none"
 """The layers of the model with next to nothing to attend to."""

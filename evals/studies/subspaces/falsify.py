@@ -8,21 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.accounting import cache_bytes, full_cache_bytes
-from lowrank_kv_jax.calibrate import fit_bases, iterate_taps
-from lowrank_kv_jax.error_tracking import attention_errors
+from lowrank_kv_jax.calibration.calibrate import fit_bases, iterate_taps
 from lowrank_kv_jax.estimators import make_estimator
 from lowrank_kv_jax.estimators.linalg import eigenvalues
+from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.evals.asking.prefill_many import prefill_many
 from lowrank_kv_jax.evals.perplexity.score import score_through_cache
 from lowrank_kv_jax.evals.speed.roofline import white_bases
 from lowrank_kv_jax.evals.studies.bases.metrics import rank_of_energy, second_moment
+from lowrank_kv_jax.evals.studies.subspaces.error_tracking import attention_errors
 from lowrank_kv_jax.evals.studies.subspaces.residuals import prompt_residuals
-from lowrank_kv_jax.forward import compress_group, make_layout
+from lowrank_kv_jax.generation.forward import compress_group, make_layout
 from lowrank_kv_jax.method import Part
-from lowrank_kv_jax.moments import Moments
-from lowrank_kv_jax.parse import parse_method
-from lowrank_kv_jax.saved_cache import abstract_cache
+from lowrank_kv_jax.method.accounting import cache_bytes, full_cache_bytes
+from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.saving.saved_cache import abstract_cache
 
 TOLERATED = 0.01  # relative increase of the perplexity, falsifier 1
 FAITHFUL = 0.5  # least rank correlation of what predicts and what is predicted, falsifier 4

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.calibrate import iterate_taps
-from lowrank_kv_jax.forward import compress_group, make_layout
+from lowrank_kv_jax.calibration.calibrate import iterate_taps
+from lowrank_kv_jax.generation.forward import compress_group, make_layout
 
 
 class Residuals(NamedTuple):

@@ -17,8 +17,8 @@ def add_suite_options(parser: argparse.ArgumentParser, seed: int) -> None:
 
 def add_method_options(parser: argparse.ArgumentParser) -> None:
     """Model and methods, how they are run, and where the records go."""
-    from lowrank_kv_jax.cache_dtype import CACHE_DTYPES, default_cache_dtype
     from lowrank_kv_jax.cli.options import add_model_options
+    from lowrank_kv_jax.storage.cache_dtype import CACHE_DTYPES, default_cache_dtype
 
     add_model_options(parser)
     parser.add_argument("--methods", nargs="+", metavar="SPEC",
@@ -47,7 +47,7 @@ def load_on_mesh(args: argparse.Namespace) -> tuple[Any, Any]:
 
     if args.mesh is None:
         return load_from(args), None
-    from lowrank_kv_jax.sharding import check_mesh, make_mesh
+    from lowrank_kv_jax.storage.sharding import check_mesh, make_mesh
 
     mesh = make_mesh(args.mesh)
     model = load_from(args, mesh)
@@ -58,8 +58,8 @@ def suite_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The same for `evaluate_ruler` and its like."""
     import sys
 
+    from lowrank_kv_jax.calibration.corpus import load_corpus
     from lowrank_kv_jax.cli.options import corpus_of
-    from lowrank_kv_jax.corpus import load_corpus
 
     return {
         "protocol": args.protocol, "style": args.prompt, "seed": args.seed, "rows": args.rows,

@@ -15,8 +15,8 @@ import suites as run  # noqa: E402
 from helpers import PLAIN, model  # noqa: E402
 
 from lowrank_kv_jax.evals.asking.suite import evaluate  # noqa: E402
-from lowrank_kv_jax.models.sharding import param_shardings  # noqa: E402
-from lowrank_kv_jax.sharding import make_mesh  # noqa: E402
+from lowrank_kv_jax.models.parameter_sharding import param_shardings  # noqa: E402
+from lowrank_kv_jax.storage.sharding import make_mesh  # noqa: E402
 
 
 def main():

@@ -8,8 +8,8 @@ import suites as run
 from helpers import PLAIN, model
 
 from lowrank_kv_jax.evals.asking.suite import evaluate
-from lowrank_kv_jax.models.sharding import param_shardings
-from lowrank_kv_jax.sharding import make_mesh
+from lowrank_kv_jax.models.parameter_sharding import param_shardings
+from lowrank_kv_jax.storage.sharding import make_mesh
 
 
 def main():

@@ -31,7 +31,7 @@ from lowrank_kv_jax.evals.report.figures import _families, draw_figures, draw_ne
 from lowrank_kv_jax.evals.report.statistics import Interval, interval, wilcoxon_p
 from lowrank_kv_jax.evals.results.records import read_records
 from lowrank_kv_jax.evals.results.resume import KEY, key_of
-from lowrank_kv_jax.parse import parse_method
+from lowrank_kv_jax.methods.parse import parse_method
 
 TESTS = Path(__file__).parents[2]
 PATHS = os.pathsep.join((str(TESTS.parent), str(TESTS)))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from shared_data import FOLDER
 
-from lowrank_kv_jax.cache import Cache
+from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.evals.asking.answer import answer
 from lowrank_kv_jax.evals.asking.prefill_many import pad_rows, prefill_many
 from lowrank_kv_jax.evals.asking.samples import substring_score
@@ -24,12 +24,12 @@ from lowrank_kv_jax.evals.report.sections import read_report
 from lowrank_kv_jax.evals.results import records
 from lowrank_kv_jax.evals.results.sizes import nominal_smaller, size_of
 from lowrank_kv_jax.evals.speed.timing import alternate
-from lowrank_kv_jax.forward import embed_tokens, layer_prefill, logits_of, prefill
-from lowrank_kv_jax.generate import generate
+from lowrank_kv_jax.generation.forward import embed_tokens, layer_prefill, logits_of, prefill
+from lowrank_kv_jax.generation.generate import generate
+from lowrank_kv_jax.method.cache import Cache
 from lowrank_kv_jax.methods import Full, SingleSVD
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import init_params
-from lowrank_kv_jax.rope import RopeSpec
 
 OFFICIAL = FOLDER / "ruler"
 

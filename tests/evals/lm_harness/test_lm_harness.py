@@ -23,7 +23,7 @@ from lowrank_kv_jax.evals.lm_harness import run as lm_run
 from lowrank_kv_jax.evals.lm_harness.scoring import make_pair, score_pairs
 from lowrank_kv_jax.evals.lm_harness.tasks import TASKS, check_lines
 from lowrank_kv_jax.evals.results.records import read_records
-from lowrank_kv_jax.forward import embed_tokens, layer_prefill, logits_of
+from lowrank_kv_jax.generation.forward import embed_tokens, layer_prefill, logits_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 METHODS = parse_methods(["full", "streamingllm:budget=8,keep=none,sinks=2"])

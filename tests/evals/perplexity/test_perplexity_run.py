@@ -8,12 +8,12 @@ from helpers import PLAIN
 from helpers import model as tiny
 from suites import Loaded
 
-from lowrank_kv_jax.corpus import Corpus
+from lowrank_kv_jax.calibration.corpus import Corpus
 from lowrank_kv_jax.evals.compare.run import parse_methods
 from lowrank_kv_jax.evals.perplexity import run as perplexity_run
 from lowrank_kv_jax.evals.perplexity.run import cut_windows, evaluate_perplexity, total_perplexity
 from lowrank_kv_jax.evals.results.records import read_records
-from lowrank_kv_jax.forward import embed_tokens, layer_prefill, logits_of
+from lowrank_kv_jax.generation.forward import embed_tokens, layer_prefill, logits_of
 
 TEXT = Corpus.of([f"sentence {i} of a text. " for i in range(20)], "made up")
 TWO = parse_methods(["full", "streamingllm:keep=0.4,sinks=4"])

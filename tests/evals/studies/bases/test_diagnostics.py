@@ -9,9 +9,9 @@ import pytest
 from character_tokenizer import Characters
 
 from lowrank_kv_jax import methods
-from lowrank_kv_jax.calibrate import collect_moments, iterate_taps
+from lowrank_kv_jax.calibration.calibrate import collect_moments, iterate_taps
+from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
 from lowrank_kv_jax.cli import diagnose
-from lowrank_kv_jax.corpus import load_corpus, token_windows
 from lowrank_kv_jax.evals.results.records import read_records
 from lowrank_kv_jax.evals.studies.bases import diagnostics
 from lowrank_kv_jax.evals.studies.bases.metrics import (

@@ -12,7 +12,7 @@ from lowrank_kv_jax.evals.studies.cross_layer.analysis import analyse, cka_matri
 from lowrank_kv_jax.evals.studies.cross_layer.cost import Cost, attention_flops, break_even, measure_costs, smaller_at
 from lowrank_kv_jax.evals.studies.cross_layer.plot import plot_analysis
 from lowrank_kv_jax.evals.studies.cross_layer.quality import Settings, equal_bytes_specs, one_sided_specs
-from lowrank_kv_jax.parse import parse_method
+from lowrank_kv_jax.methods.parse import parse_method
 
 
 def random_layers(layers=3, tokens=40, width=12):

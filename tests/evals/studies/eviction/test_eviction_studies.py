@@ -11,16 +11,16 @@ from character_tokenizer import Characters
 from eviction_oracle import kept_positions, softmax
 from helpers import PLAIN, model, prompts
 
-from lowrank_kv_jax.accounting import cache_bytes
 from lowrank_kv_jax.cli import main, options
 from lowrank_kv_jax.evals.results.records import read_records
 from lowrank_kv_jax.evals.studies.eviction import run as eviction
 from lowrank_kv_jax.evals.studies.eviction.error import eviction_errors
 from lowrank_kv_jax.evals.studies.eviction.speed import eviction_speed
-from lowrank_kv_jax.forward import embed_tokens, layer_prefill, make_layout
+from lowrank_kv_jax.generation.forward import embed_tokens, layer_prefill, make_layout
+from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.methods import machine_of
-from lowrank_kv_jax.parse import parse_method
-from lowrank_kv_jax.saved_cache import abstract_cache
+from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.saving.saved_cache import abstract_cache
 
 CONFIG = dataclasses.replace(PLAIN, num_layers=1, windows=(None,))
 SETTINGS = eviction.Settings(length=128, budgets=(48,), windows=1, scored=32, samples=0)

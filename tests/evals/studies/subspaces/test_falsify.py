@@ -12,23 +12,30 @@ import pytest
 from character_tokenizer import Characters
 from helpers import PLAIN, PROMPT, bases_for, model, prompts
 
-from lowrank_kv_jax.accounting import cache_bytes
-from lowrank_kv_jax.calibrate import collect_moments
+from lowrank_kv_jax.attention.rope import RopeSpec
+from lowrank_kv_jax.calibration.calibrate import collect_moments
 from lowrank_kv_jax.cli import falsify as falsify_command
 from lowrank_kv_jax.cli import roofline as roofline_command
-from lowrank_kv_jax.error_tracking import attention_errors, track_errors
 from lowrank_kv_jax.evals.results.records import read_records
 from lowrank_kv_jax.evals.speed import roofline
 from lowrank_kv_jax.evals.studies.subspaces import falsify
+from lowrank_kv_jax.evals.studies.subspaces.error_tracking import attention_errors, track_errors
 from lowrank_kv_jax.evals.studies.subspaces.residuals import prompt_residuals
-from lowrank_kv_jax.forward import compress_group, decode_step, embed_tokens, layer_prefill, make_layout, prefill
+from lowrank_kv_jax.generation.forward import (
+    compress_group,
+    decode_step,
+    embed_tokens,
+    layer_prefill,
+    make_layout,
+    prefill,
+)
 from lowrank_kv_jax.method import Place
+from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.methods import machine_of
+from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.models.decoder import init_params
 from lowrank_kv_jax.models.load import LoadedModel
-from lowrank_kv_jax.parse import parse_method
-from lowrank_kv_jax.rope import RopeSpec
-from lowrank_kv_jax.saved_cache import abstract_cache
+from lowrank_kv_jax.saving.saved_cache import abstract_cache
 
 ADAPTIVE = "osp:rank=4,chunk_length=32,min_chunk=16,sinks=4,recent=8,lookahead=16"
 LENGTHS = jnp.array([PROMPT, 61], jnp.int32)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.state import leaf, state, static
+from lowrank_kv_jax.storage.state import leaf, state, static
 
 
 @state

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.pallas_kernels import dispatch
-from lowrank_kv_jax.state import map_leaves, write_tokens
+from lowrank_kv_jax.storage.backend import choose
+from lowrank_kv_jax.storage.state import map_leaves, write_tokens
 
 
 @jax.tree_util.register_pytree_node_class
@@ -98,7 +98,7 @@ def bits_of(x: Any) -> Bits:
 
 def hold_bits(tree: Any) -> Any:
     """A state with its bfloat16 buffers of tokens as `Bits` on a CPU; elsewhere, and for kernels, as it is."""
-    if jax.default_backend() != "cpu" or dispatch.choose() != "xla":
+    if jax.default_backend() != "cpu" or choose() != "xla":
         return tree
 
     def hold(info, x):

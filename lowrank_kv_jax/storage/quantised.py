@@ -9,10 +9,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.bits import Bits
-from lowrank_kv_jax.cache_dtype import narrow
-from lowrank_kv_jax.pallas_kernels.blockwise import block_range, block_slots, slice_block
-from lowrank_kv_jax.state import leaf, state, static, write_tokens
+from lowrank_kv_jax.storage.bits import Bits
+from lowrank_kv_jax.storage.block_reads import block_range, block_slots, slice_block
+from lowrank_kv_jax.storage.cache_dtype import narrow
+from lowrank_kv_jax.storage.state import leaf, state, static, write_tokens
 
 TILE = 128  # tokens that share a scale
 TOKEN_BITS = (2, 4, 8)

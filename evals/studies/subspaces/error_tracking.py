@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.attention.rope import rope_angles, rotate
+from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.estimators.linalg import eigenvalues
 from lowrank_kv_jax.method import Layout
 from lowrank_kv_jax.method.machine import Machine
-from lowrank_kv_jax.rope import rope_angles, rotate
-from lowrank_kv_jax.spec import Taps
 
 BLOCK = 128  # tokens whose residual is one operator: the text's chunks, and as good for a single basis
 

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from lowrank_kv_jax.spec import AttentionSpec
-from lowrank_kv_jax.state import KINDS, walk
+from lowrank_kv_jax.attention.spec import AttentionSpec
+from lowrank_kv_jax.storage.state import KINDS, walk
 
 if TYPE_CHECKING:
-    from lowrank_kv_jax.cache import Cache
+    from lowrank_kv_jax.method.cache import Cache
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.rope import RopeSpec
+from lowrank_kv_jax.attention.rope import RopeSpec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.forward import layer_prefill
+from lowrank_kv_jax.attention.rope import RopeSpec
+from lowrank_kv_jax.generation.forward import layer_prefill
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.parameters import param_table
 from lowrank_kv_jax.pallas_kernels.compile_grid import Result
 from lowrank_kv_jax.pallas_kernels.compile_only import NoCompiler, compile_for
-from lowrank_kv_jax.rope import RopeSpec
 
 LLAMA_8B = ModelConfig(
     family="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=1, q_heads=32, kv_heads=8,

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.checkpoint_sums import CheckpointedSums
-from lowrank_kv_jax.forward import embed_tokens
+from lowrank_kv_jax.calibration.checkpoint_sums import CheckpointedSums
+from lowrank_kv_jax.estimators.moments import Fisher
+from lowrank_kv_jax.generation.forward import embed_tokens
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import block_prefill, unembed
-from lowrank_kv_jax.moments import Fisher
 from lowrank_kv_jax.progress import ProgressBar
-from lowrank_kv_jax.sharding import to_host
+from lowrank_kv_jax.storage.sharding import to_host
 
 LENGTH = 512
 """Tokens of a sequence whose gradient is one sample."""

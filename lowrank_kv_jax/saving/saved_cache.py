@@ -9,15 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.bits import Bits, hold_bits
-from lowrank_kv_jax.cache import Cache, bases_of_group
-from lowrank_kv_jax.checkpoint import FLOATS, METADATA, load_arrays, load_metadata, save_arrays
 from lowrank_kv_jax.files import behind_links, check_fields, short
 from lowrank_kv_jax.method import Layout, Part
+from lowrank_kv_jax.method.cache import Cache
 from lowrank_kv_jax.methods.compose import machine_of
-from lowrank_kv_jax.sharding import check_mesh, leaf_sharding
-from lowrank_kv_jax.state import map_leaves, walk
-from lowrank_kv_jax.token_layout import lay_out
+from lowrank_kv_jax.methods.group_bases import bases_of_group
+from lowrank_kv_jax.saving.checkpoint import FLOATS, METADATA, load_arrays, load_metadata, save_arrays
+from lowrank_kv_jax.storage.bits import Bits, hold_bits
+from lowrank_kv_jax.storage.lanes import lay_out
+from lowrank_kv_jax.storage.sharding import check_mesh, leaf_sharding
+from lowrank_kv_jax.storage.state import map_leaves, walk
 
 KIND = "cache"
 _LEAST = {"batch": 1, "prompt": 0, "capacity": 1, "block": 1}

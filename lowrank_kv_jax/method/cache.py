@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.method import REGISTRY, Layout, Part
-from lowrank_kv_jax.methods.compose import machine_of
-from lowrank_kv_jax.state import leaf, map_leaves, state, static
+from lowrank_kv_jax.method import Layout, Part
+from lowrank_kv_jax.storage.lanes import TOKEN_LAYOUTS, lay_out
+from lowrank_kv_jax.storage.state import leaf, map_leaves, state, static
 
 
 @state
@@ -31,26 +31,6 @@ class Cache:
     pending: jax.Array = leaf(kind="indices")
     method: Part = static()
     layout: Layout = static()
-
-
-def bases_of_group(method: Part, spec, bases: Sequence[Any] | None) -> tuple[Any, ...]:
-    """The bases of every group, checked.
-
-    Raises:
-        ValueError: the method needs calibrated bases and there are none, or their number is wrong.
-    """
-    check_latents(method, spec)
-    if bases is None and method.calibrated:
-        raise ValueError(f"method {method.name!r} needs calibrated bases: pass bases=calibrate(model, method)")
-    return machine_of(method).group_bases(spec, bases)
-
-
-def check_latents(method: Part, spec) -> None:
-    """Raise ValueError where a model caches latents and `method` has no form for them."""
-    if spec.latent is not None and not method.latents:
-        able = sorted(name for name, cls in REGISTRY.items() if cls.latents)
-        raise ValueError(f"method {method.name!r} compresses keys and values; this model caches latents (MLA): use "
-                         f"one of {able}")
 
 
 def check_method(cache: Cache, method: Part) -> None:
@@ -103,6 +83,27 @@ def insert_rows(cache: Cache, other: Cache) -> Cache:
         return jnp.concatenate([x, y], axis=info.axes.index("batch"))
 
     return map_leaves(join, cache, other)
+
+
+def with_token_layout(cache: Cache, layout: str) -> Cache:
+    """The cache with its coefficients laid out as `layout`; its static `layout.tokens` says which.
+
+    Of storage in fewer bits than a float, 8 bits with a scale for each component of 128 tokens are laid out too; the
+    rest stays as it is. What does not change is shared with the given cache, which a donating step may then not be
+    given too.
+
+    Args:
+        layout: "rows", which every backend reads, or "lanes", which the TPU kernels need and XLA reads too.
+
+    Raises:
+        ValueError: another word.
+    """
+    if layout not in TOKEN_LAYOUTS:
+        raise ValueError(f"token layout {layout!r}: allowed are {', '.join(TOKEN_LAYOUTS)}")
+    if layout == cache.layout.tokens:
+        return cache
+    groups = lay_out(cache.groups, layout)
+    return dataclasses.replace(cache, groups=groups, layout=dataclasses.replace(cache.layout, tokens=layout))
 
 
 def _rebatch(cache: Cache, change, batch: int) -> Cache:

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.codecs.quantised import Tile, encode_tiles, unpack, widen_scales
-from lowrank_kv_jax.state import leaf, state, static
+from lowrank_kv_jax.storage.quantised import Tile, encode_tiles, unpack, widen_scales
+from lowrank_kv_jax.storage.state import leaf, state, static
 
 
 @state

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.rope import rope_angles, rotate
-from lowrank_kv_jax.spec import AttentionSpec, Taps
+from lowrank_kv_jax.attention.rope import rope_angles, rotate
+from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
 
 
 class Fisher(NamedTuple):
@@ -39,7 +39,7 @@ class Moments(NamedTuple):
         q, q_pre: `[L, K, D, D]`, all query heads of a kv head together.
         k_sum, k_pre_sum, v_sum: `[L, W]`, sums of the tokens themselves; None stands for 0.
         fisher: of the projections, where a method reads it.
-        votes: of a second reading, where a method reads them; see `layer_votes.collect_votes`.
+        votes: of a second reading, where a method reads them; see `calibration.layer_votes.collect_votes`.
     """
 
     tokens: np.ndarray | int

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 
-from lowrank_kv_jax.rank import resolve_rank
+from lowrank_kv_jax.estimators.rank import resolve_rank
 
 
 class Ranks(NamedTuple):

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from lowrank_kv_jax.accounting import full_cache_bytes
 from lowrank_kv_jax.method import Layout
-from lowrank_kv_jax.state import walk
+from lowrank_kv_jax.method.accounting import full_cache_bytes
+from lowrank_kv_jax.storage.state import walk
 
 
 def state_bytes(state: Any) -> int:

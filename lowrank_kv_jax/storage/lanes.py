@@ -11,9 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.cache import Cache
-from lowrank_kv_jax.codecs.quantised import COEFFICIENTS, QuantisedTokens, widen_scales
-from lowrank_kv_jax.state import leaf, state, write_tokens
+from lowrank_kv_jax.storage.quantised import COEFFICIENTS, QuantisedTokens, widen_scales
+from lowrank_kv_jax.storage.state import leaf, state, write_tokens
 
 TOKEN_LAYOUTS = ("rows", "lanes")
 
@@ -73,27 +72,6 @@ class QuantisedOnLanes:
         codes = jax.lax.dynamic_slice_in_dim(self.on_lanes, start, size, axis=3).swapaxes(2, 3)
         tiles = (start + jnp.arange(size)) // COEFFICIENTS.tokens
         return codes.astype(jnp.float32) * widen_scales(jnp.take(self.scales, tiles, axis=2))
-
-
-def with_token_layout(cache: Cache, layout: str) -> Cache:
-    """The cache with its coefficients laid out as `layout`; its static `layout.tokens` says which.
-
-    Of storage in fewer bits than a float, 8 bits with a scale for each component of 128 tokens are laid out too; the
-    rest stays as it is. What does not change is shared with the given cache, which a donating step may then not be
-    given too.
-
-    Args:
-        layout: "rows", which every backend reads, or "lanes", which the TPU kernels need and XLA reads too.
-
-    Raises:
-        ValueError: another word.
-    """
-    if layout not in TOKEN_LAYOUTS:
-        raise ValueError(f"token layout {layout!r}: allowed are {', '.join(TOKEN_LAYOUTS)}")
-    if layout == cache.layout.tokens:
-        return cache
-    groups = lay_out(cache.groups, layout)
-    return dataclasses.replace(cache, groups=groups, layout=dataclasses.replace(cache.layout, tokens=layout))
 
 
 def tokens_on_lanes(stored: jax.Array | QuantisedTokens) -> TokensOnLanes | QuantisedOnLanes | QuantisedTokens:

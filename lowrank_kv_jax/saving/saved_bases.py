@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 from lowrank_kv_jax import __version__
-from lowrank_kv_jax.checkpoint import FLOATS, METADATA, check_replaceable, load_arrays, load_metadata, save_arrays
-from lowrank_kv_jax.corpus import Corpus
+from lowrank_kv_jax.calibration.corpus import Corpus
 from lowrank_kv_jax.files import behind_links, check_fields, short
 from lowrank_kv_jax.method import Part
-from lowrank_kv_jax.parse import spell_method
+from lowrank_kv_jax.methods.parse import spell_method
+from lowrank_kv_jax.saving.checkpoint import FLOATS, METADATA, check_replaceable, load_arrays, load_metadata, save_arrays
 
 KIND = "bases"
 

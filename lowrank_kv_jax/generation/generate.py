@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.cache import Cache, fork
-from lowrank_kv_jax.forward import DEFAULT_BLOCK, decode_step, extend, prefill, refresh
+from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, decode_step, extend, prefill, refresh
+from lowrank_kv_jax.generation.sampling import Sampler, sample
 from lowrank_kv_jax.method import Fault, Part
+from lowrank_kv_jax.method.cache import Cache, fork
 from lowrank_kv_jax.methods.compose import machine_of
+from lowrank_kv_jax.methods.parse import as_method
 from lowrank_kv_jax.models.config import ModelConfig
-from lowrank_kv_jax.parse import as_method
-from lowrank_kv_jax.sampling import Sampler, sample
-from lowrank_kv_jax.sharding import to_host
+from lowrank_kv_jax.storage.sharding import to_host
 
 GREEDY = Sampler()
 PAD_TO = 64  # prompts are padded to multiples of it, so that prompts of similar length share their compiled programs

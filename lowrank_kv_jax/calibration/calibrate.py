@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.checkpoint_sums import CheckpointedSums
-from lowrank_kv_jax.corpus import Corpus, load_corpus, token_windows
-from lowrank_kv_jax.fisher import collect_fisher
-from lowrank_kv_jax.forward import embed_tokens, layer_prefill
-from lowrank_kv_jax.layer_votes import collect_votes
+from lowrank_kv_jax.attention.spec import Taps
+from lowrank_kv_jax.calibration.checkpoint_sums import CheckpointedSums
+from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus, token_windows
+from lowrank_kv_jax.calibration.fisher import collect_fisher
+from lowrank_kv_jax.calibration.layer_votes import collect_votes
+from lowrank_kv_jax.estimators.moments import Moments, layer_moments
+from lowrank_kv_jax.generation.forward import embed_tokens, layer_prefill
 from lowrank_kv_jax.method import Part
+from lowrank_kv_jax.methods.parse import as_method
 from lowrank_kv_jax.models.config import ModelConfig
-from lowrank_kv_jax.moments import Moments, layer_moments
-from lowrank_kv_jax.parse import as_method
 from lowrank_kv_jax.progress import ProgressBar
-from lowrank_kv_jax.sharding import to_host
-from lowrank_kv_jax.spec import Taps
+from lowrank_kv_jax.storage.sharding import to_host
 
 _layer_moments = functools.partial(jax.jit, static_argnums=0)(layer_moments)
 

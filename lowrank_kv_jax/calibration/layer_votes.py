@@ -5,10 +5,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.forward import read_layer, start_reading
+from lowrank_kv_jax.generation.forward import read_layer, start_reading
 from lowrank_kv_jax.progress import ProgressBar
 from lowrank_kv_jax.selections.reread import CHUNK, SINKS
-from lowrank_kv_jax.sharding import to_host
+from lowrank_kv_jax.storage.sharding import to_host
 
 LENGTH = 1024
 """Tokens of a window that are read: shares of layers hardly change with more."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, dataclass_transform
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.cache_dtype import narrow
+from lowrank_kv_jax.storage.cache_dtype import narrow
 
 KINDS = ("exact", "coefficients", "bases", "scales", "moments", "indices")
 AXES = ("batch", "kv_heads", "tokens", "head_dim", "rank", "width", "chunks", "layers")
@@ -96,7 +96,7 @@ def _children(tree: Any) -> Iterator[tuple[str, LeafInfo | None, Any]]:
                 info = None if dataclasses.is_dataclass(value) else field.metadata.get("leaf")
                 yield field.name, info, value
     else:
-        raise TypeError(f"{type(tree).__name__} inside a cache state is not declared with lowrank_kv_jax.state.leaf")
+        raise TypeError(f"{type(tree).__name__} inside a cache state is not declared with storage.state.leaf")
 
 
 def write_tokens(

@@ -9,8 +9,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lowrank_kv_jax.spec import AttentionSpec
-from lowrank_kv_jax.state import LeafInfo, map_leaves
+from lowrank_kv_jax.attention.spec import AttentionSpec
+from lowrank_kv_jax.storage.state import LeafInfo, map_leaves
 
 MESH_AXES = ("data", "model")
 _OF_AXIS = {"batch": "data", "kv_heads": "model"}

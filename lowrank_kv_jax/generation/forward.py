@@ -14,18 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from lowrank_kv_jax.bits import hold_bits, like_before
-from lowrank_kv_jax.cache import Cache, bases_of_group, check_method
-from lowrank_kv_jax.cache_dtype import default_cache_dtype
+from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.method import Layout, Part, Place
+from lowrank_kv_jax.method.cache import Cache, check_method
 from lowrank_kv_jax.methods.compose import machine_of
+from lowrank_kv_jax.methods.group_bases import bases_of_group
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import block_output, block_prefill, block_taps, embed, unembed
 from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention
 from lowrank_kv_jax.selections.reread import CHUNK, reread_attention, reread_positions
-from lowrank_kv_jax.sharding import check_mesh, constrain, replicate, shard_rows
-from lowrank_kv_jax.spec import Taps
-from lowrank_kv_jax.token_layout import lay_out
+from lowrank_kv_jax.storage.bits import hold_bits, like_before
+from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
+from lowrank_kv_jax.storage.lanes import lay_out
+from lowrank_kv_jax.storage.sharding import check_mesh, constrain, replicate, shard_rows
 
 DEFAULT_BLOCK = 32
 

@@ -1,0 +1,1 @@
+"""What is learnt of a model before it is served: corpus, moments, Fisher information, votes."""

@@ -1,0 +1,1 @@
+"""Running a model through a compressed cache: prefill, extend, refresh, decoding loops, sampling."""

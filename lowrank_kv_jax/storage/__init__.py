@@ -1,0 +1,1 @@
+"""Arrays that declare themselves: cache states, positions, floats and fewer bits, bases, lanes, block reads."""

@@ -1,0 +1,30 @@
+"""The platform that a program is traced for, and the backend that is tried first there."""
+
+import os
+
+import jax
+
+BACKENDS = ("xla", "triton", "mosaic_gpu", "tpu")
+OVERRIDE = "LOWRANK_KV_BACKEND"
+OF_PLATFORM = {"gpu": "triton", "cuda": "triton", "tpu": "tpu"}
+
+
+def platform() -> str:
+    """The platform that is traced for: JAX's default one, or under `jax.sharding.use_abstract_mesh` the one of its
+    abstract device, which need not be there."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def choose(backend: str | None = None) -> str:
+    """The backend to try first: `backend`, else the environment's, else the one of the platform that is traced for.
+
+    Decided while tracing, outside of the program: a compiled function holds one backend's code only.
+
+    Raises:
+        ValueError: not one of `BACKENDS`.
+    """
+    asked = backend or os.environ.get(OVERRIDE) or OF_PLATFORM.get(platform(), "xla")
+    if asked not in BACKENDS:
+        raise ValueError(f"backend={asked!r}: allowed are {', '.join(BACKENDS)}")
+    return asked

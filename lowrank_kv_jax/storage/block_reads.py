@@ -1,0 +1,60 @@
+"""Reading a buffer block by block, from the lowest visible slot to the longest row: O(length) of any capacity."""
+
+import jax
+import jax.numpy as jnp
+
+from lowrank_kv_jax.storage.positions import PerHead
+
+# Blocks that stay in a core's cache: measured fastest on XLA's CPU backend, whose batched matmuls slow down beyond.
+BLOCK = 512
+
+
+def block_slots(
+    i: jax.Array | int, size: int, block: int = BLOCK
+) -> tuple[jax.Array | int, jax.Array, jax.Array]:
+    """Start, slots `[S]` and novelty mask `[S]` of block `i` of a buffer of `size` tokens.
+
+    The last block of a buffer that is no multiple of the block starts earlier, so that no slice leaves the buffer; the
+    mask hides what the block before it has already shown.
+    """
+    width = min(block, size)
+    start = jnp.minimum(i * block, size - width)
+    slots = start + jnp.arange(width)
+    return start, slots, slots >= i * block
+
+
+def slice_block(buffer: jax.Array, start: jax.Array | int, block: int = BLOCK) -> jax.Array:
+    """Block of a `[B, J, S, R]` buffer, `[B, J, min(block, S), R]`.
+
+    A storage that is no plain array (quantised codes, say) is read by its `read_block(start, size)`.
+    """
+    if hasattr(buffer, "read_block"):
+        return buffer.read_block(start, min(block, buffer.shape[2]))
+    return jax.lax.dynamic_slice_in_dim(buffer, start, min(block, buffer.shape[2]), axis=2)
+
+
+def block_range(size: int, lengths: jax.Array, lowest: jax.Array | None = None, block: int = BLOCK):
+    """Blocks that hold a visible token: from the lowest visible slot to the longest row.
+
+    Static (one block) when the buffer fits a block, else a dynamic range, so that work is O(length).
+    """
+    if size <= block:
+        return 0, 1
+    last = (jnp.max(lengths) + block - 1) // block
+    first = 0 if lowest is None else jnp.maximum(jnp.min(lowest), 0) // block
+    return first, last
+
+
+def visible_slots(tokens, slots, fresh, q_positions, causal, window, q_heads):
+    """Which of `slots` each query may see: bool that broadcasts to `[B, J, T, G, S]`; positions `[B, 1 or J, S]`."""
+    positions = tokens.positions.at(slots)
+    positions = positions[:, None] if positions.ndim == 2 else positions
+    mask = (fresh & (slots[None] < tokens.lengths[:, None]))[:, None, None, None, :]
+    key, query = positions[:, :, None, None], q_positions[:, None, :, None, None]
+    if causal:
+        mask = mask & (key <= query)
+    if window is not None:
+        mask = mask & (key > query - window)
+    if isinstance(tokens.positions, PerHead) and tokens.positions.owner is not None:
+        mask = mask & tokens.positions.owned(slots, q_heads)
+    return mask, positions
