@@ -19,7 +19,7 @@ from lowrank_kv_jax.models.load import demo_model_path
 from lowrank_kv_jax.models.parameters import param_table
 from lowrank_kv_jax.models.stored import StoredTensor
 
-GOLDENS = Path(__file__).parent / "goldens"
+GOLDENS = Path(__file__).parents[1] / "goldens"
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
 

@@ -26,7 +26,7 @@ def made_by(method):
     return cache, bases
 
 
-@pytest.mark.parametrize("name", ["ojakv", "snapkv"])  # for the others tests/test_contract.py compares the leaves
+@pytest.mark.parametrize("name", ["ojakv", "snapkv"])  # for the others tests/method/test_contract.py compares the leaves
 def test_a_restored_cache_continues_as_the_saved_one(name, tmp_path):
     method = small_configuration(REGISTRY[name])
     cache, bases = made_by(method)

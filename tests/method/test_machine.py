@@ -29,7 +29,7 @@ from lowrank_kv_jax.selections.budgeted import Budgeted
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.state import state
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CORE = [p for folder in ("method", "methods", "codecs", "selections") for p in (ROOT / "lowrank_kv_jax" / folder).glob("*.py")]
 EIGHT = dataclasses.replace(PLAIN, q_heads=16, kv_heads=8, head_dim=4, rope=RopeSpec(10000.0, 4))
 

@@ -18,7 +18,7 @@ from lowrank_kv_jax import models
 from lowrank_kv_jax.models.load import demo_model_path
 from lowrank_kv_jax.models.parameters import param_table
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def state_dict(name):

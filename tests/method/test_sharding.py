@@ -14,7 +14,7 @@ from helpers import PLAIN
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.storage.sharding import check_mesh, make_mesh
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 pytestmark = pytest.mark.xdist_group("sharding")  # one worker: all read the results of one process
 
 

@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +182,7 @@ def test_a_writer_that_still_writes_is_left_alone(tmp_path):
 
 LOOP = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {folders}
 from test_saves import save
 for i in range(1, 10_000):
     save({path!r}, float(i))
@@ -191,7 +192,7 @@ for i in range(1, 10_000):
 
 def kill_while_saving(path, rng):
     """The number of the last save that was done, of a process killed at a random time after its first."""
-    code = LOOP.format(tests=os.path.dirname(__file__), path=str(path))
+    code = LOOP.format(folders=[str(folder) for folder in Path(__file__).parents[:2]], path=str(path))
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     with child.stdout:

@@ -1,6 +1,6 @@
 """Index sets of the kvpress presets, against kvpress itself on a seeded random Llama; skipped where it is absent.
 
-`uv run --no-group dev --extra kvpress --with pytest,pytest-xdist,hypothesis pytest tests/test_kvpress.py` brings it; passed with
+`uv run --no-group dev --extra kvpress --with pytest,pytest-xdist,hypothesis pytest tests/selections/test_kvpress.py` brings it; passed with
 kvpress 0.5.5 and torch 2.13.
 """
 

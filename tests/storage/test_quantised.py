@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import PLAIN, PROMPT, bases_for, model, prompts, run, transported
+from kivi_oracle import kivi_oracle
 
 from lowrank_kv_jax.generation.forward import compress_group, embed_tokens, layer_prefill, make_layout
 from lowrank_kv_jax.method.accounting import cache_bytes
@@ -22,27 +23,6 @@ def tokens(seed=0, shape=SHAPE):
     rng = np.random.default_rng(seed)
     scale = 10.0 ** -np.linspace(0, 3, shape[-1])
     return ((rng.normal(size=shape) + rng.normal(size=shape[-1])) * scale).astype(np.float32)
-
-
-def kivi_oracle(x, bits, tile):
-    """Group by group in float64: (codes, error bound) of x ~ low + code * step."""
-    batch, heads, size, channels = x.shape
-    each = tile.channels or channels
-    rebuilt, bound = np.zeros(x.shape), np.zeros(x.shape)
-    for s in range(0, size, tile.tokens):
-        for c in range(0, channels, each):
-            group = (slice(None), slice(None), slice(s, s + tile.tokens), slice(c, c + each))
-            part = np.asarray(x[group], np.float64)
-            low, high = part.min((2, 3), keepdims=True), part.max((2, 3), keepdims=True)
-            if bits == 8:
-                step = np.maximum(np.abs(low), np.abs(high)) / 127
-                rebuilt[group] = np.round(part / np.where(step > 0, step, 1)) * step
-            else:
-                step = (high - low) / (2**bits - 1)
-                rebuilt[group] = low + np.round((part - low) / np.where(step > 0, step, 1)) * step
-            # half a step, and what rounding low and step to bfloat16 adds to the step
-            bound[group] = 0.5 * (1 + 2.0**-6) * step + 2.0**-7 * np.abs(low) / (2**bits - 1)
-    return rebuilt, bound
 
 
 KIVI_KEYS, KIVI_VALUES, PER_TOKEN = Tile(32, 1), Tile(1, 4), Tile(1, None)

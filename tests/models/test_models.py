@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from lowrank_kv_jax import models
 from lowrank_kv_jax.models.parameters import param_table
 
-GOLDENS = Path(__file__).parent / "goldens"
+GOLDENS = Path(__file__).parents[1] / "goldens"
 SMALL = {
     "model_type": "qwen3",
     "vocab_size": 48,

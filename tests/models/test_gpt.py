@@ -20,7 +20,7 @@ from lowrank_kv_jax.models.decoder import embed, init_params, unembed
 from lowrank_kv_jax.models.load import LoadedModel
 from lowrank_kv_jax.models.parameters import param_table
 
-GOLDENS = Path(__file__).parent / "goldens" / "gpt.npz"
+GOLDENS = Path(__file__).parents[1] / "goldens" / "gpt.npz"
 every_model = pytest.mark.parametrize("name", sorted(GPT_CONFIGS))
 
 

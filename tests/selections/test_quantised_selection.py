@@ -8,7 +8,7 @@ from eviction_oracle import kept_positions
 from helpers import PLAIN, PROMPT, QWEN, model, prompts, random_moments, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_quantised import kivi_oracle
+from kivi_oracle import kivi_oracle
 
 from lowrank_kv_jax.codecs.palu import Palu
 from lowrank_kv_jax.generation.forward import decode_step, make_layout, prefill
