@@ -1,4 +1,4 @@
-"""What every registered method promises. A new method is tested by being registered; nothing here names one.
+"""What every registered method promises of whole models: of a few by default, of all under `-m slow`.
 
 Each promise is tested in a configuration that `helpers` builds from the fields of the method:
 `full_configuration` (full rank, full budget) or `small_configuration` (its default compression, shrunken to
@@ -47,10 +47,19 @@ from lowrank_kv_jax.storage.state import walk
 
 STEPS = 41
 SAVED = types.SimpleNamespace(name="tiny", config=PLAIN, fingerprint="f" * 64)  # the model that saved caches name
-# One worker runs all tests of a method: they share its compiled programs and its runs.
-every_method = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in sorted(REGISTRY)]
-)
+# Of each kind of store one; `test_array_contract` asks what it can of every method.
+REPRESENTATIVES = {"full", "kivi", "kvzip", "minicache", "momentkv", "ojakv", "osp", "streamingkv", "xkv"}
+
+
+def methods(slow):
+    """One worker runs all tests of a method: they share its compiled programs and its runs."""
+    for name in sorted(REGISTRY):
+        marks = [pytest.mark.xdist_group(name)]
+        yield pytest.param(name, marks=[*marks, pytest.mark.slow] if slow and name not in REPRESENTATIVES else marks)
+
+
+every_method = pytest.mark.parametrize("name", list(methods(slow=False)))
+on_a_model = pytest.mark.parametrize("name", list(methods(slow=True)))
 TOLERANCE = 1e-4  # of float32 logits of order 1, at full rank and budget
 
 # the fields that low-rank methods share, in the combinations that the defaults leave out
@@ -100,7 +109,7 @@ def test_the_uncompressed_cache_equals_prefill_of_everything():
         assert_equals_exact(exact[:, n], logits)
 
 
-@every_method
+@on_a_model
 @pytest.mark.parametrize(
     "config, width",
     [pytest.param(PLAIN, 1, marks=pytest.mark.slow), (QWEN, 4), (WINDOWED, 8)],
@@ -127,7 +136,7 @@ def short_logits(method, config, width, prompt=PROMPT, capacity=CAPACITY):
 exact_short_logits = functools.cache(functools.partial(short_logits, REGISTRY["full"]()))
 
 
-@every_method
+@on_a_model
 def test_prompts_shorter_than_the_exact_tokens(name):
     """Parts stay empty for a while: no NaN, and still exact at full rank."""
     logits = short_logits(full_configuration(REGISTRY[name]), WINDOWED, 8)
@@ -136,7 +145,7 @@ def test_prompts_shorter_than_the_exact_tokens(name):
 
 
 @pytest.mark.slow
-@every_method
+@on_a_model
 def test_no_room_for_tokens_between_the_exact_ends(name):
     """A cache made for prompts that sinks and recent tokens fill."""
     logits = short_logits(full_configuration(REGISTRY[name], 64), PLAIN, 4, 10, 64)
@@ -146,7 +155,7 @@ def test_no_room_for_tokens_between_the_exact_ends(name):
 # ---- compression -----------------------------------------------------------------------------------
 
 
-@every_method
+@on_a_model
 def test_compression_is_finite_smaller_and_shows(name):
     cache, logits = small_run(name)
     assert np.isfinite(logits).all()
@@ -160,7 +169,7 @@ def test_compression_is_finite_smaller_and_shows(name):
     assert spent.total < 2 * full_cache_bytes(PLAIN.attention, 2 * CAPACITY)  # float32: twice 16 bit
 
 
-@every_method
+@on_a_model
 def test_every_leaf_is_declared_and_counted(name):
     cache, _ = small_run(name)
     leaves = list(walk(cache))
@@ -172,7 +181,7 @@ def test_every_leaf_is_declared_and_counted(name):
     assert cache_bytes(cache).total == sum(x.nbytes for x in jax.tree.leaves(cache))
 
 
-@every_method
+@on_a_model
 def test_init_has_the_shapes_of_every_later_state(name):
     cache, _ = small_run(name)
     method, layout = cache.method, cache.layout
@@ -183,7 +192,7 @@ def test_init_has_the_shapes_of_every_later_state(name):
             assert (x.shape, x.dtype) == (y.shape, y.dtype)
 
 
-@every_method
+@on_a_model
 def test_a_method_carries_nothing_from_one_prompt_to_the_next(name):
     _, first = small_run(name)
     _, other = small_run(name, seed=1)
@@ -192,7 +201,7 @@ def test_a_method_carries_nothing_from_one_prompt_to_the_next(name):
     assert np.abs(first - other).max() > 0.1
 
 
-@every_method
+@on_a_model
 def test_a_row_of_a_ragged_batch_is_the_row_alone(name):
     method, tokens, length = small_configuration(REGISTRY[name]), tokens_of(PLAIN), 61
     _, together = run(method, PLAIN, tokens, PROMPT, lengths=jnp.array([PROMPT, length], jnp.int32))
@@ -202,7 +211,7 @@ def test_a_row_of_a_ragged_batch_is_the_row_alone(name):
     np.testing.assert_allclose(together[1], alone[0], atol=2e-4)
 
 
-@every_method
+@on_a_model
 def test_bfloat16_is_the_default_and_stays_close(name):
     method, tokens = full_configuration(REGISTRY[name]), tokens_of(PLAIN)[:, : PROMPT + 1]
     cache, logits = run(method, PLAIN, tokens, PROMPT, dtype=None)
@@ -219,7 +228,7 @@ def test_bfloat16_is_the_default_and_stays_close(name):
 # ---- limits ----------------------------------------------------------------------------------------
 
 
-@every_method
+@on_a_model
 def test_going_beyond_the_block_or_the_capacity_is_loud(name):
     """Inside of jit nothing can be raised: logits turn NaN and stay so."""
     method, tokens = small_configuration(REGISTRY[name]), tokens_of(PLAIN)
@@ -280,7 +289,7 @@ def short_row_to_its_limit(method, width):
 exact_short_row = functools.cache(functools.partial(short_row_to_its_limit, REGISTRY["full"](), 3))
 
 
-@every_method
+@on_a_model
 def test_a_short_row_has_the_room_that_its_padding_left(name):
     """Up to `limit`, which is the capacity unless only tokens of a prompt can take some of the slots."""
     method = full_configuration(REGISTRY[name])
@@ -294,7 +303,7 @@ def test_a_short_row_has_the_room_that_its_padding_left(name):
 
 
 @pytest.mark.slow
-@every_method
+@on_a_model
 def test_compression_of_a_short_row_does_not_see_its_padding(name):
     method = small_configuration(REGISTRY[name])
     wide, narrow = (short_row_to_its_limit(method, width)[0] for width in (64, 40))
@@ -302,7 +311,7 @@ def test_compression_of_a_short_row_does_not_see_its_padding(name):
     np.testing.assert_allclose(wide, narrow[: len(wide)], atol=2e-4)
 
 
-@every_method
+@on_a_model
 def test_a_restored_cache_is_the_saved_one(name, tmp_path):
     cache, _ = small_run(name)
     bases = bases_for(cache.method)
@@ -315,7 +324,7 @@ def test_a_restored_cache_is_the_saved_one(name, tmp_path):
         np.testing.assert_array_equal(ours, theirs)
 
 
-@every_method
+@on_a_model
 def test_a_cache_of_another_method_is_refused(name):
     cache, _ = small_run(name)
     others = [small_configuration(cls) for other, cls in REGISTRY.items() if other != name]
@@ -365,7 +374,7 @@ def start_of_decode(method, capacity):
     return params, cache, progress, jax.vmap(jax.random.key)(jnp.arange(2))
 
 
-@every_method
+@on_a_model
 def test_one_program_decodes_in_place(name):
     """One executable for 112 tokens and their refreshes; the cache is donated, nothing grows with it."""
     method = small_configuration(REGISTRY[name])
@@ -397,7 +406,7 @@ def test_one_program_decodes_in_place(name):
     np.testing.assert_array_equal(logits.argmax(-1), sequence)
 
 
-@every_method
+@on_a_model
 def test_jitted_prefill_equals_layer_by_layer(name):
     method = small_configuration(REGISTRY[name])
     bases, tokens, lengths = bases_for(method, LONG), prompts(length=SHORT), jnp.array([SHORT, 20], jnp.int32)
