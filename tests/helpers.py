@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.estimators.moments import Fisher, Moments
 from lowrank_kv_jax.generation.forward import extend, prefill, refresh
 from lowrank_kv_jax.method import Part
+from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import init_params
 from lowrank_kv_jax.segments.coded import Coded, transport
@@ -44,6 +46,21 @@ QWEN = dataclasses.replace(
 WINDOWED = dataclasses.replace(PLAIN, family="mistral", num_layers=2, windows=(24, None), qkv_bias=True)
 
 PROMPT, CAPACITY, BLOCK = 96, 160, 16
+
+
+# Of each kind of state one: what is asked of whole models is asked of the others under -m slow.
+REPRESENTATIVES = {"full", "kivi", "momentkv", "ojakv", "osp", "streamingkv", "xkv"}
+
+
+def methods(slow: bool = True):
+    """Names of all registered methods as parameters. One worker runs all tests of a method: they share its programs.
+
+    Args:
+        slow: mark those that no representative is.
+    """
+    for name in sorted(REGISTRY):
+        marks = [pytest.mark.xdist_group(name)]
+        yield pytest.param(name, marks=[*marks, pytest.mark.slow] if slow and name not in REPRESENTATIVES else marks)
 
 
 class Model(NamedTuple):

@@ -11,6 +11,7 @@ from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_atte
 from lowrank_kv_jax.segments.exact import Exact
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.positions import Runs
 from lowrank_kv_jax.storage.state import state
 
 
@@ -36,9 +37,12 @@ class Full(TokenCodec):
         return spec.kv_heads
 
     def empty(self, layout, bases, size, positions=None):
-        if positions is None:  # alone, all tokens belong to the ends
-            return None
-        buffer = jnp.zeros((*positions.position.shape, layout.spec.head_dim), jnp.dtype(layout.dtype))
+        if positions is None:
+            nowhere = jnp.zeros((layout.batch, 2), jnp.int32)
+            positions, shape = Runs(nowhere, nowhere), (layout.batch, layout.spec.kv_heads, size)
+        else:
+            shape = positions.position.shape
+        buffer = jnp.zeros((*shape, layout.spec.head_dim), jnp.dtype(layout.dtype))
         return Verbatim(Exact(buffer, jnp.zeros_like(buffer), jnp.zeros((layout.batch,), jnp.int32), positions))
 
     def learn(self, layout, bases, store, taps, lengths, weight):

@@ -12,6 +12,7 @@ from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
 from lowrank_kv_jax.method.layout import Layout, Place
 from lowrank_kv_jax.method.part import Part
+from lowrank_kv_jax.method.reading import Reading
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.storage.positions import PerHead, Runs
 from lowrank_kv_jax.storage.quantised import read_tokens
@@ -36,6 +37,10 @@ class Ends:
     flushes: bool = True
     unit: int = 1
     wait: int = 0
+
+    def everything(self, layout: Layout) -> bool:
+        """Whether nothing ever comes to lie between the ends."""
+        return not self.flushes and self.sinks >= layout.capacity
 
     @property
     def first(self) -> int:
@@ -111,6 +116,10 @@ class Codec(Part):
     @abc.abstractmethod
     def ends(self, layout: Layout, bases: Any) -> Ends:
         """Exact tokens of a cache of this codec alone."""
+
+    def reading(self) -> Reading | None:
+        """The reading that belongs to the codec itself."""
+        return None
 
     def ahead(self, layout: Layout) -> int:
         """Tokens behind those to be coded that `fill` and `extend` see too."""

@@ -18,11 +18,12 @@ from lowrank_kv_jax.attention.partial import merge
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.method import candidates as pool
-from lowrank_kv_jax.method import voting
+from lowrank_kv_jax.method import pages, voting
 from lowrank_kv_jax.method.budget import Room, selected_tokens, tokens_for_bytes
 from lowrank_kv_jax.method.codec import Codec, Ends, Tokens, codes_of, hold
 from lowrank_kv_jax.method.kv_method import KVMethod
 from lowrank_kv_jax.method.layout import Layout, tail_limit
+from lowrank_kv_jax.method.reading import Reading
 from lowrank_kv_jax.method.rotated import attend_by_index
 from lowrank_kv_jax.method.selection import Selection
 from lowrank_kv_jax.method.stepwise import evict_one
@@ -44,6 +45,7 @@ class GroupState:
         near_votes: scores of the exact tokens `[B, K, E]`, float32, summed over the layers.
         far_votes: scores of the stored tokens `[B, J, S]`, float32.
         gone: of each layer, moments of what is no longer there; none without a summary.
+        marks: of each layer, what its pages are known by; none where everything is read.
     """
 
     ends: tuple[exact_tokens.Exact, ...]
@@ -51,6 +53,7 @@ class GroupState:
     near_votes: jax.Array | None = leaf("batch", "kv_heads", "tokens", kind="indices")
     far_votes: jax.Array | None = leaf("batch", "kv_heads", "tokens", kind="indices")
     gone: tuple[moment_summary.MomentSums, ...]
+    marks: tuple[Any, ...] = ()
 
 
 @state
@@ -61,11 +64,13 @@ class GroupBases:
         codec: of the codec.
         selection: of the selection, layer by layer.
         calibrated: whether the selection's were fitted.
+        dense: whether the group's layers read everything, whatever the reading.
     """
 
     codec: Any
     selection: tuple[Any, ...]
     calibrated: bool = static(default=False)
+    dense: bool = static(default=False)
 
 
 Watch = Callable[[Layout, Any, GroupState, tuple[Taps, ...], jax.Array], None]
@@ -82,12 +87,14 @@ class Machine(KVMethod):
         codec: how tokens are stored.
         selection: which stay, or None: all.
         summary: of what it evicts, or None.
+        reading: which of the stored tokens a step reads, or None: all, unless the codec has a reading of its own.
         watch: sees every prompt that was compressed; changes nothing.
     """
 
     codec: Codec
     selection: Selection | None = None
     summary: Summary | None = None
+    reading: Reading | None = None
     watch: Watch | None = None
 
     # ---- a part like any other ----------------------------------------------------------------------------------
@@ -95,8 +102,9 @@ class Machine(KVMethod):
     @property
     def parts(self) -> tuple[Any, ...]:
         """The parts that are spelled, in order."""
-        codec = None if self.selection is not None and self.codec.implied else self.codec
-        return tuple(part for part in (codec, self.selection, self.summary) if part is not None)
+        alone = self.selection is None and self.reading is None
+        codec = None if self.codec.implied and not alone else self.codec
+        return tuple(part for part in (codec, self.selection, self.summary, self.reading) if part is not None)
 
     @property
     def name(self) -> str:
@@ -104,7 +112,7 @@ class Machine(KVMethod):
 
     @property
     def latents(self) -> bool:
-        return self.codec.latents and self.selection is None
+        return self.codec.latents and self.selection is None and self.reading is None
 
     @property
     def _fitted(self) -> list[Any]:
@@ -131,7 +139,7 @@ class Machine(KVMethod):
         return self.codec.layer_groups(spec)
 
     def validate(self, spec):
-        for part in (self.codec, self.selection):
+        for part in (self.codec, self.selection, self.reading):
             if part is not None:
                 part.validate(spec)
 
@@ -155,6 +163,7 @@ class Machine(KVMethod):
 
     def group_bases(self, spec, bases: Sequence[Any] | None) -> tuple[GroupBases, ...]:
         groups, rule = self.layer_groups(spec), self.selection
+        dense = 0 if self.standing_reading is None else self.standing_reading.dense_layers
         of_codec = self.codec.default_bases(spec)
         of_layers = (None,) * spec.num_layers if rule is None else rule.default_bases(spec)
         fitted = self._fitted
@@ -174,7 +183,7 @@ class Machine(KVMethod):
                     for group in own:
                         part.check_bases(spec, group)
         return tuple(
-            GroupBases(own, tuple(of_layers[i] for i in group), rule in fitted)
+            GroupBases(own, tuple(of_layers[i] for i in group), rule in fitted, group[0] < dense)
             for group, own in zip(groups, of_codec, strict=True)
         )
 
@@ -191,6 +200,8 @@ class Machine(KVMethod):
     def ends_of(self, layout: Layout, bases: GroupBases) -> Ends:
         """The exact ends of a group."""
         rule = self.selection
+        if rule is None and self.reading is not None and self.codec.implied:
+            return Ends(self.reading.sinks, self.reading.recent)
         if rule is None:
             return self.codec.ends(layout, bases.codec)
         sinks, recent = self.codec.exact_ends()
@@ -201,6 +212,11 @@ class Machine(KVMethod):
     def standing(self) -> Summary | None:
         """The summary, be it of the composition or of the selection."""
         return self.summary or (None if self.selection is None else self.selection.summary())
+
+    @property
+    def standing_reading(self) -> Reading | None:
+        """The reading, be it of the composition or of the codec."""
+        return self.reading or self.codec.reading()
 
     def room(self, layout: Layout, bases: GroupBases) -> Room:
         """Selected tokens of a group, and how their buffers lie."""
@@ -243,8 +259,13 @@ class Machine(KVMethod):
             gaps=(ends.sinks, ends.first), value_dim=0 if spec.latent else None,
         )
         if rule is None:
-            store = self.codec.empty(layout, bases.codec, ends.coded(layout))
-            return GroupState((exact,) * layers, store, None, None, ())
+            if ends.everything(layout):
+                return GroupState((exact,) * layers, None, None, None, ())
+            size, marks, reading = ends.coded(layout), (), self.standing_reading
+            if reading is not None and not bases.dense:
+                count = -(-size // reading.page)
+                size, marks = count * reading.page, (reading.empty(layout, count),) * layers
+            return GroupState((exact,) * layers, self.codec.empty(layout, bases.codec, size), None, None, (), marks)
         room = self.room(layout, bases) if tokens is None else self.room_of(layout, bases, tokens)
         store = None
         if room.tokens:
@@ -301,7 +322,15 @@ class Machine(KVMethod):
         where = Runs(jnp.stack([zero, counts], axis=1), jnp.stack([zero + ends.sinks, after], axis=1))
         seen = jnp.clip(lengths - ends.sinks, 0, part.stop - part.start)
         store = codec.fill(layout, bases.codec, store, tokens, counts, seen, where)
-        return dataclasses.replace(state, ends=exact, store=store)
+        marks = self._marked(state.marks, tokens, zero, counts)
+        return dataclasses.replace(state, ends=exact, store=store, marks=marks)
+
+    def _marked(self, marks: tuple[Any, ...], tokens: Sequence[Tokens], start: jax.Array, counts: jax.Array):
+        """Marks of each layer with tokens that come to be stored."""
+        reading = self.standing_reading
+        if reading is None or not tokens[0].k.shape[1]:
+            return marks
+        return tuple(reading.add(own, new.k, start, counts) for own, new in zip(marks, tokens, strict=False))
 
     def _compress_selected(self, layout, bases, state, taps, lengths):
         rule, ends = self.selection, self.ends_of(layout, bases)
@@ -389,8 +418,21 @@ class Machine(KVMethod):
             return attend_by_index(self, layout, bases, state, q, positions, place, window)
         parts = [exact_tokens.attend(ends, q, positions, scale=scale, window=window)]
         if state.store is not None:
-            parts.append(self.codec.attend(layout, bases.codec, state.store, q, positions, place))
+            parts.append(self.codec.attend(layout, bases.codec, self._read(layout, state, q, place), q, positions, place))
         return parts
+
+    def _read(self, layout, state, q, place):
+        """The store with the pages alone that the queries need."""
+        if not state.marks or place.window is not None:  # a sliding window is one run of tokens
+            return state.store
+        reading, marks, tokens = self.standing_reading, state.marks[place.index], state.store.tokens
+        there = jax.tree.leaves(marks)[0].shape[2]
+        count = reading.pages(layout, there)
+        if count >= there:
+            return state.store
+        units = tokens.k.shape[1]
+        chosen = pages.choose(reading, marks, tokens.length, q, layout.spec.scale, units, count)
+        return dataclasses.replace(state.store, tokens=pages.take(tokens, chosen, reading.page, layout.spec.kv_heads))
 
     def observe(self, layout, bases, state, q, lse, positions, place):
         if self.selection is None or not self.selection.votes:
@@ -422,8 +464,10 @@ class Machine(KVMethod):
         flushed = [exact_tokens.flush(part, ends.first, stay, most, ends.unit) for part in state.ends]
         counts = flushed[0][1].counts
         seen = jnp.clip(state.ends[0].length - ends.first, 0, tokens[0].k.shape[1])
+        start = state.store.tokens.length if state.marks else None
         store = codec.extend(layout, bases.codec, state.store, tokens, counts, seen)
-        return dataclasses.replace(state, ends=tuple(part for part, _ in flushed), store=store)
+        marks = self._marked(state.marks, tokens, start, counts)
+        return dataclasses.replace(state, ends=tuple(part for part, _ in flushed), store=store, marks=marks)
 
     def oldest(self, layout: Layout, part: exact_tokens.Exact, first: int, size: int) -> Tokens:
         """The next tokens that leave an exact segment, and those ahead of them."""

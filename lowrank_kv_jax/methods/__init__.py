@@ -18,12 +18,13 @@ from lowrank_kv_jax.selections.h2o import H2O
 from lowrank_kv_jax.selections.kvzip import KVzip
 from lowrank_kv_jax.selections.momentkv import MomentKV
 from lowrank_kv_jax.selections.pyramidkv import PyramidKV
+from lowrank_kv_jax.selections.quest import Quest
 from lowrank_kv_jax.selections.recent import SlidingWindow, StreamingLLM
 from lowrank_kv_jax.selections.scissorhands import Scissorhands
 from lowrank_kv_jax.selections.snapkv import SnapKV
 
 __all__ = [
     "REGISTRY", "AdaKV", "EigenAttention", "EigenN", "Full", "H2O", "KIVI", "KVzip", "MiniCache", "MomentKV", "OjaKV",
-    "OnlineSubspaceProjection", "Palu", "PyramidKV", "Scissorhands", "SingleSVD", "SlidingWindow", "SnapKV", "StaticPCA",
-    "StaticPCAH", "StaticSubspace", "StreamingKV", "StreamingLLM", "XKV", "machine_of", "compose",
+    "OnlineSubspaceProjection", "Palu", "PyramidKV", "Quest", "Scissorhands", "SingleSVD", "SlidingWindow", "SnapKV",
+    "StaticPCA", "StaticPCAH", "StaticSubspace", "StreamingKV", "StreamingLLM", "XKV", "machine_of", "compose",
 ]

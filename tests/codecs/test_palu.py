@@ -318,7 +318,7 @@ def test_hadamard_turns_change_nothing_until_latents_are_quantised():
 # ---- folding ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [PLAIN, BIASED], ids=["plain", "biased"])
+@pytest.mark.parametrize("config", [PLAIN, pytest.param(BIASED, marks=pytest.mark.slow)], ids=["plain", "biased"])
 def test_folded_and_unfolded_agree(config):
     """Latents from folded W_k, W_v, and the output of folded W_o, are those of coded taps and expanded values."""
     method, bases = fitted("palu:rank=0.5,head_group=2,sinks=0,recent=0,mean=true", config)

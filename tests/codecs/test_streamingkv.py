@@ -145,7 +145,7 @@ def test_the_coupled_form_learns_the_prompt_and_the_printed_one_does_not_lose_it
     assert losses["form=encoder,eta=1.0"] > 1.02 * static  # what it gains lies outside of the decoder's span
 
 
-@pytest.mark.parametrize("update", ["group", "joint"])
+@pytest.mark.parametrize("update", ["group", pytest.param("joint", marks=pytest.mark.slow)])
 def test_groups_update_alone_or_jointly(update):
     method, bases, cache, _ = compressed(f"streamingkv:head_group=2,update={update},alpha=0.5,{ENDS}")
     state = cache.groups[0]
@@ -170,7 +170,7 @@ def test_only_the_tail_of_a_row_is_state():
     assert np.abs(tails[0] - tails[1]).max() > 0.01  # each row has learned its own prompt
 
 
-@pytest.mark.parametrize("learn_from", ["interval", "token"])
+@pytest.mark.parametrize("learn_from", ["interval", pytest.param("token", marks=pytest.mark.slow)])
 def test_updates_while_decoding_fall_on_every_sth_token(learn_from):
     """A refresh against the rule by hand: positions of whole intervals, in order, before the tokens are coded."""
     spec = f"streamingkv:form=encoder,eta=0,eta_dec=0.5,iterations_dec=2,step=5,learn_from={learn_from},sinks=4,recent=0"
@@ -239,7 +239,7 @@ def test_quantised_latents_are_transported_too():
 # ---- between prompts --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["coupled", "encoder"])
+@pytest.mark.parametrize("form", ["coupled", pytest.param("encoder", marks=pytest.mark.slow)])
 def test_a_prompt_starts_anew_unless_what_was_learned_is_carried_over(form, tmp_path):
     spec = f"streamingkv:form={form},alpha=0.5,{ENDS}"
     method, bases, cache, _ = compressed(spec, tokens=prompts(seed=1))
@@ -264,6 +264,7 @@ def test_a_prompt_starts_anew_unless_what_was_learned_is_carried_over(form, tmp_
         method.carried(cache, bases, row=2)
 
 
+@pytest.mark.slow
 def test_a_turn_of_the_same_conversation_goes_on_learning():
     method = parse_method(f"streamingkv:{ENDS}")
     bases = bases_for(method)
@@ -275,7 +276,9 @@ def test_a_turn_of_the_same_conversation_goes_on_learning():
 # ---- when it breaks ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec, when", [("eta=1.0,eta_dec=0", "at prefill"), ("eta=0,eta_dec=10.0", "by decode step 16")])
+@pytest.mark.parametrize("spec, when", [
+    pytest.param("eta=1.0,eta_dec=0", "at prefill", marks=pytest.mark.slow), ("eta=0,eta_dec=10.0", "by decode step 16"),
+])
 def test_divergence_is_reported_with_layer_and_step_and_generation_stops(spec, when):
     """Blocks from before stay good; nothing is generated from a broken projection."""
     method = parse_method(f"streamingkv:scale=sum,iterations_dec=5,{spec},sinks=4,recent=0")
@@ -333,6 +336,7 @@ def test_bad_input_is_told_with_what_is_allowed(spec, message):
         parse_method(f"streamingkv:{spec}").validate(PLAIN.attention)
 
 
+@pytest.mark.slow
 def test_full_rank_is_exact_where_all_columns_move_and_groups_are_joined():
     tokens = prompts(length=PROMPT + 24)
     _, exact = run(parse_method("full"), WINDOWED, tokens, PROMPT, width=8)

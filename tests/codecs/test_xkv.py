@@ -198,6 +198,7 @@ def logits_of(method, ragged=None):
     return run(method, FOUR, prompts(length=PROMPT + 56), PROMPT, width=8, lengths=lengths)
 
 
+@pytest.mark.slow
 def test_one_layer_is_the_single_svd():
     """The same ranks, the same exact tokens: the same logits."""
     _, cross = logits_of(methods.XKV(group=1, rank_k=8, rank_v=8, sinks=4, recent=8))
@@ -208,10 +209,10 @@ def test_one_layer_is_the_single_svd():
 @pytest.mark.parametrize(
     "fields",
     [
-        "group=2,sinks=0,recent=0",
+        pytest.param("group=2,sinks=0,recent=0", marks=pytest.mark.slow),
         "group=3,recompress=8,sinks=4,recent=4",
-        "group=2,recompress=20,refit=false,sinks=0,recent=0",
-        "smaller=0.2,sinks=4,recent=8,rebuild=1.0,rebuild_block=16",
+        pytest.param("group=2,recompress=20,refit=false,sinks=0,recent=0", marks=pytest.mark.slow),
+        pytest.param("smaller=0.2,sinks=4,recent=8,rebuild=1.0,rebuild_block=16", marks=pytest.mark.slow),
     ],
 )
 def test_full_rank_is_exact(fields):
@@ -282,7 +283,7 @@ def test_basis_storage(dtype, error):
 
 
 @pytest.mark.parametrize(
-    "fields, error", [("bits=8,basis_dtype=int8", 0.1), ("basis_dtype=float8_e4m3fn", 0.5)]
+    "fields, error", [("bits=8,basis_dtype=int8", 0.1), pytest.param("basis_dtype=float8_e4m3fn", 0.5, marks=pytest.mark.slow)]
 )
 def test_eight_bits_stay_close_and_are_counted(fields, error):
     plain, logits = logits_of(methods.XKV(group=2, rank=0.5, sinks=4, recent=8))
@@ -345,7 +346,7 @@ def test_prefill_holds_the_exact_keys_and_values_of_one_group():
 # ---- recompression -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fields", ["refit=false", "refit=true,bits=8"])
+@pytest.mark.parametrize("fields", [pytest.param("refit=false", marks=pytest.mark.slow), "refit=true,bits=8"])
 def test_generated_tokens_are_coded_after_a_while(fields):
     method = parse_method(f"xkv:group=2,rank=0.5,sinks=4,recent=4,recompress=16,{fields}")
     lengths = jnp.array([PROMPT, 50], jnp.int32)
@@ -356,6 +357,7 @@ def test_generated_tokens_are_coded_after_a_while(fields):
     assert (coded + cache.groups[0].ends[0].length == cache.length).all()
 
 
+@pytest.mark.slow
 def test_refitting_follows_new_tokens_better_than_projecting():
     """After a generation of another kind of text, the refitted basis keeps more of it."""
     errors = {}
@@ -368,6 +370,7 @@ def test_refitting_follows_new_tokens_better_than_projecting():
     assert errors[True] < errors[False]
 
 
+@pytest.mark.slow
 def test_recompression_of_a_ragged_row_is_that_of_the_row_alone():
     method = methods.XKV(group=2, rank=0.5, sinks=4, recent=4, recompress=16)
     tokens, length = prompts(length=PROMPT + 56), 61
@@ -421,6 +424,7 @@ def test_a_query_finds_the_block_of_its_key():
 # ---- selection before the fit ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_everything_selected_is_exact_and_a_summary_of_nothing_adds_nothing():
     _, exact = logits_of(methods.Full())
     spec = "xkv:group=3,rank=1.0,sinks=2,recent=4+snapkv:keep=1.0,decoding=keep,recent=8+moments"

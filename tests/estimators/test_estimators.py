@@ -303,6 +303,7 @@ def test_following_a_changing_stream_beats_stopping_early(name):
 # ---- the comparison ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_comparison_measures_every_estimator(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "120")  # room for whole names
     tiny = LoadedModel("tiny", helpers.PLAIN, helpers.model().params, Characters(), "a" * 64)

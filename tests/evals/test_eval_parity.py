@@ -36,7 +36,7 @@ class Golden:
         return BatchEncoding({"input_ids": GOLDEN["tokens"]})
 
 
-@pytest.mark.parametrize("mode", ["sliding", "stream"])
+@pytest.mark.parametrize("mode", [pytest.param("sliding", marks=pytest.mark.slow), "stream"])
 def test_perplexity_is_that_of_transformers(smollm2, mode):
     model = dataclasses.replace(smollm2, tokenizer=Golden())
     text = Corpus.of(["whatever"], "golden tokens")
@@ -46,6 +46,7 @@ def test_perplexity_is_that_of_transformers(smollm2, mode):
     assert [record["nll"] for record in records] == pytest.approx(GOLDEN[mode], abs=0.01)
 
 
+@pytest.mark.slow
 def test_lm_eval_scores_are_those_of_its_hf_model(smollm2, tmp_path):
     pytest.importorskip("lm_eval")
     sys.path.insert(0, str(GOLDENS))

@@ -210,7 +210,9 @@ def test_a_thousand_tokens_compile_once(name):
     assert decode_block._cache_size() == programs + 1
 
 
-@pytest.mark.parametrize("spec", ["full", "streamingllm:budget=24,keep=none", "ojakv", "single-svd", "minicache"])
+@pytest.mark.parametrize("spec", [
+    "full", "streamingllm:budget=24,keep=none", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ojakv", "single-svd", "minicache")),
+])
 def test_by_default_there_is_room_for_another_turn(spec):
     """Of `NEXT_TURN` tokens and as long an answer, whatever the method, and not for many more."""
     bases = bases_for(parse_method(spec))

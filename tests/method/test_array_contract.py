@@ -43,14 +43,13 @@ def activations(seed: int, tokens: int, layers: int, starts=(0, 0), rereads: boo
 
 
 class Case(NamedTuple):
-    """A method with one of its groups, and its compiled programs."""
+    """A method with one of its groups, and its compiled program: a prompt, then tokens block by block."""
 
     machine: Any
     layout: Any
     bases: Any
     layers: int
-    compress: Any
-    decode: Any
+    program: Any
 
     def run(self, seed=0, lengths=(PROMPT, 61), counts=None):
         """Compress a prompt and append `TOKENS` tokens in `BLOCKS` blocks, each with a refresh behind it.
@@ -66,8 +65,7 @@ class Case(NamedTuple):
         counts = jnp.ones((BLOCKS, BLOCK, ROWS), jnp.int32) if counts is None else jnp.asarray(counts, jnp.int32)
         prompt = activations(seed, PROMPT, self.layers, rereads=self.machine.rereads)
         taps = activations(seed + 100, TOKENS, self.layers, lengths)
-        start = self.compress(self.bases, prompt, lengths)
-        return prompt, taps, start, *self.decode(self.bases, start, lengths, taps, counts)
+        return prompt, taps, *self.program(self.bases, prompt, lengths, taps, counts)
 
 
 @functools.cache
@@ -79,11 +77,9 @@ def case(name: str, full: bool) -> Case:
     layers = len(machine.layer_groups(SPEC)[-1])
 
     @jax.jit
-    def compress(bases, prompt, lengths):
-        return machine.compress(layout, bases, machine.init(layout, bases), prompt, lengths)
+    def program(bases, prompt, lengths, taps, counts):
+        start = machine.compress(layout, bases, machine.init(layout, bases), prompt, lengths)
 
-    @jax.jit
-    def decode(bases, state, lengths, taps, counts):
         def step(carry, new):
             (state, length), (taps, counts), out = carry, new, []
             for index, tap in enumerate(taps):
@@ -100,10 +96,10 @@ def case(name: str, full: bool) -> Case:
             return (state, length), (state, out)
 
         pieces = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0).reshape(BLOCKS, BLOCK, ROWS, *x.shape[2:]), taps)
-        _, (states, out) = jax.lax.scan(block, (state, lengths), (pieces, counts))
-        return states, jnp.moveaxis(out.reshape(TOKENS, *out.shape[2:]), 0, 2)
+        _, (states, out) = jax.lax.scan(block, (start, lengths), (pieces, counts))
+        return start, states, jnp.moveaxis(out.reshape(TOKENS, *out.shape[2:]), 0, 2)
 
-    return Case(machine, layout, bases, layers, compress, decode)
+    return Case(machine, layout, bases, layers, program)
 
 
 def exact_outputs(prompt, taps, lengths):
@@ -157,9 +153,8 @@ def test_nothing_passes_from_prompt_to_prompt_or_from_row_to_row(name):
         parts = [changed(a, b, padding[:, None, None]) for a, b in zip(ours[:4], theirs[:4], strict=True)]
         parts = [part.at[0].set(noise_part[0]) for part, noise_part in zip(parts, theirs[:4], strict=True)]
         mixed.append(Taps(*parts, ours.x, None if ours.reread is None else ours.reread.at[0].set(theirs.reread[0])))
-    lengths = jnp.array([PROMPT, 61], jnp.int32)
-    start = small.compress(small.bases, tuple(mixed), lengths)
-    _, out = small.decode(small.bases, start, lengths, taps, jnp.ones((BLOCKS, BLOCK, ROWS), jnp.int32))
+    lengths, ones = jnp.array([PROMPT, 61], jnp.int32), jnp.ones((BLOCKS, BLOCK, ROWS), jnp.int32)
+    *_, out = small.program(small.bases, tuple(mixed), lengths, taps, ones)
     np.testing.assert_allclose(np.asarray(out)[:, 1], first[:, 1], atol=TOLERANCE)
 
 

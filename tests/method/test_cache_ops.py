@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PLAIN, bases_for, model, prompts, small_configuration
+from helpers import PLAIN, bases_for, methods, model, prompts, small_configuration
 
 from lowrank_kv_jax.generation.forward import extend, prefill
 from lowrank_kv_jax.generation.generate import ingest
 from lowrank_kv_jax.method.cache import fork, insert_rows, take_rows
 from lowrank_kv_jax.methods import REGISTRY
 
-every_method = pytest.mark.parametrize("name", sorted(REGISTRY))
+every_method = pytest.mark.parametrize("name", list(methods()))
 FULL = REGISTRY["full"]()
 LENGTHS = (64, 40)
 QUESTIONS = [[1, 2, 3], [4] * 21, [5], list(range(17))]
@@ -77,7 +77,7 @@ def test_questions_on_one_context_equal_fresh_prefills():
     np.testing.assert_allclose(logits, fresh, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["ojakv", "single-svd"])
+@pytest.mark.parametrize("name", ["ojakv", pytest.param("single-svd", marks=pytest.mark.slow)])
 def test_questions_do_not_see_each_other(name):
     method = small_configuration(REGISTRY[name])
     logits = answers(method, fork(filled(name), 2), QUESTIONS)

@@ -22,6 +22,7 @@ from helpers import (
     WINDOWED,
     bases_for,
     full_configuration,
+    methods,
     model,
     prompts,
     run,
@@ -47,19 +48,8 @@ from lowrank_kv_jax.storage.state import walk
 
 STEPS = 41
 SAVED = types.SimpleNamespace(name="tiny", config=PLAIN, fingerprint="f" * 64)  # the model that saved caches name
-# Of each kind of store one; `test_array_contract` asks what it can of every method.
-REPRESENTATIVES = {"full", "kivi", "kvzip", "minicache", "momentkv", "ojakv", "osp", "streamingkv", "xkv"}
-
-
-def methods(slow):
-    """One worker runs all tests of a method: they share its compiled programs and its runs."""
-    for name in sorted(REGISTRY):
-        marks = [pytest.mark.xdist_group(name)]
-        yield pytest.param(name, marks=[*marks, pytest.mark.slow] if slow and name not in REPRESENTATIVES else marks)
-
-
 every_method = pytest.mark.parametrize("name", list(methods(slow=False)))
-on_a_model = pytest.mark.parametrize("name", list(methods(slow=True)))
+on_a_model = pytest.mark.parametrize("name", list(methods()))
 TOLERANCE = 1e-4  # of float32 logits of order 1, at full rank and budget
 
 # the fields that low-rank methods share, in the combinations that the defaults leave out

@@ -18,10 +18,9 @@ HERE = Path(__file__).parents[1]
 pytestmark = pytest.mark.xdist_group("sharding")  # one worker: all read the results of one process
 
 
-# Simulated devices are slow: methods that select tokens, the larger programs, are run by hand with -m slow.
+# Simulated devices are slow: most methods are run by hand with -m slow.
 CASES = [
-    pytest.param(name, marks=pytest.mark.slow if cls.stage == "selection" else ())
-    for name, cls in sorted(REGISTRY.items())
+    pytest.param(name, marks=() if name in ("full", "ojakv", "xkv") else pytest.mark.slow) for name in sorted(REGISTRY)
 ]
 CASES.append(pytest.param("kivi:bits=8+kvzip:keep=0.5", marks=pytest.mark.slow))  # quantised heads in one buffer
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, full_configuration, model, prompts, run
+from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, full_configuration, methods, model, prompts, run
 
 from lowrank_kv_jax.generation.forward import decode_step, layer_extend, prefill
 from lowrank_kv_jax.method import Layout, Place
@@ -71,7 +71,7 @@ def made_of_whole_buffers(text, cache):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *(pytest.param(d, marks=pytest.mark.slow) for d in ("float16", "float32"))])
 @pytest.mark.parametrize(
-    "spec", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in sorted(REGISTRY)]
+    "spec", list(methods())
 )
 def test_a_step_neither_widens_nor_copies_a_whole_buffer(spec, dtype):
     compiled, cache = step_of_a_layer(spec, dtype)
@@ -124,7 +124,7 @@ def test_a_cpu_holds_the_bits_of_bfloat16_and_they_are_the_same_numbers():
 
 
 some_methods = pytest.mark.parametrize("name", [
-    name if name in ("full", "h2o", "ojakv", "kivi") else pytest.param(name, marks=pytest.mark.slow)
+    name if name in ("h2o", "ojakv") else pytest.param(name, marks=pytest.mark.slow)
     for name in sorted(REGISTRY)
 ])
 

@@ -85,7 +85,7 @@ def oracle(family, rebuilt=None):
     return np.asarray(models.unembed(config, params, x)), np.asarray(latents)
 
 
-@pytest.mark.parametrize("fields", ["sinks=0,recent=0", "sinks=4,recent=3"])
+@pytest.mark.parametrize("fields", [pytest.param("sinks=0,recent=0", marks=pytest.mark.slow), "sinks=4,recent=3"])
 def test_latents_are_compressed_before_their_norm_and_rotary_keys_are_not(fields):
     """Against numpy's SVD of the prompt's latents, three layers side by side; what comes after the prompt is exact."""
     family, rank = "deepseek_v2_lite", 20
@@ -138,6 +138,7 @@ def test_bytes_are_those_of_latents():
     assert held.by_kind["exact"] == 2 * 3 * (480 * 8 + 32 * 32)  # rotary keys of the prompt, all of what follows
 
 
+@pytest.mark.slow
 def test_few_tokens_pass_the_same_experts_as_many():
     config, params = tiny("deepseek_v2")
     from lowrank_kv_jax.models.decoder import _bind

@@ -11,10 +11,9 @@ from lowrank_kv_jax.methods import REGISTRY
 
 RECORDED = load()
 QUICK = (
-    "kv3 full", "kv3 snapkv:budget=24,sinks=4,recent=8", "kv3 kivi:bits=4,recent=8", "kv8 palu:rank=12,sinks=4,recent=8",
+    "kv3 snapkv:budget=24,sinks=4,recent=8", "kv8 palu:rank=12,sinks=4,recent=8",
     "kv8 static-pca-h:rank=4,sinks=4,recent=8+snapkv:budget=24,sinks=4,recent=8+moments",
-    "kv8 kivi:bits=4+kvzip:budget=24", "deep xkv:group=2,rank=10,sinks=4,recent=8", "deep minicache:budget=24,start=1",
-    "window ojakv:rank=4,sinks=4,recent=8", "qwen3 single-svd:rank=12,sinks=4,recent=8",
+    "deep xkv:group=2,rank=10,sinks=4,recent=8", "window ojakv:rank=4,sinks=4,recent=8",
 )
 
 

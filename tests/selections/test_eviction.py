@@ -133,6 +133,7 @@ def test_pyramid_layers_have_their_own_shapes():
 # ---- full budget, decoding ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", COMPOSITIONS)
 def test_compositions_are_exact_at_full_budget_and_rank(spec):
     tokens = prompts(length=PROMPT + 24)
@@ -172,6 +173,7 @@ def decode_many(config, method, steps, block=64, prompt=48):
     return cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec, steps", [
     ("momentkv:budget=256", 10240),
     pytest.param("h2o:budget=256+moments:order=gaussian", 10240, marks=pytest.mark.slow),

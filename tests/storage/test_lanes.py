@@ -76,10 +76,10 @@ def decoded_on_both(spec):
 @pytest.mark.parametrize(
     "spec, stored",
     [
-        ("ojakv:rank=0.5,sinks=4,recent=8", TokensOnLanes),
+        pytest.param("ojakv:rank=0.5,sinks=4,recent=8", TokensOnLanes, marks=pytest.mark.slow),
         ("ojakv:rank=0.5,sinks=4,recent=8,bits=8", QuantisedOnLanes),
-        ("osp:rank=0.5,bits=8,chunks=1", QuantisedOnLanes),
-        ("ojakv:rank=0.5,sinks=4,recent=8,bits=4", QuantisedTokens),
+        pytest.param("osp:rank=0.5,bits=8,chunks=1", QuantisedOnLanes, marks=pytest.mark.slow),
+        pytest.param("ojakv:rank=0.5,sinks=4,recent=8,bits=4", QuantisedTokens, marks=pytest.mark.slow),
     ],
 )
 def test_a_cache_on_lanes_decodes_and_refreshes_as_one_in_rows(spec, stored):
@@ -93,8 +93,10 @@ def test_a_cache_on_lanes_decodes_and_refreshes_as_one_in_rows(spec, stored):
     assert jax.tree.structure(back) == jax.tree.structure(rows)
 
 
-@pytest.mark.parametrize("spec", ["ojakv:rank=0.5,sinks=4,recent=8+snapkv:budget=30,recent=8",
-                                  "ojakv:rank=0.5,sinks=4,recent=8,rope=pre+h2o:budget=30,recent=8"])
+@pytest.mark.parametrize("spec", [
+    "ojakv:rank=0.5,sinks=4,recent=8+snapkv:budget=30,recent=8",
+    pytest.param("ojakv:rank=0.5,sinks=4,recent=8,rope=pre+h2o:budget=30,recent=8", marks=pytest.mark.slow),
+])
 def test_selected_tokens_on_lanes_vote_as_in_rows(spec):
     decoded_on_both(spec)
 

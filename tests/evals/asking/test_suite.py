@@ -261,6 +261,7 @@ def test_a_process_that_is_killed_leaves_whole_records(tmp_path, whole):
     assert without_times(records) == without_times(whole)
 
 
+@pytest.mark.slow
 def test_a_mesh_of_eight_devices_gives_the_same_records(whole):
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
     here = Path(__file__).parent
@@ -270,6 +271,7 @@ def test_a_mesh_of_eight_devices_gives_the_same_records(whole):
     assert done.stdout.strip() == f"{len(whole)} []"
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_same_records(tmp_path, whole):
     """Each of four devices; a mesh over all eight, batch and heads cut across the processes; one file of records."""
     flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=1"

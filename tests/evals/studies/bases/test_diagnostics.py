@@ -193,6 +193,7 @@ def test_the_command_measures_prints_and_records(tmp_path, monkeypatch, capsys):
 # ---- real activations
 
 
+@pytest.mark.slow
 def test_an_adapted_basis_loses_less_of_shifted_text_than_the_calibrated_one():
     """OjaKV's table 1 on a real model, prose to code, keys and values, with the default normalisation."""
     try:
