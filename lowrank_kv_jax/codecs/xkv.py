@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.attention.spec import AttentionSpec
-from lowrank_kv_jax.codecs import blocks, xkv_latents
+from lowrank_kv_jax.codecs import xkv_latents
 from lowrank_kv_jax.codecs.layer_groups import (
     SPLIT_MULTIPLE,
     LayerGroup,
@@ -27,6 +27,7 @@ from lowrank_kv_jax.method import Layout, register
 from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, codes_of, fill_tokens_of
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.segments import coded as coded_tokens
+from lowrank_kv_jax.selections.landmarks import Landmarks
 from lowrank_kv_jax.storage.basis import expand_values, project, reconstruct
 from lowrank_kv_jax.storage.positions import Runs
 from lowrank_kv_jax.storage.quantised import (
@@ -49,13 +50,11 @@ class XKVStore:
     Attributes:
         tokens: coefficients `[B, 1, S, R]` that all layers share.
         k_basis, v_basis: `[B, 1, G * K * D, R]`, layer by layer, the B_l of the paper one below the other.
-        landmarks: of each layer, where only some blocks of tokens are rebuilt; else none.
     """
 
     tokens: coded_tokens.Coded
     k_basis: jax.Array | ScaledBasis = leaf("batch", "kv_heads", "width", "rank", kind="bases")
     v_basis: jax.Array | ScaledBasis = leaf("batch", "kv_heads", "width", "rank", kind="bases")
-    landmarks: tuple[blocks.Landmarks, ...] = ()
 
 
 @register("xkv")
@@ -189,7 +188,10 @@ class XKV(TokenCodec):
 
     @property
     def lays_out(self):
-        return self.recompress is not None or self.rebuild is not None
+        return self.recompress is not None
+
+    def reading(self):
+        return None if self.rebuild is None else Landmarks(self.rebuild, self.rebuild_block)
 
     def units(self, spec, bases):
         return 1
@@ -219,19 +221,15 @@ class XKV(TokenCodec):
         ranks, layers = bases.ranks, bases.layers
         if layout.spec.latent is not None:
             return xkv_latents.empty(layout, layers, ranks.k, size, self.bits, self._basis_dtype(layout))
-        spec, dtype, marks = layout.spec, jnp.dtype(layout.dtype), ()
-        if self.rebuild is not None:
-            count = -(-size // self.rebuild_block)
-            size = count * self.rebuild_block
-            marks = (blocks.Landmarks(jnp.zeros((layout.batch, spec.kv_heads, count, spec.head_dim), dtype)),) * layers
+        dtype = jnp.dtype(layout.dtype)
         tile = tile_for(size, positions)
         tokens = coded_tokens.empty_coded(
             layout.batch, (1, ranks.k), (1, ranks.v), size, dtype, self.bits, tile, tile, positions,
             whole_tiles=positions is not None or self.recompress is not None, gaps=1,
         )
-        width = _width(spec, layers)
+        width = _width(layout.spec, layers)
         bases = (self._store_basis(layout, jnp.zeros((layout.batch, 1, width, r))) for r in ranks)
-        return XKVStore(tokens, *bases, marks)
+        return XKVStore(tokens, *bases)
 
     def learn(self, layout, bases, store, taps, lengths, weight):
         if layout.spec.latent is not None:
@@ -239,7 +237,7 @@ class XKV(TokenCodec):
         keys, values = (side_by_side([getattr(tap, name) for tap in taps], weight) for name in ("k_pre", "v"))
         sides = ((keys, store.k_basis), (values, store.v_basis))
         fitted = [self._store_basis(layout, leading_subspace(gram(x), u.shape[-1])) for x, u in sides]
-        return XKVStore(store.tokens, *fitted, self._landmarks(layout, store, taps, weight))
+        return XKVStore(store.tokens, *fitted)
 
     def encode(self, layout, bases, store, tokens):
         keys, values = (side_by_side([getattr(x, name) for x in tokens]) for name in ("k_pre", "v"))
@@ -283,11 +281,6 @@ class XKV(TokenCodec):
         if layout.spec.latent is not None:
             return xkv_latents.attend(layout, store, q, positions, place)
         spec, tokens = layout.spec, coded_tokens.cached_tokens(store.tokens)
-        if store.landmarks:
-            size, marks = self.rebuild_block, store.landmarks[place.index]
-            count = self._rebuilt_blocks(marks.k.shape[2])
-            if count < marks.k.shape[2]:
-                tokens = blocks.take(tokens, blocks.choose(marks, tokens.lengths, q, spec.scale, size, count), size)
         k_basis, v_basis = self._of_layer(layout, store, place.index)
         out, lse = rotary_coefficient_attention(
             q, tokens, k_basis, rope=spec.rope, kv_heads=spec.kv_heads, scale=spec.scale, q_positions=positions,
@@ -305,23 +298,6 @@ class XKV(TokenCodec):
         begin = index * width
         k, v = (read_basis(u, begin, begin + width) for u in (store.k_basis, store.v_basis))
         return k, v
-
-    # ---- blocks --------------------------------------------------------------------------------------------
-
-    def _rebuilt_blocks(self, there: int) -> int:
-        """How many of `there` blocks are rebuilt."""
-        if isinstance(self.rebuild, float):
-            return max(1, round(self.rebuild * there))
-        return min(-(-(self.rebuild or 0) // self.rebuild_block), there)
-
-    def _landmarks(self, layout: Layout, store: XKVStore, taps, weight: jax.Array) -> tuple[blocks.Landmarks, ...]:
-        if not store.landmarks:
-            return ()
-        part = slice(self.sinks, max(layout.prompt - self.recent, self.sinks))
-        count, dtype = store.landmarks[0].k.shape[2], jnp.dtype(layout.dtype)
-        return tuple(
-            blocks.landmarks(tap.k[:, part], weight[:, part], self.rebuild_block, count, dtype) for tap in taps
-        )
 
     def _basis_dtype(self, layout: Layout) -> str:
         return self.basis_dtype or layout.dtype

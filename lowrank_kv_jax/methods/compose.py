@@ -97,13 +97,13 @@ IMPOSSIBLE = (
         lambda m: m.selection and m.selection.schedule == "paper" and not m.codec.implied,
     ),
     Impossible(
-        "recompress and rebuild cannot be combined with a selection",
-        "they lay the prompt's tokens out by themselves; a selection has decoding=evict",
+        "recompress cannot be combined with a selection",
+        "tokens wait there until they are coded; a selection has decoding=evict",
         lambda m: m.selection and m.codec.per_token and m.codec.lays_out,
     ),
     Impossible(
         "a selection moves the tokens that pages are made of", "its budget, not its pages, is what a step then reads",
-        lambda m: m.selection and m.reading,
+        lambda m: m.selection and m.standing_reading,
     ),
     Impossible(
         "the reading is given twice", "the codec reads some of its tokens already",

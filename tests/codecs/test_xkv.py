@@ -7,15 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, model, prompts, run, softmax_attention
+from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, model, prompts, run
 
 from lowrank_kv_jax import methods
-from lowrank_kv_jax.attention.rope import rope_angles, rotate
-from lowrank_kv_jax.codecs import blocks
 from lowrank_kv_jax.codecs.layer_groups import read_table, split_rank, stride_groups
 from lowrank_kv_jax.estimators.subspace_iteration import cholesky_orthonormalise, gram, leading_subspace
 from lowrank_kv_jax.generation.forward import make_layout, prefill
-from lowrank_kv_jax.method import Place
 from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.methods.parse import parse_method, spell_method
@@ -380,50 +377,6 @@ def test_recompression_of_a_ragged_row_is_that_of_the_row_alone():
     np.testing.assert_allclose(together[1], alone[0], atol=5e-4)
 
 
-# ---- rebuilding only some blocks ---------------------------------------------------------------------------
-
-
-def test_only_the_chosen_blocks_are_read():
-    """Two rows choose for themselves; the reference attends to the chosen tokens of the rebuilt cache in numpy."""
-    method = methods.XKV(group=1, rank_k=12, rank_v=12, sinks=4, recent=4, rebuild=40, rebuild_block=16, bits=8)
-    cache, _ = prefill(
-        method, PLAIN, model().params, prompts(), jnp.array([96, 71]), capacity=CAPACITY, dtype=jnp.float32
-    )
-    layout, state, spec = cache.layout, cache.groups[0], PLAIN.attention
-    q = jax.random.normal(jax.random.key(0), (2, 1, 8, 8))
-    positions, place = jnp.array([[96], [71]]), Place(0)
-    part = method.attend(layout, None, state.store, q, positions, place)
-    chosen = blocks.choose(state.store.landmarks[0], state.store.tokens.length, q, spec.scale, 16, 3)
-    assert (np.diff(chosen) > 0).all() and chosen[0].tolist() != chosen[1].tolist()
-    keys, values = (
-        jnp.einsum("bjsr,bjwr->bsjw", read_tokens(c), read_basis(u)).reshape(2, 96, 4, 8)
-        for c, u in ((state.store.tokens.k, state.store.k_basis), (state.store.tokens.v, state.store.v_basis))
-    )
-    slots = np.arange(96)
-    at = jnp.broadcast_to(slots + 4, (2, 96))
-    keys = rotate(keys, *(table[:, :, None] for table in rope_angles(spec.rope, at)))
-    seen = np.isin(slots[None] // 16, np.asarray(chosen[0])), np.isin(slots[None] // 16, np.asarray(chosen[1]))
-    mask = np.stack([row & (slots[None] < count) for row, count in zip(seen, state.store.tokens.length, strict=True)])
-    out, lse = softmax_attention(q, keys, values, mask, spec.scale)
-    np.testing.assert_allclose(part.out, out, atol=1e-4)
-    np.testing.assert_allclose(part.lse, lse, atol=1e-4)
-
-
-def test_a_query_finds_the_block_of_its_key():
-    rng = np.random.default_rng(0)
-    k = jnp.asarray(rng.normal(size=(2, 64, 4, 8)), jnp.float32)
-    marks = blocks.landmarks(k, jnp.ones((2, 64)), 16, 4, jnp.float32)
-    np.testing.assert_allclose(marks.k[1, 2, 3], k[1, 48:, 2].mean(0), atol=1e-6)
-    q = 20 * jnp.repeat(marks.k[:, :, 2], 2, axis=1)[:, None]
-    assert (blocks.choose(marks, jnp.array([64, 64]), q, 1.0, 16, 1) == 2).all()
-    assert (blocks.choose(marks, jnp.array([30, 64]), q, 1.0, 16, 2)[0] == jnp.array([0, 1])).all()  # tokens only
-    tail = blocks.landmarks(k[:, :50], jnp.ones((2, 50)), 16, 4, jnp.float32)
-    np.testing.assert_allclose(tail.k[0, 0, 3], k[0, 48:50, 0].mean(0), atol=1e-6)
-
-
-# ---- selection before the fit ------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_everything_selected_is_exact_and_a_summary_of_nothing_adds_nothing():
     _, exact = logits_of(methods.Full())
@@ -456,8 +409,8 @@ def test_int8_coefficients_of_selected_tokens_with_moments_of_the_rest():
 @pytest.mark.parametrize(
     "spec, message",
     [
-        ("xkv:recompress=8+snapkv:keep=0.5,decoding=keep", "recompress and rebuild"),
-        ("xkv:rebuild=8+snapkv:keep=0.5,decoding=keep", "recompress and rebuild"),
+        ("xkv:recompress=8+snapkv:keep=0.5,decoding=keep", "recompress cannot"),
+        ("xkv:rebuild=8+snapkv:keep=0.5,decoding=keep", "pages are made of"),
         ("xkv+moments", "nothing is evicted"),
     ],
 )
