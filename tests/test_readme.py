@@ -113,3 +113,44 @@ def test_own_model(shelf):
     names = run_page("docs/own-model.md")
     assert names["out"].tokens[0] and names["seen"].out.shape == (1, 1, 4, 16)
     assert np.isfinite(np.asarray(names["seen"].out)).all()
+
+
+# ---- what pages name ------------------------------------------------------------------------------------------------
+
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+ROOT_FOLDERS = "tests|docs|examples|evals|models|pallas_kernels|lowrank_kv_jax"
+PATH = re.compile(rf"(?<![\w./-])((?:\.ci|{ROOT_FOLDERS}|codecs|selections|estimators)/[\w./-]*\w)")
+LINK = re.compile(r"\]\(([^)#:]+)(?:#([\w-]+))?\)")
+SPEC = re.compile(r"(?<![\w/:+.-])([a-z0-9-]+:[\w=.,-]+(?:\+[a-z0-9-]+(?::[\w=.,-]+)?)*)(?![\w;])")
+
+
+def code_of(text: str) -> list[str]:
+    """What stands in blocks and between backticks."""
+    fence = re.compile(r"^```\w*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+    return fence.findall(text) + re.findall(r"`([^`]+)`", fence.sub("", text))
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_and_links_are_there(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = {path for piece in code_of(text) for path in PATH.findall(piece)}
+    missing = {path for path in named if not ((ROOT / path).exists() or (ROOT / "lowrank_kv_jax" / path).exists())}
+    assert not missing
+    for target, anchor in LINK.findall(text):
+        there = (ROOT / page).parent / target
+        assert there.is_file(), target
+        assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ("CHANGELOG.md", "docs/extending.md")])
+def test_specs_are_spelled_as_they_are_read(page):
+    """But for those with a placeholder: N, ENDS, `...`."""
+    for piece in code_of((ROOT / page).read_text(encoding="utf-8")):
+        for spec in SPEC.findall(piece):
+            if spec.split(":")[0] in REGISTRY and not re.search(r"[A-Z]|\.\.\.", spec):
+                lkv.parse_method(spec.rstrip(".,"))
