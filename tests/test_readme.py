@@ -121,7 +121,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{path.name}" f
 ROOT_FOLDERS = "tests|docs|examples|evals|models|pallas_kernels|lowrank_kv_jax"
 PATH = re.compile(rf"(?<![\w./-])((?:\.ci|{ROOT_FOLDERS}|codecs|selections|estimators)/[\w./-]*\w)")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#([\w-]+))?\)")
-SPEC = re.compile(r"(?<![\w/:+.-])([a-z0-9-]+:[\w=.,-]+(?:\+[a-z0-9-]+(?::[\w=.,-]+)?)*)(?![\w;])")
+SPEC = re.compile(r"(?<![\w/:+.-])([a-z0-9-]+:[\w=.,-]+(?:\+[a-z0-9-]+(?::[\w=.,-]+)?)*)(?![\w;.,=])")
 
 
 def code_of(text: str) -> list[str]:
