@@ -1,11 +1,24 @@
-"""The README's Python runs as it stands, from top to bottom, on the real model."""
+"""The Python of the README and of the docs runs as it stands, from top to bottom of a page."""
 
+import functools
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import lowrank_kv_jax as lkv
+from lowrank_kv_jax.estimators.estimator import ESTIMATORS
+from lowrank_kv_jax.method import REGISTRY
+from lowrank_kv_jax.models import load_model, read_config
+from lowrank_kv_jax.models.parameters import param_table
+
+ROOT = Path(__file__).parents[1]
 FEWER_WINDOWS = """
 import functools, lowrank_kv_jax as lkv
 lkv.calibrate = functools.partial(lkv.calibrate, length=512, windows=1)  # the blocks leave both at their defaults
@@ -14,17 +27,130 @@ OUTCOME = """
 assert out.tokens[0] and more.tokens[0] and used.total > 0
 assert int(more.cache.length[0]) > int(out.cache.length[0])
 assert lkv.load_cache("talk", method, model, bases=bases).length == out.cache.length
-assert cache.length == tokens.shape[1] + 1 and logits.shape == (1, model.config.vocab_size)
-assert lkv.methods.REGISTRY["long-keys"] is LongKeys
 print(out.texts[0] + more.texts[0])
 """
 
 
-def test_every_block_of_python_runs(tmp_path):
-    """In one process of their own, which shares names from block to block; one of them registers a method."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 3
-    code = "\n".join([FEWER_WINDOWS, *blocks, OUTCOME])
+def python_of(page: str) -> list[str]:
+    """The blocks of a page."""
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def test_the_readme_runs_on_the_real_model(tmp_path):
+    (block,) = python_of("README.md")
+    assert block in python_of("docs/quick-start.md")
+    code = "\n".join([FEWER_WINDOWS, block, OUTCOME])
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip()
+
+
+# ---- the docs, on a model of two layers in the place of the real one ----------------------------------------------
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 8192,
+}
+
+
+def write_model(path: Path):
+    """An HF directory with random weights and a tokenizer of bytes."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers import models as kinds
+
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    rng, tensors = np.random.default_rng(0), {}
+    for info in jax.tree.leaves(param_table(read_config(CONFIG))):
+        normal = rng.normal(size=info.stored_shape) * info.stored_shape[-1] ** -0.5
+        tensors[info.hf] = (normal if len(info.stored_shape) > 1 else np.ones(info.stored_shape)).astype(np.float32)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(kinds.BPE(letters, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+@pytest.fixture
+def shelf(tmp_path, monkeypatch):
+    """A folder with `my-llama`, which also stands for the model that comes along; what a page registers goes again."""
+    write_model(tmp_path / "my-llama")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lkv, "load_model", lambda source, **given: load_model("my-llama", **given))
+    monkeypatch.setattr(lkv, "calibrate", functools.partial(lkv.calibrate, length=512, windows=1))
+    known = [(table, dict(table)) for table in (REGISTRY, ESTIMATORS)]
+    yield
+    for table, before in known:
+        table.clear()
+        table.update(before)
+
+
+def run_page(page: str) -> dict:
+    names: dict = {"__name__": "page"}
+    for i, block in enumerate(python_of(page)):
+        exec(compile(block, f"{page}, block {i + 1}", "exec"), names)
+    return names
+
+
+def test_quick_start(shelf):
+    names = run_page("docs/quick-start.md")
+    assert int(names["same"].length[0]) == int(names["out"].cache.length[0])
+    assert names["one"].layout.batch == 1 and names["logits"].shape == (2, 256)
+    assert lkv.spell_method(names["smaller"]) == "kivi:bits=4+kvzip:keep=0.25"
+
+
+def test_extending(shelf, capsys):
+    names = run_page("docs/extending.md")
+    assert REGISTRY["long-keys"] is names["LongKeys"] and REGISTRY["float8"] is names["Float8"]
+    assert ESTIMATORS["power"] is names["PowerIteration"]
+    said = capsys.readouterr().out
+    assert all(spec in said for spec in ("kivi:bits=8+long-keys:keep=0.5+moments", "float8+snapkv:keep=0.5"))
+
+
+def test_own_model(shelf):
+    names = run_page("docs/own-model.md")
+    assert names["out"].tokens[0] and names["seen"].out.shape == (1, 1, 4, 16)
+    assert np.isfinite(np.asarray(names["seen"].out)).all()
+
+
+# ---- what pages name ------------------------------------------------------------------------------------------------
+
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+ROOT_FOLDERS = "tests|docs|examples|evals|models|pallas_kernels|lowrank_kv_jax"
+PATH = re.compile(rf"(?<![\w./-])((?:\.ci|{ROOT_FOLDERS}|codecs|selections|estimators)/[\w./-]*\w)")
+LINK = re.compile(r"\]\(([^)#:]+)(?:#([\w-]+))?\)")
+SPEC = re.compile(r"(?<![\w/:+.-])([a-z0-9-]+:[\w=.,-]+(?:\+[a-z0-9-]+(?::[\w=.,-]+)?)*)(?![\w;.,=])")
+
+
+def code_of(text: str) -> list[str]:
+    """What stands in blocks and between backticks."""
+    fence = re.compile(r"^```\w*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+    return fence.findall(text) + re.findall(r"`([^`]+)`", fence.sub("", text))
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_and_links_are_there(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = {path for piece in code_of(text) for path in PATH.findall(piece)}
+    missing = {path for path in named if not ((ROOT / path).exists() or (ROOT / "lowrank_kv_jax" / path).exists())}
+    assert not missing
+    for target, anchor in LINK.findall(text):
+        there = (ROOT / page).parent / target
+        assert there.is_file(), target
+        assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ("CHANGELOG.md", "docs/extending.md")])
+def test_specs_are_spelled_as_they_are_read(page):
+    """But for those with a placeholder: N, ENDS, `...`."""
+    for piece in code_of((ROOT / page).read_text(encoding="utf-8")):
+        for spec in SPEC.findall(piece):
+            if spec.split(":")[0] in REGISTRY and not re.search(r"[A-Z]|\.\.\.", spec):
+                lkv.parse_method(spec.rstrip(".,"))
