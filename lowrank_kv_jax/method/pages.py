@@ -6,9 +6,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.method.layout import Layout, Place
 from lowrank_kv_jax.method.reading import Reading
 from lowrank_kv_jax.storage.block_reads import slice_block
 from lowrank_kv_jax.storage.positions import PerHead
+
+
+def read(machine: Any, layout: Layout, state: Any, q: jax.Array, place: Place) -> Any:
+    """The store of a group's state with the pages alone that the queries of one layer need."""
+    if not state.marks or place.window is not None:  # a sliding window is one run of tokens
+        return state.store
+    reading, marks, tokens = machine.standing_reading, state.marks[place.index], state.store.tokens
+    there = jax.tree.leaves(marks)[0].shape[2]
+    count = reading.pages(layout, there)
+    if count >= there:
+        return state.store
+    units = tokens.k.shape[1]
+    chosen = choose(reading, marks, tokens.length, q, layout.spec.scale, units, count)
+    return dataclasses.replace(state.store, tokens=take(tokens, chosen, reading.page, layout.spec.kv_heads))
 
 
 def choose(

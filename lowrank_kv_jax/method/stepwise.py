@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from lowrank_kv_jax.method import candidates as pool
 from lowrank_kv_jax.method import voting
 from lowrank_kv_jax.method.choice import head_counts
+from lowrank_kv_jax.method.chosen import sum_up
 from lowrank_kv_jax.method.codec import codes_of
+from lowrank_kv_jax.method.in_order import oldest
 from lowrank_kv_jax.segments import exact as exact_tokens
 from lowrank_kv_jax.storage.bits import Bits, bits_of
 from lowrank_kv_jax.storage.positions import PerHead
@@ -30,7 +32,7 @@ def evict_one(method: Any, layout, bases, state, q: jax.Array, counts: jax.Array
 def _evict(method, layout, bases, state, q):
     rule, spec, codec = method.selection, layout.spec, method.codec
     ends, room, heads = method.ends_of(layout, bases), method.room(layout, bases), spec.kv_heads
-    leaving = method.oldest(layout, state.ends[0], ends.first, 1)
+    leaving = oldest(layout, state.ends[0], ends.first, 1)
     state, count, votes = voting.flush(state, ends, 1)
     valid = jnp.broadcast_to((count > 0)[:, None, None], votes.shape)
     position = jnp.broadcast_to(leaving.positions[:, None], valid.shape).astype(jnp.int32)
@@ -48,7 +50,7 @@ def _evict(method, layout, bases, state, q):
     if not room.packed:
         score = score.reshape(*found.valid.shape[:2], -1, score.shape[-1]).sum(2)
     kept = _all_but_the_worst(found, score, heads, room.tokens)
-    state = method.sum_up(layout, bases, state, room, found, kept, k, v)
+    state = sum_up(method, layout, bases, state, room, found, kept, k, v)
     return _put(state, fresh, kept, [x[:, :, -fresh.valid.shape[2] :] for x in (k, v)])
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import PLAIN, PROMPT, model, prompts, run, softmax_attention
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
@@ -63,7 +63,7 @@ def test_codes_are_rebuilt_of_the_chosen_pages_alone():
     cache, _ = prefill(method, PLAIN, model().params, prompts(), lengths, capacity=160, dtype=jnp.float32)
     layout, state, machine = cache.layout, cache.groups[0], machine_of(method)
     q = jax.random.normal(jax.random.key(0), (2, 1, 8, 8))
-    part = machine.codec.attend(layout, None, machine._read(layout, state, q, Place(0)), q, lengths[:, None], Place(0))
+    part = machine.codec.attend(layout, None, pages.read(machine, layout, state, q, Place(0)), q, lengths[:, None], Place(0))
     reading, tokens = machine.standing_reading, state.store.tokens
     chosen = np.asarray(pages.choose(reading, state.marks[0], tokens.length, q, SPEC.scale, 1, 3))[:, 0]
     assert (np.diff(chosen) > 0).all() and chosen[0].tolist() != chosen[1].tolist()
@@ -80,16 +80,17 @@ def test_codes_are_rebuilt_of_the_chosen_pages_alone():
 
 
 @pytest.mark.parametrize("reading", [Quest(page=5), Landmarks(page=5)], ids=["bounds", "means"])
+@settings(max_examples=15)
 @given(pieces=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_marks_grow_with_the_tokens_that_come(reading, pieces, seed):
     """Bounds and means of what each row holds, however it came."""
     layout = make_layout(PLAIN, 2, 8, 64, 8, jnp.float32)
-    marks, start = reading.empty(layout, 6), jnp.zeros(2, jnp.int32)
+    marks, start, add = reading.empty(layout, 6), jnp.zeros(2, jnp.int32), jax.jit(reading.add)
     held = [np.zeros((0, 4, 8)), np.zeros((0, 4, 8))]
     rng = np.random.default_rng(seed)
     for counts in pieces:
         k = rng.normal(size=(2, 7, 4, 8))
-        marks = reading.add(marks, jnp.asarray(k, jnp.float32), start, jnp.array(counts))
+        marks = add(marks, jnp.asarray(k, jnp.float32), start, jnp.array(counts))
         start = start + jnp.array(counts)
         held = [np.concatenate([old, new[:n]]) for old, new, n in zip(held, k, counts, strict=True)]
     q = rng.normal(size=(2, 4, 3, 8))

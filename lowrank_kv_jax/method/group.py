@@ -1,0 +1,47 @@
+"""What a group of layers holds, and what the parts of a method know of it."""
+
+from typing import Any
+
+import jax
+
+from lowrank_kv_jax.segments import exact as exact_tokens
+from lowrank_kv_jax.storage.state import leaf, state, static
+from lowrank_kv_jax.summaries import moments as moment_summary
+
+
+@state
+class GroupState:
+    """The cache of a group of G layers.
+
+    Attributes:
+        ends: of each layer, its exact tokens.
+        store: the tokens between them, as the codec stores them; None where nothing is.
+        near_votes: scores of the exact tokens `[B, K, E]`, float32, summed over the layers.
+        far_votes: scores of the stored tokens `[B, J, S]`, float32.
+        gone: of each layer, moments of what is no longer there; none without a summary.
+        marks: of each layer, what its pages are known by; none where everything is read.
+    """
+
+    ends: tuple[exact_tokens.Exact, ...]
+    store: Any
+    near_votes: jax.Array | None = leaf("batch", "kv_heads", "tokens", kind="indices")
+    far_votes: jax.Array | None = leaf("batch", "kv_heads", "tokens", kind="indices")
+    gone: tuple[moment_summary.MomentSums, ...]
+    marks: tuple[Any, ...] = ()
+
+
+@state
+class GroupBases:
+    """What the parts know of a group of layers.
+
+    Attributes:
+        codec: of the codec.
+        selection: of the selection, layer by layer.
+        calibrated: whether the selection's were fitted.
+        dense: whether the group's layers read everything, whatever the reading.
+    """
+
+    codec: Any
+    selection: tuple[Any, ...]
+    calibrated: bool = static(default=False)
+    dense: bool = static(default=False)
