@@ -3,13 +3,20 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from lowrank_kv_jax.codecs.osp_chunks import ChunkedStore, Chunks, overlap_of, put_page
+from lowrank_kv_jax.codecs.osp_sides import (
+    Side,
+    as_they_are,
+    prior_tokens,
+    quarter_turn,
+    side_by_side,
+    with_quarter_turns,
+)
 from lowrank_kv_jax.codecs.subspace import Subspace, SubspaceBases
 from lowrank_kv_jax.estimators import Estimator, make_estimator
 from lowrank_kv_jax.method import Layout, register
@@ -17,40 +24,9 @@ from lowrank_kv_jax.method.codec import Tokens
 from lowrank_kv_jax.pallas_kernels.chunked_attention import chunked_attention
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.storage.basis import project
-from lowrank_kv_jax.storage.chunk_bases import ChunkBases, store_bases
+from lowrank_kv_jax.storage.chunk_bases import store_bases
 from lowrank_kv_jax.storage.quantised import BASIS_STORAGE, COEFFICIENTS, read_tokens
-from lowrank_kv_jax.storage.state import leaf, state, take_tokens
-
-
-@state
-class Chunks:
-    """Which basis each coded token is read in, and what decides about the next one.
-
-    Attributes:
-        k_bases, v_bases: `[B, C, J, W, R]`; those of values by rows, which are summed over when they are expanded.
-        owner: int32 `[B, S / page]`, the basis of each page.
-        used: int32 `[B]`, bases stored so far.
-        begun: int32 `[B]`, the slot where the open chunk began.
-        missed: float32 `[B, 2, J]`, relative residuals of keys and values, summed over the open page.
-        k_learned, v_learned: what the estimator knows.
-    """
-
-    k_bases: ChunkBases
-    v_bases: ChunkBases
-    k_learned: Any
-    v_learned: Any
-    owner: jax.Array = leaf("batch", "tokens", kind="indices")
-    used: jax.Array = leaf("batch", kind="indices")
-    begun: jax.Array = leaf("batch", kind="indices")
-    missed: jax.Array = leaf("batch", None, "kv_heads", kind="moments")
-
-
-@state
-class ChunkedStore:
-    """One layer's tokens, coded in chunks."""
-
-    tokens: coded_tokens.Coded
-    chunks: Chunks
+from lowrank_kv_jax.storage.state import take_tokens
 
 
 @register("osp")
@@ -253,10 +229,10 @@ class OnlineSubspaceProjection(Subspace):
         heads = self.basis_heads(layout.spec)
         k, v = (x.swapaxes(1, 2) for x in self.sides(tokens))
         most = k.shape[2] if most is None else most
-        turn = functools.partial(with_quarter_turns, layout.spec.head_dim) if self.rotary else _as_they_are
+        turn = functools.partial(with_quarter_turns, layout.spec.head_dim) if self.rotary else as_they_are
         sides = (
-            Side(_side_by_side(k, heads), turn, _prior_tokens(bases.k, bases.k_energy)),
-            Side(_side_by_side(v, heads), _as_they_are, _prior_tokens(bases.v, bases.v_energy)),
+            Side(side_by_side(k, heads), turn, prior_tokens(bases.k, bases.k_energy)),
+            Side(side_by_side(v, heads), as_they_are, prior_tokens(bases.v, bases.v_energy)),
         )
 
         def step(_, carry):
@@ -292,7 +268,7 @@ class OnlineSubspaceProjection(Subspace):
         take = wanted & (chunks.used < chunks.k_bases.capacity)
         found = jax.lax.cond(jnp.any(take), find, lambda: last)
         if self.reuse is not None:
-            overlap = jnp.stack([_overlap(u, new) for u, new in zip(last, found, strict=True)])
+            overlap = jnp.stack([overlap_of(u, new) for u, new in zip(last, found, strict=True)])
             take = take & ((length == 0) | jnp.any(overlap < self.reuse, axis=(0, 2)))
         k_bases, v_bases = (
             bases.put(jnp.minimum(chunks.used, bases.capacity - 1), new, take)
@@ -301,11 +277,11 @@ class OnlineSubspaceProjection(Subspace):
         used = chunks.used + take
         return Chunks(
             k_bases, v_bases, chunks.k_learned, chunks.v_learned,
-            _put_page(chunks.owner, length // self.page, jnp.maximum(used - 1, 0), begins), used,
+            put_page(chunks.owner, length // self.page, jnp.maximum(used - 1, 0), begins), used,
             jnp.where(wanted, length, chunks.begun), jnp.where(begins[:, None, None], 0.0, chunks.missed),
         )
 
-    def _basis(self, rank: int, learned: Any, side: "Side", done: jax.Array, seen: jax.Array) -> jax.Array:
+    def _basis(self, rank: int, learned: Any, side: Side, done: jax.Array, seen: jax.Array) -> jax.Array:
         """What was learned, the tokens ahead and calibration, as a basis `[B, J, W, R]`."""
         ahead, learner = min(self.lookahead, side.x.shape[2]), self.learner(rank)
         if ahead:
@@ -345,62 +321,3 @@ class OnlineSubspaceProjection(Subspace):
         """The newest bases as they are stored, `[B, J, W, R]`."""
         index = jnp.maximum(chunks.used - 1, 0)[:, None]
         return chunks.k_bases.take(index)[:, 0], chunks.v_bases.take(index)[:, 0]
-
-
-class Side(NamedTuple):
-    """Keys or values.
-
-    Attributes:
-        x: `[B, J, T, W]`.
-        turned: what is learned of tokens and their weights, `turned(x, weight)`.
-        prior: `[J, R, W]`, tokens whose second moment is the calibrated one of a token.
-    """
-
-    x: jax.Array
-    turned: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-    prior: jax.Array
-
-
-def _prior_tokens(basis: jax.Array, energy: jax.Array) -> jax.Array:
-    return (basis.astype(jnp.float32) * jnp.sqrt(energy.astype(jnp.float32))[:, None]).mT
-
-
-def _as_they_are(x, weight):
-    return x, jnp.broadcast_to(weight, x.shape[:-1])
-
-
-def quarter_turn(width: int, dim: int) -> np.ndarray:
-    """Orthogonal `[W, W]` that turns each frequency pair (i, i + D / 2) of every head by a right angle."""
-    half = np.eye(dim // 2)
-    return np.kron(np.eye(width // dim), np.block([[0 * half, half], [-half, 0 * half]]))
-
-
-def with_quarter_turns(dim: int, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Tokens `[B, J, T, W]`, and the same times i, each frequency pair read as a complex number.
-
-    What is learned from both has principal directions in twos, u and i u: one complex direction.
-    """
-    turned = x.astype(jnp.float32) @ quarter_turn(x.shape[-1], dim).astype(np.float32)
-    weight = jnp.broadcast_to(weight, x.shape[:-1])
-    return jnp.concatenate([x.astype(jnp.float32), turned], axis=-2), jnp.concatenate([weight, weight], axis=-1)
-
-
-def _side_by_side(x: jax.Array, groups: int) -> jax.Array:
-    """Tokens `[B, J, T, W]` of tokens `[B, K, T, D]`."""
-    batch, heads, tokens, dim = x.shape
-    x = x.reshape(batch, groups, heads // groups, tokens, dim).swapaxes(2, 3)
-    return x.reshape(batch, groups, tokens, -1)
-
-
-def _overlap(first: jax.Array, second: jax.Array) -> jax.Array:
-    """Tr(U1^T U2 U2^T U1) / r, `[B, J]`."""
-    return jnp.sum(jnp.matmul(first.mT, second) ** 2, axis=(-2, -1)) / first.shape[-1]
-
-
-def _put_page(owner: jax.Array, page: jax.Array, number: jax.Array, where: jax.Array) -> jax.Array:
-    """`owner[b, page[b]] = number[b]` in the rows of `where`; pages that do not exist are left out."""
-
-    def row(buffer, at, new, wanted):
-        return buffer.at[at].set(jnp.where(wanted, new, buffer[jnp.minimum(at, buffer.shape[0] - 1)]), mode="drop")
-
-    return jax.vmap(row)(owner, page, number, where)

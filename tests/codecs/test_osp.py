@@ -11,7 +11,7 @@ from helpers import PLAIN, model, prompts, random_moments, softmax_attention
 
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.attention.spec import Taps
-from lowrank_kv_jax.codecs.osp import quarter_turn
+from lowrank_kv_jax.codecs.osp_sides import quarter_turn
 from lowrank_kv_jax.codecs.subspace import least_squares_gamma
 from lowrank_kv_jax.generation.forward import compress_group, extend, make_layout, prefill, refresh
 from lowrank_kv_jax.method import Place
