@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: as `load_model`, `parse_methods` and `bench_decode`; the peer without torch.
     """
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
-    from lowrank_kv_jax.evals.compare.run import parse_methods
+    from lowrank_kv_jax.evals.asking.methods import parse_methods
     from lowrank_kv_jax.evals.results.records import append_record
     from lowrank_kv_jax.evals.speed.bench import bench_decode, records
 

@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: as `load_model`, `parse_methods`, `load_corpus` and `compare`.
     """
     from lowrank_kv_jax.cli.options import check_outputs, corpus_of, load_from
-    from lowrank_kv_jax.evals.compare.run import Settings, compare, parse_methods, records, work
+    from lowrank_kv_jax.evals.asking.methods import parse_methods
+    from lowrank_kv_jax.evals.compare.run import Settings, compare, records, work
     from lowrank_kv_jax.evals.results.records import append_record
 
     methods = parse_methods(args.methods)

@@ -102,7 +102,7 @@ def _print_scores(study: str, rows) -> None:
 
 
 def _speed(args, model) -> None:
-    from lowrank_kv_jax.evals.compare.run import parse_methods
+    from lowrank_kv_jax.evals.asking.methods import parse_methods
     from lowrank_kv_jax.evals.studies.eviction.speed import eviction_speed
 
     budget = args.timed_budget

@@ -141,7 +141,7 @@ def _gains(args, settings, study: str, unit: str, form: str, gains) -> None:
 def _reconstruction(args, model, settings) -> None:
     from lowrank_kv_jax.calibration.calibrate import fit_bases, moments_for
     from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
-    from lowrank_kv_jax.evals.compare.run import parse_methods
+    from lowrank_kv_jax.evals.asking.methods import parse_methods
     from lowrank_kv_jax.evals.studies.streaming.quality import ENDS, ablation_specs
     from lowrank_kv_jax.evals.studies.streaming.reconstruction import hidden_updates, means, reconstruction
     from lowrank_kv_jax.evals.studies.streaming.shifted_texts import CALIBRATE, CODE, PROSE

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.calibration.corpus import load_corpus
     from lowrank_kv_jax.cli.eval.options import load_on_mesh
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, corpus_of
-    from lowrank_kv_jax.evals.compare.run import parse_methods
+    from lowrank_kv_jax.evals.asking.methods import parse_methods
     from lowrank_kv_jax.evals.perplexity.run import evaluate_perplexity, total_perplexity
     from lowrank_kv_jax.evals.results.summary import size_text
 

@@ -20,7 +20,7 @@ from suites import METHODS, Letters, Loaded, fit, questions, some, without_times
 from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.cli.eval.options import print_scores
 from lowrank_kv_jax.evals import longbench, ruler
-from lowrank_kv_jax.evals.asking import few_at_a_time, suite
+from lowrank_kv_jax.evals.asking import ask, few_at_a_time, suite
 from lowrank_kv_jax.evals.asking.batches import coarse, make_batches
 from lowrank_kv_jax.evals.asking.clock import PrefillClock
 from lowrank_kv_jax.evals.asking.prompts import Question, chat_parts, encode
@@ -69,13 +69,13 @@ def test_sharing_changes_no_answer(whole):
 
 def test_one_prefill_serves_all_questions_and_methods(monkeypatch):
     prefilled = []
-    original = suite.prefill_many
+    original = ask.prefill_many
 
     def counted(methods, config, params, tokens, *args, **kwargs):
         prefilled.append((len(methods), tokens.shape[0]))
         return original(methods, config, params, tokens, *args, **kwargs)
 
-    monkeypatch.setattr(suite, "prefill_many", counted)
+    monkeypatch.setattr(ask, "prefill_many", counted)
     asked = questions(6)
     evaluate(Loaded(), METHODS, Suite("eval test", asked, rows=3), bases=fit)
     assert prefilled == [(len(METHODS), 3)]  # 6 questions on 3 contexts
@@ -200,7 +200,7 @@ def test_a_finished_run_computes_nothing(monkeypatch, tmp_path, whole):
     def never(*args, **kwargs):
         raise AssertionError("computed again")
 
-    monkeypatch.setattr(suite, "prefill_many", never)
+    monkeypatch.setattr(ask, "prefill_many", never)
     records = evaluate(Loaded(), METHODS, some(), json=path, bases=never)
     assert without_times(records) == without_times(whole) and path.read_bytes() == before
 
