@@ -2,7 +2,8 @@
 
 import argparse
 
-from lowrank_kv_jax.cli.options import add_model_options
+from lowrank_kv_jax.cli.options import add_model_options, append_records
+from lowrank_kv_jax.cli.tables import print_table
 
 HELP = "the four falsifiers of Online Subspace Projection, with a verdict for each"
 
@@ -86,40 +87,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(args, model, number: int, verdict) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from lowrank_kv_jax.evals.results.records import append_record, make_record
-
-    console = Console()
     outcome = "FALSIFIED" if verdict.falsified else "not falsified"
-    table = Table(title=f"{number}. {verdict.claim}: {outcome}")
-    for column in verdict.figures[0]:
-        table.add_column(column.replace("_", " "), justify="left" if column in ("text", "variant", "what") else "right")
-    for row in verdict.figures:
-        table.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()))
-    console.print(table)
-    console.print(f"{outcome}: {verdict.summary}\n", highlight=False)
-    if args.json:
-        for row in verdict.figures:
-            append_record(args.json, make_record(
-                "falsify", model=model.name, task=f"falsifier {number}", seed=args.seed, samples=args.windows,
-                claim=verdict.claim, falsified=verdict.falsified, **{"length": args.length, **row},
-            ))
+    columns = [column.replace("_", " ") for column in verdict.figures[0]]
+    print_table(f"{number}. {verdict.claim}: {outcome}", columns,
+                [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()] for row in verdict.figures],
+                texts=("text", "variant", "what"))
+    print(f"{outcome}: {verdict.summary}\n")
+    append_records(args, "falsify", verdict.figures, model=model.name, task=f"falsifier {number}", seed=args.seed,
+                   samples=args.windows, claim=verdict.claim, falsified=verdict.falsified, length=args.length)
 
 
 def _show_spectra(args, spectra) -> None:
     import numpy as np
-    from rich.console import Console
-    from rich.table import Table
 
-    table = Table(title=f"Rank that holds 90% of the energy: chunks of {args.spectra} tokens, mean over layers and heads")
-    table.add_column("tap")
-    chunks = len(spectra[0]["ranks"][0][0])
-    for number in range(chunks):
-        table.add_column(str(number), justify="right")
-    table.add_column("whole", justify="right")
+    lines = []
     for row in spectra:
-        means = np.mean(row["ranks"], axis=(0, 1))
-        table.add_row(row["tap"], *(f"{x:.1f}" for x in means), f"{np.mean(row['whole']):.1f}")
-    Console().print(table)
+        means = [*np.mean(row["ranks"], axis=(0, 1)), np.mean(row["whole"])]
+        lines.append((row["tap"], *(f"{mean:.1f}" for mean in means)))
+    chunks = map(str, range(len(spectra[0]["ranks"][0][0])))
+    print_table(f"Rank that holds 90% of the energy: chunks of {args.spectra} tokens, mean over layers and heads",
+                ("tap", *chunks, "whole"), lines)
