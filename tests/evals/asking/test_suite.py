@@ -21,7 +21,7 @@ from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.cli.eval.options import print_scores
 from lowrank_kv_jax.evals import longbench, ruler
 from lowrank_kv_jax.evals.asking import ask, few_at_a_time, suite
-from lowrank_kv_jax.evals.asking.batches import coarse, make_batches
+from lowrank_kv_jax.evals.asking.batches import coarse, make_batches, one_shape
 from lowrank_kv_jax.evals.asking.clock import PrefillClock
 from lowrank_kv_jax.evals.asking.prompts import Question, chat_parts, encode
 from lowrank_kv_jax.evals.asking.suite import Suite, evaluate
@@ -153,6 +153,23 @@ def test_batches_have_few_shapes():
     assert [coarse(n) for n in (1, 65, 512, 513, 850, 1025)] == [64, 128, 512, 640, 896, 1280]
     with pytest.raises(ValueError, match="more than the model's context of 128"):
         make_batches(Letters(), many, "query-agnostic", "base", 4, 128)
+
+
+def test_one_shape_holds_all_contexts_in_order():
+    asked = questions(10)
+    batches = make_batches(Letters(), asked, "query-agnostic", "base", 3, 512, one_shape)
+    longest = max(len(q.context) for q in asked)
+    assert [q.index for b in batches for q in b.all_questions] == list(range(10))
+    (width, capacity), = {(b.width, b.capacity) for b in batches}
+    assert longest <= width < longest + 64 and capacity == width + 32
+    (small, most), = set(one_shape({(1,) * 70: 20, (2,) * 20: 40}, 100).values())
+    assert small == most == 100  # the model's context
+
+
+def test_one_module_asks():
+    name = "from lowrank_kv_jax.evals.asking.answer import"
+    folder = TESTS.parent / "evals"
+    assert [path.name for path in folder.rglob("*.py") if name in path.read_text()] == ["ask.py"]
 
 
 # ---- going on ----------------------------------------------------------------------------------------------
