@@ -49,13 +49,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_from`, `load_corpus`, `token_windows` and the evaluations.
     """
-    from lowrank_kv_jax.calibration.calibrate import collect_moments
     from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
+    from lowrank_kv_jax.evals.asking.methods import moments_of, parse_methods
     from lowrank_kv_jax.evals.studies.subspaces import falsify
 
     check_numbers(args, length=1, lengths=1, windows=1, calibrate_windows=1, seed=0)
     check_outputs(args)
+    methods = parse_methods(list(dict.fromkeys((args.static, args.adaptive))))
     if args.scored < 1 or max(args.lengths) > args.length:
         raise ValueError(f"--scored {args.scored}, --lengths {args.lengths}: at least 1, at most --length {args.length}")
     model = load_from(args)
@@ -63,11 +64,8 @@ def run(args: argparse.Namespace) -> int:
     prose, code = (
         token_windows(model.tokenizer, load_corpus(source).texts, size, args.windows, args.seed) for source in args.texts
     )
-    length = min(2048, model.config.context)
-    corpus = load_corpus(args.calibrate)
-    moments = collect_moments(
-        model, token_windows(model.tokenizer, corpus.texts, length, args.calibrate_windows, args.seed), progress=True
-    )
+    moments = moments_of(model, methods, load_corpus(args.calibrate), windows=args.calibrate_windows, seed=args.seed,
+                         progress=True)
     texts = falsify.shifted_texts(prose, code)
     measured = falsify.Run(model, moments, args.static, args.adaptive)
     verdicts = (
