@@ -8,6 +8,7 @@ from lowrank_kv_jax.evals.asking.prompts import Question, encode
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK
 from lowrank_kv_jax.generation.generate import PAD_TO
 
+Ids = tuple[int, ...]
 SMALL_ROOM = 256  # questions and answers up to so many tokens share one size of buffer
 
 
@@ -24,8 +25,8 @@ class Batch:
 
     width: int
     capacity: int
-    contexts: tuple[tuple[int, ...], ...]
-    questions: tuple[tuple[tuple[Question, tuple[int, ...]], ...], ...]
+    contexts: tuple[Ids, ...]
+    questions: tuple[tuple[tuple[Question, Ids], ...], ...]
 
     @property
     def rounds(self) -> int:
@@ -37,7 +38,6 @@ class Batch:
         return [question for row in self.questions for question, _ in row]
 
 
-Ids = tuple[int, ...]
 Shapes = Callable[[Mapping[Ids, int], int], Mapping[Ids, tuple[int, int]]]
 """Width and capacity for each context, from the tokens that each needs room for behind it and from the model's
 context."""
