@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 def print_table(
     title: str, columns: Sequence[str], lines: Iterable[Sequence[str] | None], texts: int | Collection[str] = 1
 ) -> None:
-    """Print a table, wide where nobody's terminal says otherwise.
+    """Print a title, in one line however narrow its table is, and the table, wide where no terminal says otherwise.
 
     Args:
         lines: None draws a rule.
@@ -16,7 +16,7 @@ def print_table(
     from rich.table import Table
 
     left = columns[:texts] if isinstance(texts, int) else texts
-    table = Table(title=title, header_style="bold")
+    table = Table(header_style="bold")
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", overflow="fold")
     for line in lines:
@@ -25,4 +25,6 @@ def print_table(
         else:
             table.add_row(*line)
     console = Console()
-    (console if console.is_terminal and console.width >= 100 else Console(width=200)).print(table)
+    console = console if console.is_terminal and console.width >= 100 else Console(width=200)
+    console.print(title, style="italic", markup=False, highlight=False, soft_wrap=True)
+    console.print(table)
