@@ -14,7 +14,7 @@ import os
 import jax
 
 import lowrank_kv_jax as lkv
-from lowrank_kv_jax.evals.compare.run import parse_methods
+from lowrank_kv_jax.evals.asking.methods import parse_methods
 from lowrank_kv_jax.evals.results.summary import mean_scores, size_text
 from lowrank_kv_jax.evals.ruler import evaluate_ruler
 from lowrank_kv_jax.storage.sharding import make_mesh

@@ -7,9 +7,9 @@ from character_tokenizer import Encoded
 from helpers import PLAIN, bases_for
 from helpers import model as tiny
 
+from lowrank_kv_jax.evals.asking.methods import parse_methods
 from lowrank_kv_jax.evals.asking.prompts import Question
 from lowrank_kv_jax.evals.asking.suite import Suite
-from lowrank_kv_jax.evals.compare.run import parse_methods
 
 METHODS = parse_methods(["full", "streamingllm:budget=24,keep=none,sinks=4", "static-pca:rank=0.5,sinks=4,recent=8"])
 

@@ -1,12 +1,14 @@
 """Which questions share a prefill: contexts of similar length in batches of one shape."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lowrank_kv_jax.evals.asking.prompts import Question, encode
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK
+from lowrank_kv_jax.generation.generate import PAD_TO
 
+Ids = tuple[int, ...]
 SMALL_ROOM = 256  # questions and answers up to so many tokens share one size of buffer
 
 
@@ -23,8 +25,8 @@ class Batch:
 
     width: int
     capacity: int
-    contexts: tuple[tuple[int, ...], ...]
-    questions: tuple[tuple[tuple[Question, tuple[int, ...]], ...], ...]
+    contexts: tuple[Ids, ...]
+    questions: tuple[tuple[tuple[Question, Ids], ...], ...]
 
     @property
     def rounds(self) -> int:
@@ -36,13 +38,37 @@ class Batch:
         return [question for row in self.questions for question, _ in row]
 
 
+Shapes = Callable[[Mapping[Ids, int], int], Mapping[Ids, tuple[int, int]]]
+"""Width and capacity for each context, from the tokens that each needs room for behind it and from the model's
+context."""
+
+
+def few_shapes(needs: Mapping[Ids, int], longest: int) -> dict[Ids, tuple[int, int]]:
+    """Widths rounded up coarsely, so that little has to be compiled."""
+    small = max((need for need in needs.values() if need <= SMALL_ROOM), default=1)
+    shapes = {}
+    for head, need in needs.items():
+        room = _round_up(small if need <= SMALL_ROOM else coarse(need), DEFAULT_BLOCK)
+        room = min(room, longest - len(head))
+        width = min(coarse(len(head)), longest - room)
+        shapes[head] = width, width + room
+    return shapes
+
+
+def one_shape(needs: Mapping[Ids, int], longest: int) -> dict[Ids, tuple[int, int]]:
+    """The longest context's, rounded up no further than prompts are."""
+    width = _round_up(max(map(len, needs)), PAD_TO)
+    capacity = width + _round_up(max(needs.values()), DEFAULT_BLOCK)
+    return dict.fromkeys(needs, (min(width, longest), min(capacity, longest)))
+
+
 def make_batches(
-    tokenizer: Any, questions: Sequence[Question], protocol: str, style: str, rows: int, longest: int
+    tokenizer: Any, questions: Sequence[Question], protocol: str, style: str, rows: int, longest: int,
+    shapes: Shapes = few_shapes,
 ) -> list[Batch]:
     """Batches of `rows` contexts; questions about the same context share its row.
 
-    Few shapes are used, so that little has to be compiled: widths are rounded up coarsely, and the last batch
-    of a shape is filled up with contexts that nothing is asked of.
+    The last batch of a shape is filled up with contexts that nothing is asked of.
 
     Args:
         longest: the model's context.
@@ -50,26 +76,23 @@ def make_batches(
     Raises:
         ValueError: a prompt with its answer is longer than the model's context, or as `encode`.
     """
-    by_context: dict[tuple[int, ...], list[tuple[Question, tuple[int, ...]]]] = {}
+    by_context: dict[Ids, list[tuple[Question, Ids]]] = {}
     for question in questions:
         head, tail = (tuple(ids) for ids in encode(tokenizer, question, protocol, style))
         _check(question, head, tail, longest)
         by_context.setdefault(head, []).append((question, tail))
     needs = {head: max(len(tail) + q.new_tokens for q, tail in asked) for head, asked in by_context.items()}
-    small = max((need for need in needs.values() if need <= SMALL_ROOM), default=1)
-    shapes: dict[tuple[int, int], list[tuple[int, ...]]] = {}
-    for head, need in needs.items():
-        room = _round_up(small if need <= SMALL_ROOM else coarse(need), DEFAULT_BLOCK)
-        room = min(room, longest - len(head))
-        shapes.setdefault((min(coarse(len(head)), longest - room), room), []).append(head)
+    same: dict[tuple[int, int], list[Ids]] = {}
+    for head, shape in shapes(needs, longest).items():
+        same.setdefault(shape, []).append(head)
     batches = []
-    for (width, room), heads in sorted(shapes.items()):
+    for (width, capacity), heads in sorted(same.items()):
         heads.sort(key=lambda head: max(q.new_tokens for q, _ in by_context[head]))  # alike ones end together
         for begin in range(0, len(heads), rows):
             real = heads[begin : begin + rows]
             filled = real + [heads[i % len(heads)] for i in range(rows - len(real))]
             asked = tuple(tuple(by_context[head]) for head in real) + ((),) * (rows - len(real))
-            batches.append(Batch(width, width + room, tuple(filled), asked))
+            batches.append(Batch(width, capacity, tuple(filled), asked))
     return batches
 
 

@@ -1,4 +1,4 @@
-"""Running questions through caches: one prefill of a context serves all of its questions and all methods.
+"""A benchmark's questions as a suite, its answers as records.
 
 Records are written one by one as they are known, and a run that was interrupted goes on where it stopped:
 batches are formed in the same way again, so that what is computed anew is what would have been computed then.
@@ -9,19 +9,17 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lowrank_kv_jax.evals.asking.answer import answer
-from lowrank_kv_jax.evals.asking.bases import conditions_of
+from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus
+from lowrank_kv_jax.evals.asking.ask import Asker, Reply
 from lowrank_kv_jax.evals.asking.batches import Batch, make_batches
-from lowrank_kv_jax.evals.asking.clock import Clock, PrefillClock
-from lowrank_kv_jax.evals.asking.few_at_a_time import drop_programs_if_many
-from lowrank_kv_jax.evals.asking.prefill_many import pad_rows, prefill_many
+from lowrank_kv_jax.evals.asking.methods import bases_of, calibration_settings, check_methods, conditions_of
 from lowrank_kv_jax.evals.asking.prompts import PROTOCOLS, STYLES, Question
 from lowrank_kv_jax.evals.results.records import append_record, make_record
 from lowrank_kv_jax.evals.results.resume import Key, finished, key_of
-from lowrank_kv_jax.evals.results.sizes import Size, size_of
+from lowrank_kv_jax.evals.results.sizes import size_fields
 from lowrank_kv_jax.method import Part
-from lowrank_kv_jax.method.cache import Cache, fork
 from lowrank_kv_jax.progress import ProgressBar
+from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
 
 ANSWER_WORK = 0.02  # an answer's share of the work, in thousands of prefilled tokens for each new token
 
@@ -37,7 +35,7 @@ class Suite:
         style: one of `STYLES`.
         seed: of the questions.
         rows: contexts that share a batch.
-        dtype: of the caches.
+        dtype: of the caches; None is the library's default.
         settings: whatever else decides the results; kept in every record and compared when a run goes on.
     """
 
@@ -47,7 +45,7 @@ class Suite:
     style: str = STYLES[0]
     seed: int = 0
     rows: int = 5
-    dtype: str = "bfloat16"
+    dtype: str | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
@@ -60,9 +58,13 @@ class Suite:
         if not self.questions:
             raise ValueError(f"{self.command}: there is nothing to ask")
 
+    @property
+    def cache_dtype(self) -> str:
+        return self.dtype or default_cache_dtype()
+
     def conditions(self, method: Part | None) -> dict[str, Any]:
         """What a record of a method holds beside its key; records of other conditions are not this run's."""
-        return {"style": self.style, "cache_dtype": self.dtype, **conditions_of(self.settings, method)}
+        return {"style": self.style, "cache_dtype": self.cache_dtype, **conditions_of(self.settings, method)}
 
     def key(self, model: Any, spec: str, question: Question) -> Key:
         return (self.command, model.fingerprint, spec, question.task, question.length, question.index,
@@ -99,13 +101,7 @@ def evaluate(
         ValueError: a method that does not suit the model, a prompt beyond its context, no tokenizer, or a
             file that holds the same questions under other conditions.
     """
-    if model.tokenizer is None:
-        raise ValueError(f"model {model.name!r} has no tokenizer: {suite.command} needs one")
-    for spec, method in methods.items():
-        try:
-            method.validate(model.config.attention)
-        except ValueError as error:
-            raise ValueError(f"{spec}: {error}") from error
+    check_methods(model, methods, suite.command)
     batches = make_batches(
         model.tokenizer, suite.questions, suite.protocol, suite.style, suite.rows, model.config.context
     )
@@ -114,11 +110,15 @@ def evaluate(
     if pending:
         needed = {spec: method for spec, method in methods.items()
                   if any(spec in left for _, left in pending)}
-        runner = _Runner(model, suite, dict(bases(needed)) if bases else {}, mesh)
-        total = sum(_work(batch, left) for batch, left in pending)
+        asker = Asker(model, dict(bases(needed)) if bases else {}, suite.cache_dtype, mesh)
+        total = sum(_prefill_work(batch) + len(left) * _answer_work(batch) for batch, left in pending)
         with ProgressBar(suite.command, total, progress) as bar:
             for batch, left in pending:
-                for record in runner.run(batch, left, bar):
+                def step(spec: str | None, batch: Batch = batch) -> None:
+                    bar.advance(_prefill_work(batch) if spec is None else _answer_work(batch))
+
+                for reply in asker.ask(batch, left, step):
+                    record = _record(model, suite, methods[reply.spec], reply)
                     key = key_of(record)
                     if key in known:
                         continue
@@ -126,6 +126,19 @@ def evaluate(
                         append_record(json, record)
                     known[key] = record
     return [known[suite.key(model, spec, question)] for question in suite.questions for spec in methods]
+
+
+def evaluate_calibrated(
+    model: Any, methods: Mapping[str, Part], suite: Suite, calibrate: Corpus | None = None, *,
+    json: str | os.PathLike | None = None, progress: bool = False, mesh: Any = None,
+) -> list[dict[str, Any]]:
+    """`evaluate` with bases that are fitted to a corpus, by default the first half of Python's language reference."""
+    corpus = calibrate or load_corpus("pydoc:first")
+    settings = {**suite.settings, **calibration_settings(corpus, methods)}
+    return evaluate(
+        model, methods, dataclasses.replace(suite, settings=settings), json=json, progress=progress, mesh=mesh,
+        bases=lambda needed: bases_of(model, needed, corpus, dtype=suite.dtype, progress=progress),
+    )
 
 
 def _left(model, methods, suite: Suite, batch: Batch, known) -> dict[str, Part]:
@@ -136,88 +149,20 @@ def _left(model, methods, suite: Suite, batch: Batch, known) -> dict[str, Part]:
     }
 
 
-def _work(batch: Batch, methods: Mapping[str, Part]) -> float:
+def _prefill_work(batch: Batch) -> float:
     """In thousands of prefilled tokens; only the progress bar depends on it."""
-    return len(batch.contexts) * batch.width / 1000 + len(methods) * _answer_work(batch)
+    return len(batch.contexts) * batch.width / 1000
 
 
 def _answer_work(batch: Batch) -> float:
     return ANSWER_WORK * batch.rounds * max(q.new_tokens for q in batch.all_questions)
 
 
-class _Runner:
-    """Runs batches; remembers which programs are compiled, since a time that includes compiling says
-    nothing."""
-
-    def __init__(self, model: Any, suite: Suite, bases: Mapping[str, Any], mesh: Any):
-        self.model, self.suite, self.bases, self.mesh = model, suite, bases, mesh
-        self.warm: set[tuple[str | bool, int, int]] = set()
-        self.sizes: dict[tuple[str, int, int], Size] = {}
-
-    def run(self, batch: Batch, methods: Mapping[str, Part], bar: ProgressBar):
-        """Yields the records of one batch, method by method."""
-        model = self.model
-        tokens, lengths = pad_rows(batch.contexts, batch.width)
-        clock = PrefillClock()
-        caches, _ = prefill_many(
-            methods, model.config, model.params, tokens, lengths, bases=self.bases, capacity=batch.capacity,
-            dtype=self.suite.dtype, mesh=self.mesh, clock=clock,
-        )
-        bar.advance(len(batch.contexts) * batch.width / 1000)
-        twice = any(method.rereads for method in methods.values())
-        layers = (twice, batch.width, batch.capacity)
-        for spec, method in methods.items():
-            cache = caches.pop(spec)
-            shape = (spec, batch.width, batch.capacity)
-            if shape not in self.sizes:
-                self.sizes[shape] = size_of(cache, self.bases.get(spec))
-            for turn in range(batch.rounds):
-                last = turn + 1 == batch.rounds
-                asked = cache if last else fork(cache)
-                known = {layers, shape} <= self.warm and twice == method.rereads
-                prefill_s = clock.alone(spec) if known else None
-                yield from self._ask(batch, turn, spec, method, asked, prefill_s, len(methods))
-            self.warm.add(shape)
-            bar.advance(_answer_work(batch))
-            if drop_programs_if_many():
-                self.warm.clear()
-        self.warm.add(layers)
-
-    def _ask(
-        self, batch: Batch, turn: int, spec: str, method: Part, cache: Cache, prefill_s: float | None,
-        sharing: int
-    ):
-        """Asks the `turn`-th question of every context; contexts that have fewer are asked nothing that
-        counts."""
-        entries = [row[turn] if turn < len(row) else None for row in batch.questions]
-        filler = next(entry for entry in entries if entry is not None)
-        ids = [(entry or filler)[1] for entry in entries]
-        clock = Clock([None if entry is None else entry[0] for entry in entries])
-        texts = answer(
-            method, self.model, cache, ids, max(e[0].new_tokens for e in entries if e is not None),
-            bases=self.bases.get(spec), enough=clock.enough, on_fewer_rows=clock.stop,
-            nonempty=[entry is not None and entry[0].nonempty for entry in entries],
-        )
-        size = self.sizes[spec, batch.width, batch.capacity]
-        times = clock.times(prefill_s)
-        for row, entry in enumerate(entries):
-            if entry is not None:
-                yield self._record(spec, method, entry[0], texts[row], size, times, {
-                    "context_tokens": len(batch.contexts[row]), "question_tokens": len(entry[1]),
-                    "answer_tokens": clock.tokens[row], "rows": len(entries),
-                    "methods_sharing_prefill": sharing,
-                })
-
-    def _record(
-        self, spec: str, method: Part, question: Question, text: str, size: Size, times, counts
-    ) -> dict[str, Any]:
-        suite, model = self.suite, self.model
-        return make_record(
-            suite.command, model=model.name, fingerprint=model.fingerprint, method=spec, task=question.task,
-            length=question.length, index=question.index, samples=1, seed=suite.seed, protocol=suite.protocol,
-            score=100 * question.score(text), prediction=text, cache_bytes=size.total,
-            full_cache_bytes=size.full,
-            bytes_per_token=size.per_token, bytes_by_kind=size.by_kind, smaller=size.smaller,
-            nominal_smaller=size.nominal_smaller, compressed_fraction=size.compressed, **times, **counts,
-            **suite.conditions(method), prompt_sha256=question.sha256, **question.details,
-        )
+def _record(model: Any, suite: Suite, method: Part, reply: Reply) -> dict[str, Any]:
+    question = reply.question
+    return make_record(
+        suite.command, model=model.name, fingerprint=model.fingerprint, method=reply.spec, task=question.task,
+        length=question.length, index=question.index, samples=1, seed=suite.seed, protocol=suite.protocol,
+        score=100 * question.score(reply.text), prediction=reply.text, **size_fields(reply.size), **reply.figures,
+        **suite.conditions(method), prompt_sha256=question.sha256, **question.details,
+    )

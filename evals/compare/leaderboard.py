@@ -10,6 +10,7 @@ from lowrank_kv_jax.calibration.corpus import Corpus
 from lowrank_kv_jax.evals.asking.few_at_a_time import few_at_a_time
 from lowrank_kv_jax.evals.peers.kvpress_presses import PREFIX, PRESSES
 from lowrank_kv_jax.evals.peers.kvpress_run import evaluate_kvpress
+from lowrank_kv_jax.evals.report.markdown import table
 from lowrank_kv_jax.evals.report.sections import Entry, Section, read_sections
 from lowrank_kv_jax.evals.results.sizes import nominal_smaller
 from lowrank_kv_jax.evals.ruler.generate import SEED
@@ -126,13 +127,13 @@ def leaderboard_table(
     header = ["method", "nominal"]
     for section in sections:
         header += [f"stored, {section.length}", f"{name}, {section.length}"]
-    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    lines: list[list[str]] = []
     for method, found in sorted(rows.items(), key=_place):
         nominal = next(iter(found.values())).nominal_smaller
         lines.append([f"`{method}`", "" if nominal is None else f"{nominal:.1f}x",
                       *(cell for section in sections for cell in _cells(found.get(section.length), members))])
     counted = ", ".join(f"{section.samples} at {_length(section)}" for section in sections)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\nSamples of {name}: {counted}.\n"
+    return f"{table(header, lines)}\n\nSamples of {name}: {counted}.\n"
 
 
 def _length(section: Section) -> str:

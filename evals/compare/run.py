@@ -13,26 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.calibration.calibrate import fit_bases, moments_for
 from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
-from lowrank_kv_jax.evals.asking.answer import answer
-from lowrank_kv_jax.evals.asking.prefill_many import pad_rows, prefill_many
-from lowrank_kv_jax.evals.asking.samples import Sample, substring_score
-from lowrank_kv_jax.evals.needle.samples import make_needles
-from lowrank_kv_jax.evals.perplexity.score import Perplexity, score_through_cache
+from lowrank_kv_jax.evals.asking.ask import Asker
+from lowrank_kv_jax.evals.asking.batches import make_batches, one_shape
+from lowrank_kv_jax.evals.asking.methods import bases_of, check_methods
+from lowrank_kv_jax.evals.asking.prefill_many import prefill_many
+from lowrank_kv_jax.evals.needle.grid import make_question
+from lowrank_kv_jax.evals.needle.samples import RESERVE
+from lowrank_kv_jax.evals.perplexity.score import Perplexity, score_many
 from lowrank_kv_jax.evals.results.records import make_record
-from lowrank_kv_jax.evals.results.sizes import Size, size_of
+from lowrank_kv_jax.evals.results.sizes import Size, size_fields
 from lowrank_kv_jax.evals.speed.timing import CacheContender, Timing, alternate
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK
-from lowrank_kv_jax.generation.generate import PAD_TO, decode
+from lowrank_kv_jax.generation.generate import decode
 from lowrank_kv_jax.method import Part
-from lowrank_kv_jax.methods import REGISTRY
-from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
 
-SHORTLIST = (
-    "full", "streamingllm:keep=0.25", "static-pca-h:rank=0.6", "ojakv:rank=0.6", "ojakv:rank=0.8",
-    "single-svd:rank=0.25",
-)
 PROTOCOL = "query-agnostic"
 
 Step = Callable[[str, float], None]
@@ -72,7 +68,7 @@ class Settings:
     rounds: int = 3
     steps: int = DEFAULT_BLOCK
     timed_length: int | None = None
-    dtype: str = "bfloat16"
+    dtype: str = dataclasses.field(default_factory=default_cache_dtype)
     timed_dtype: str | None = None
 
     def __post_init__(self):
@@ -119,20 +115,6 @@ class Result:
         return {length: float(np.mean(scores)) for length, scores in self.scores.items()}
 
 
-def parse_methods(specs: Sequence[str] | None) -> dict[str, Part]:
-    """Methods by spec, in the order given; None is the shortlist, `all` every registered method with its
-    defaults.
-
-    Raises:
-        ValueError: an unknown or malformed spec (see `parse_method`), or one that is given twice.
-    """
-    specs = list(SHORTLIST if specs is None else specs)
-    specs = ["full", *sorted(set(REGISTRY) - {"full"})] if specs == ["all"] else specs
-    if len(set(specs)) < len(specs):
-        raise ValueError(f"methods {specs}: each may be given once")
-    return {spec: parse_method(spec) for spec in specs}
-
-
 def compare(
     model: Any, methods: Mapping[str, Part], settings: Settings = Settings(),
     on_step: Step = lambda name, done: None,
@@ -141,7 +123,7 @@ def compare(
 
     Args:
         model: a `LoadedModel` with a tokenizer.
-        methods: by spec, of `parse_methods`.
+        methods: by spec, of `asking.methods.parse_methods`.
         on_step: for a progress bar; the shares add up to `work(methods, settings)`.
 
     Raises:
@@ -149,10 +131,17 @@ def compare(
             the model, a corpus that is too short.
     """
     _check(model, methods, settings)
-    bases = _bases(model, methods, settings, on_step)
+    corpus = load_corpus(settings.calibrate)
+    bases = bases_of(
+        model, methods, corpus, length=max(settings.lengths), windows=settings.calibration_windows,
+        seed=settings.seed, dtype=settings.dtype,
+    )
+    if bases:
+        on_step("calibrated", _calibration_work(settings))
     results = {spec: Result(spec, method) for spec, method in methods.items()}
+    asker = Asker(model, bases, settings.dtype)
     for length in settings.lengths:
-        _needles(model, results, bases, settings, length, on_step)
+        _needles(asker, results, settings, length, on_step)
     _perplexities(model, results, bases, settings, on_step)
     timings = _timings(model, methods, bases, settings, on_step)
     for spec, result in results.items():
@@ -195,68 +184,32 @@ def _round_work(length: int) -> float:
 
 
 def _check(model: Any, methods: Mapping[str, Part], settings: Settings) -> None:
-    if model.tokenizer is None:
-        raise ValueError(f"model {model.name!r} has no tokenizer: compare needs one")
     lengths = (*settings.lengths, settings.length_timed)
     if max(lengths) > model.config.context:
         raise ValueError(f"lengths={lengths}: the model's context is {model.config.context} tokens")
-    for spec, method in methods.items():
-        try:
-            method.validate(model.config.attention)
-        except ValueError as error:
-            raise ValueError(f"{spec}: {error}") from error
+    check_methods(model, methods, "compare")
 
 
-def _bases(model, methods, settings, on_step) -> dict[str, Any]:
-    """Bases of the calibrated methods; the model runs once for all of them."""
-    calibrated = {spec: method for spec, method in methods.items() if method.calibrated}
-    if not calibrated:
-        return {}
-    texts = load_corpus(settings.calibrate).texts
-    length = max(settings.lengths)
-    tokens = token_windows(model.tokenizer, texts, length, settings.calibration_windows, settings.seed)
-    moments = moments_for(model, list(calibrated.values()), tokens)
-    on_step("calibrated", _calibration_work(settings))
-    return {spec: fit_bases(model, method, moments, settings.dtype) for spec, method in calibrated.items()}
+def _needles(asker: Asker, results: dict[str, Result], settings: Settings, length: int, on_step: Step) -> None:
+    tokenizer, longest = asker.model.tokenizer, asker.model.config.context
+    questions = [
+        make_question(tokenizer, length, settings.seed, index, new_tokens=settings.new_tokens, reserve=RESERVE)
+        for index in range(settings.samples)
+    ]
+    rows = min(settings.rows, settings.samples)
+    methods = {spec: result.method for spec, result in results.items()}
 
-
-def _needles(
-    model, results: dict[str, Result], bases, settings: Settings, length: int, on_step: Step
-) -> None:
-    samples = make_needles(model.tokenizer, length, settings.samples, settings.seed)
-    rows = min(settings.rows, len(samples))
-    contexts, questions = zip(*(sample.tokens(model.tokenizer) for sample in samples), strict=True)
-    width = _round_up(max(map(len, contexts)), PAD_TO)
-    capacity = width + _round_up(max(map(len, questions)) + settings.new_tokens, DEFAULT_BLOCK)
-    width, capacity = min(width, model.config.context), min(capacity, model.config.context)
-    scores: dict[str, list[float]] = {spec: [] for spec in results}
-    for begin in range(0, len(samples), rows):
-        # the last batch is filled up with the first samples, so that its shape is that of all others
-        chosen = [(begin + i) % len(samples) for i in range(rows)]
-        tokens, lengths = pad_rows([contexts[i] for i in chosen], width)
-        methods = {spec: result.method for spec, result in results.items()}
-        caches, _ = prefill_many(
-            methods, model.config, model.params, tokens, lengths, bases=bases, capacity=capacity,
-            dtype=settings.dtype,
-        )
-        on_step(f"needle {length}", _prefill_work(settings.rows, length))
-        for spec, result in results.items():
-            cache = caches.pop(spec)
-            result.size.setdefault(length, size_of(cache, bases.get(spec)))
-            texts = answer(
-                result.method, model, cache, [questions[i] for i in chosen], settings.new_tokens,
-                bases=bases.get(spec), enough=_right([samples[i] for i in chosen]),
-            )
-            got = [substring_score(text, samples[i].outputs) for i, text in zip(chosen, texts, strict=True)]
-            scores[spec] += got[: len(samples) - begin]
+    def step(spec: str | None) -> None:
+        if spec is None:
+            on_step(f"needle {length}", _prefill_work(settings.rows, length))
+        else:
             on_step(f"needle {length} {spec}", _ANSWER_WORK)
-    for spec, result in results.items():
-        result.scores[length] = [100 * score for score in scores[spec]]
 
-
-def _right(samples: Sequence[Sample]) -> Callable[[int, str], bool]:
-    """Whether a row's answer holds all references already: more tokens cannot change its score."""
-    return lambda row, text: substring_score(text, samples[row].outputs) == 1
+    for batch in make_batches(tokenizer, questions, PROTOCOL, "base", rows, longest, one_shape):
+        for reply in asker.ask(batch, methods, step):
+            result = results[reply.spec]
+            result.size[length] = reply.size
+            result.scores.setdefault(length, []).append(100 * reply.question.score(reply.text))
 
 
 def _perplexities(model, results: dict[str, Result], bases, settings: Settings, on_step: Step) -> None:
@@ -265,16 +218,11 @@ def _perplexities(model, results: dict[str, Result], bases, settings: Settings, 
     size = min(prefix + settings.scored, model.config.context)
     tokens = token_windows(model.tokenizer, texts, size, settings.windows, settings.seed)
     methods = {spec: result.method for spec, result in results.items()}
-    caches, logits = prefill_many(
-        methods, model.config, model.params, jnp.asarray(tokens[:, :prefix]), bases=bases,
-        capacity=tokens.shape[1], dtype=settings.dtype,
-    )
+    found = score_many(model, methods, tokens, prefix, bases=bases, dtype=settings.dtype)
     on_step("text", _prefill_work(settings.windows, prefix))
-    for spec, result in results.items():
-        result.perplexity = score_through_cache(
-            result.method, model, caches.pop(spec), logits, tokens[:, prefix:], bases=bases.get(spec)
-        )
-        on_step(f"text {spec}", _SCORE_WORK)
+    for scored in found:
+        results[scored.spec].perplexity = scored.perplexity
+        on_step(f"text {scored.spec}", _SCORE_WORK)
 
 
 def _timings(model, methods, bases, settings: Settings, on_step: Step) -> dict[str, Timing]:
@@ -299,10 +247,6 @@ def _timings(model, methods, bases, settings: Settings, on_step: Step) -> dict[s
                      on_round=lambda: on_step("times", _round_work(length)))
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
 # ---- records -----------------------------------------------------------------------------------------------
 
 
@@ -323,23 +267,15 @@ def records(model: Any, results: Sequence[Result], settings: Settings) -> list[d
         }
         for length, scores in result.scores.items():
             out += [make_record(
-                "compare", **shared, **_size_fields(result.size[length]), task="niah_single_1", length=length,
+                "compare", **shared, **size_fields(result.size[length]), task="niah_single_1", length=length,
                 samples=1, index=index, score=score,
             ) for index, score in enumerate(scores)]
         for index, row in enumerate(result.perplexity.nll):
             total = float(row.sum())
             out.append(make_record(
-                "compare", **shared, **_size_fields(result.size[prefix]), task="perplexity-stream",
+                "compare", **shared, **size_fields(result.size[prefix]), task="perplexity-stream",
                 length=prefix + len(row), step=prefix, samples=1, index=index, scored_tokens=len(row),
                 text={"name": corpus.name, "sha256": corpus.sha256}, nll=total if math.isfinite(total) else None,
                 perplexity=math.exp(min(total / len(row), 700)) if math.isfinite(total) else None,
             ))
     return out
-
-
-def _size_fields(size: Size) -> dict[str, Any]:
-    return {
-        "cache_bytes": size.total, "full_cache_bytes": size.full, "bytes_per_token": size.per_token,
-        "bytes_by_kind": size.by_kind, "smaller": size.smaller, "nominal_smaller": size.nominal_smaller,
-        "compressed_fraction": size.compressed,
-    }

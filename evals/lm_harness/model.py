@@ -8,10 +8,10 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lowrank_kv_jax.calibration.corpus import load_corpus
-from lowrank_kv_jax.evals.asking.answer import answer
-from lowrank_kv_jax.evals.asking.bases import bases_of
-from lowrank_kv_jax.evals.asking.batches import coarse
-from lowrank_kv_jax.evals.asking.prefill_many import pad_rows, prefill_many
+from lowrank_kv_jax.evals.asking.ask import Asker
+from lowrank_kv_jax.evals.asking.batches import Batch, coarse
+from lowrank_kv_jax.evals.asking.methods import bases_of
+from lowrank_kv_jax.evals.asking.prompts import Question
 from lowrank_kv_jax.evals.lm_harness.scoring import Scored, make_pair, score_pairs
 from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.models.load import load_model
@@ -31,7 +31,7 @@ class LowRankKV(TemplateLM):
 
     def __init__(
         self, model: Any = "smollm2-135m", method: str = "full", bases: Any = None,
-        calibrate: str | None = None, cache_dtype: str = "bfloat16", dtype: str | None = None,
+        calibrate: str | None = None, cache_dtype: str | None = None, dtype: str | None = None,
         batch_size: int | str = 8, max_length: int | None = None, mesh: Any = None, progress: bool = True,
         max_batch_size: Any = None, device: Any = None,
     ):
@@ -44,7 +44,7 @@ class LowRankKV(TemplateLM):
             bases: of the method, or the folder where they were saved; without it those of a calibrated method are
                 fitted now.
             calibrate: text to fit them to, by default the first half of Python's language reference.
-            cache_dtype, dtype: of the caches and of the weights.
+            cache_dtype, dtype: of the caches and of the weights; None: the library's defaults.
             batch_size: contexts that share a batch.
             max_length: tokens, at most the model's context.
             mesh: see `forward.prefill`.
@@ -69,6 +69,7 @@ class LowRankKV(TemplateLM):
         self.tokenizer, self.max_length = self.loaded.tokenizer, max_length or context
         self.rows, self.mesh, self.cache_dtype, self.progress = int(batch_size), mesh, cache_dtype, progress
         self.bases = self._bases(bases, calibrate, progress)
+        self.asker = Asker(self.loaded, {"": self.bases}, cache_dtype, mesh)
         self.scored: dict[tuple[str, str], Scored] = {}
         """By (context, continuation)."""
         self.warm: set[tuple[int, int]] = set()
@@ -172,33 +173,19 @@ class LowRankKV(TemplateLM):
         if room + 2 > self.max_length:
             raise ValueError(f"max_gen_toks={room}: leaves no room for a context in {self.max_length} tokens")
         contexts = [self._context(text, self.max_length - room) for text, _ in requests]
-        filled = contexts + [contexts[-1]] * (self.rows - len(contexts))
-        width = min(coarse(max(map(len, filled))), self.max_length - room)
-        tokens, lengths = pad_rows([row[:-1] for row in filled], width)
-        caches, _ = prefill_many(
-            {"": self.method}, self.loaded.config, self.loaded.params, tokens, lengths, bases={"": self.bases},
-            capacity=width + room, dtype=self.cache_dtype, mesh=self.mesh,
-        )
-        counts = [0] * self.rows
+        contexts += [contexts[-1]] * (self.rows - len(contexts))
+        asked = [((_question(index, *limits), contexts[index][-1:]),) for index, limits in enumerate(wanted)]
+        asked += [()] * (self.rows - len(asked))
+        width = min(coarse(max(map(len, contexts))), self.max_length - room)
+        batch = Batch(width, width + room, tuple(context[:-1] for context in contexts), tuple(asked))
+        replies = sorted(self.asker.ask(batch, {"": self.method}), key=lambda reply: reply.question.index)
+        return [postprocess_generated_text(reply.text, until, None)
+                for reply, (until, _) in zip(replies, wanted, strict=True)]
 
-        def enough(row: int, text: str) -> bool:
-            if row >= len(requests):
-                return True
-            until, most = wanted[row]
-            counts[row] += 1
-            return counts[row] >= most or any(stop in text for stop in until)
-
-        texts = answer(
-            self.method, self.loaded, caches.pop(""), [row[-1:] for row in filled], room, bases=self.bases,
-            enough=enough,
-        )
-        return [postprocess_generated_text(text, until, None)
-                for text, (until, _) in zip(texts, wanted, strict=False)]
-
-    def _context(self, text: str, longest: int) -> list[int]:
+    def _context(self, text: str, longest: int) -> tuple[int, ...]:
         """Ids of a context, at least two: one to compress, and one to go on from."""
         ids = self.tok_encode(text)
-        return ([self.prefix_token_id] * (2 - len(ids)) + ids)[-longest:]
+        return tuple(([self.prefix_token_id] * (2 - len(ids)) + ids)[-longest:])
 
     def _stopping(self, kwargs: dict) -> tuple[list[str], int]:
         """Stop sequences and the most tokens of a request."""
@@ -207,3 +194,11 @@ class LowRankKV(TemplateLM):
             raise ValueError("do_sample: answers are greedy here; give temperature=0 or do_sample=false")
         eos = self.tokenizer.decode([self.eot_token_id])
         return handle_stop_sequences(settings.get("until"), eos=eos), settings["max_gen_toks"]
+
+
+def _question(index: int, until: list[str], most: int) -> Question:
+    """What ends a greedy continuation; lm-eval scores it itself."""
+    def stopped(text: str) -> bool:
+        return any(stop in text for stop in until)
+
+    return Question("", 0, index, "", "", "", most, score=lambda text: 0.0, complete=stopped)

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus
-from lowrank_kv_jax.evals.asking.bases import bases_of, calibration_settings, conditions_of
+from lowrank_kv_jax.evals.asking.methods import bases_of, calibration_settings, check_methods, conditions_of
 from lowrank_kv_jax.evals.lm_harness.tasks import TASKS, load_tasks
 from lowrank_kv_jax.evals.results.records import append_record, make_record
 from lowrank_kv_jax.evals.results.resume import Key, finished, key_of
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.methods.parse import spell_method
 from lowrank_kv_jax.progress import ProgressBar
+from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
 
 COMMAND = "eval lm-eval"
 SEED = 1234  # lm-eval's own for its few-shot examples
@@ -26,7 +27,7 @@ CHUNK = 32  # documents that are scored before their records are written
 def evaluate_lm_eval(
     model: Any, methods: Mapping[str, Part], tasks: Sequence[str] = TASKS, samples: int | None = None,
     fewshot: int | None = None, seed: int = SEED, *, data: str | os.PathLike | None = None,
-    json: str | os.PathLike | None = None, rows: int = 8, dtype: str = "bfloat16", calibrate: Corpus | None = None,
+    json: str | os.PathLike | None = None, rows: int = 8, dtype: str | None = None, calibrate: Corpus | None = None,
     progress: bool = False, mesh: Any = None,
 ) -> list[dict[str, Any]]:
     """Score methods on tasks of lm-eval.
@@ -46,12 +47,11 @@ def evaluate_lm_eval(
     Raises:
         ValueError: lm-eval is not installed, no tokenizer, a file of another run, or as `load_tasks`.
     """
-    if model.tokenizer is None:
-        raise ValueError(f"model {model.name!r} has no tokenizer: {COMMAND} needs one")
+    check_methods(model, methods, COMMAND)
     require_lm_eval()
     loaded = load_tasks(tasks, None if data is None else Path(data), fewshot, seed)
     documents = {name: list(task.eval_docs)[:samples] for name, task in loaded.items()}
-    corpus = calibrate or load_corpus("pydoc:first")
+    corpus, dtype = calibrate or load_corpus("pydoc:first"), dtype or default_cache_dtype()
     conditions = {"fewshot": fewshot, "cache_dtype": dtype, **calibration_settings(corpus, methods)}
     wanted: dict[Key, dict[str, Any]] = {
         _key(model, spec, task, index, seed): conditions_of(conditions, method) | {"document_sha256": _digest(document)}

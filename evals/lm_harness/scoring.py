@@ -66,7 +66,7 @@ def make_pair(context: Sequence[int], continuation: Sequence[int], longest: int)
 
 
 def score_pairs(
-    model: Any, method: Part, pairs: Sequence[Pair], *, bases: Any = None, rows: int = 8, dtype: Any = "bfloat16",
+    model: Any, method: Part, pairs: Sequence[Pair], *, bases: Any = None, rows: int = 8, dtype: Any = None,
     mesh: jax.sharding.Mesh | None = None, on_scored: Callable[[int], None] = lambda count: None,
     warm: set[tuple[int, int]] | None = None,
 ) -> list[Scored]:

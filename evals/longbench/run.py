@@ -4,10 +4,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus
-from lowrank_kv_jax.evals.asking.bases import bases_of, calibration_settings
+from lowrank_kv_jax.calibration.corpus import Corpus
 from lowrank_kv_jax.evals.asking.prompts import Question
-from lowrank_kv_jax.evals.asking.suite import Suite, evaluate
+from lowrank_kv_jax.evals.asking.suite import Suite, evaluate_calibrated
 from lowrank_kv_jax.evals.longbench.metrics import complete, score
 from lowrank_kv_jax.evals.longbench.samples import LongBenchSample, load_samples
 from lowrank_kv_jax.evals.longbench.tasks import BASE_PROMPT, NONEMPTY, all_tasks, find_task
@@ -22,7 +21,7 @@ def evaluate_longbench(
     model: Any, methods: Mapping[str, Part], tasks: Sequence[str] | None = None,
     samples: int | None = None,
     protocol: str = "query-agnostic", *, data: str | os.PathLike | None = None, max_length: int | None = None,
-    json: str | os.PathLike | None = None, style: str = "base", rows: int = 2, dtype: str = "bfloat16",
+    json: str | os.PathLike | None = None, style: str = "base", rows: int = 2, dtype: str | None = None,
     calibrate: Corpus | None = None, progress: bool = False, seed: int = 0, mesh: Any = None,
 ) -> list[dict[str, Any]]:
     """Score methods on LongBench.
@@ -53,13 +52,8 @@ def evaluate_longbench(
     names = list(dict.fromkeys(find_task(name).name for name in tasks)) if tasks else list(all_tasks())
     loaded = [sample for name in names for sample in load_samples(name, data, samples)]
     questions = tuple(make_question(model.tokenizer, sample, limit) for sample in loaded)
-    corpus = calibrate or load_corpus("pydoc:first")
-    suite = Suite(COMMAND, questions, protocol, style, seed, rows, dtype,
-                  calibration_settings(corpus, methods))
-    return evaluate(
-        model, methods, suite, json=json, progress=progress, mesh=mesh,
-        bases=lambda needed: bases_of(model, needed, corpus, dtype=dtype, progress=progress),
-    )
+    suite = Suite(COMMAND, questions, protocol, style, seed, rows, dtype)
+    return evaluate_calibrated(model, methods, suite, calibrate, json=json, progress=progress, mesh=mesh)
 
 
 def make_question(tokenizer: Any, sample: LongBenchSample, max_length: int) -> Question:

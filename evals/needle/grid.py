@@ -4,12 +4,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus
-from lowrank_kv_jax.evals.asking.bases import bases_of, calibration_settings
+from lowrank_kv_jax.calibration.corpus import Corpus
 from lowrank_kv_jax.evals.asking.prompts import Question
-from lowrank_kv_jax.evals.asking.samples import substring_score
-from lowrank_kv_jax.evals.asking.suite import Suite, evaluate
-from lowrank_kv_jax.evals.needle.samples import TASK, make_needle
+from lowrank_kv_jax.evals.asking.suite import Suite, evaluate_calibrated
+from lowrank_kv_jax.evals.needle.samples import TASK, make_needle, substring_score
 from lowrank_kv_jax.method import Part
 
 COMMAND = "eval needle"
@@ -19,7 +17,7 @@ NEW_TOKENS = 32
 def evaluate_needles(
     model: Any, methods: Mapping[str, Part], lengths: Sequence[int] = (512, 1024, 2048), depths: int = 5,
     samples: int = 2, protocol: str = "query-agnostic", seed: int = 0, *,
-    json: str | os.PathLike | None = None, style: str = "base", rows: int = 5, dtype: str = "bfloat16",
+    json: str | os.PathLike | None = None, style: str = "base", rows: int = 5, dtype: str | None = None,
     calibrate: Corpus | None = None, progress: bool = False, mesh: Any = None,
 ) -> list[dict[str, Any]]:
     """Score methods on needles in noise.
@@ -43,24 +41,23 @@ def evaluate_needles(
         make_question(model.tokenizer, length, seed, place * samples + i, place / (depths - 1))
         for length in lengths for place in range(depths) for i in range(samples)
     )
-    corpus = calibrate or load_corpus("pydoc:first")
-    settings = calibration_settings(corpus, methods) | {"depths": depths, "samples_per_depth": samples}
+    settings = {"depths": depths, "samples_per_depth": samples}
     suite = Suite(COMMAND, asked, protocol, style, seed, rows, dtype, settings)
-    return evaluate(
-        model, methods, suite, json=json, progress=progress, mesh=mesh,
-        bases=lambda needed: bases_of(model, needed, corpus, dtype=dtype, progress=progress),
-    )
+    return evaluate_calibrated(model, methods, suite, calibrate, json=json, progress=progress, mesh=mesh)
 
 
-def make_question(tokenizer: Any, length: int, seed: int, index: int, depth: float) -> Question:
-    """The needle `index` of a seed, at a depth of 0 to 1."""
-    sample = make_needle(tokenizer, length, seed, index, depth, NEW_TOKENS)
+def make_question(
+    tokenizer: Any, length: int, seed: int, index: int, depth: float | None = None, *, new_tokens: int = NEW_TOKENS,
+    reserve: int = NEW_TOKENS,
+) -> Question:
+    """The needle `index` of a seed; `depth` and `reserve` are those of `make_needle`."""
+    sample = make_needle(tokenizer, length, seed, index, depth, reserve)
     question, mark, prefix = sample.question.partition("?")
 
     def score(answer: str) -> float:
         return substring_score(answer, sample.outputs)
 
     return Question(
-        TASK, length, index, sample.context, question + mark, prefix, NEW_TOKENS, score,
+        TASK, length, index, sample.context, question + mark, prefix, new_tokens, score,
         lambda answer: score(answer) == 1, {"outputs": list(sample.outputs), "depth": depth},
     )

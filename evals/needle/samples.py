@@ -1,14 +1,13 @@
 """A single needle in a haystack of noise, in the form of RULER's `niah_single_1` (Hsieh et al., 2024)."""
 
+import dataclasses
 import math
 import random
 from collections.abc import Callable
 from typing import Any
 
-from lowrank_kv_jax.evals.asking.samples import Sample
-
 TASK = "niah_single_1"
-NEW_TOKENS = 128
+RESERVE = 128
 """Tokens that RULER reserves for the answer; they count towards the length."""
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -40,9 +39,28 @@ NOUNS = (
 ).split()
 
 
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One question, split where a query-agnostic cache is compressed.
+
+    Attributes:
+        context: everything before the last question line, its line break included.
+        question: the question line, followed directly by the answer prefix.
+        outputs: the references.
+        length: tokens of context, question and reserved answer together.
+        depth: where in the haystack the needle lies, 0 first and 1 last.
+    """
+
+    context: str
+    question: str
+    outputs: tuple[str, ...]
+    length: int
+    depth: float
+
+
 def make_needle(
     tokenizer: Any, length: int, seed: int = 0, index: int = 0, depth: float | None = None,
-    reserve: int = NEW_TOKENS,
+    reserve: int = RESERVE,
 ) -> Sample:
     """The sample `index` of a seed, as long as fits: context, question, answer prefix and `reserve` tokens <=
     length.
@@ -72,22 +90,14 @@ def make_needle(
         context = "\n".join([INSTRUCTION, *lines, ""])
         question = QUESTION.format(key=key) + ANSWER_PREFIX.format(key=key)
         tokens = len(tokenizer.encode(context + question)) + reserve
-        return Sample(TASK, context, question, (value,), tokens, at / sentences)
+        return Sample(context, question, (value,), tokens, at / sentences)
 
     return _longest(sample, length)
 
 
-def make_needles(
-    tokenizer: Any, length: int, samples: int, seed: int = 0, reserve: int = NEW_TOKENS
-) -> list[Sample]:
-    """The first samples of a seed, needles at random depths.
-
-    Raises:
-        ValueError: as `make_needle`, or less than one sample.
-    """
-    if samples < 1:
-        raise ValueError(f"samples={samples}: must be at least 1")
-    return [make_needle(tokenizer, length, seed, index, reserve=reserve) for index in range(samples)]
+def substring_score(answer: str, outputs: tuple[str, ...]) -> float:
+    """Share of the references that the answer contains, case-insensitively (RULER's `string_match_all`)."""
+    return sum(reference.lower() in answer.lower() for reference in outputs) / len(outputs)
 
 
 def _longest(sample: Callable[[int], Sample], length: int) -> Sample:

@@ -4,23 +4,21 @@ import dataclasses
 import hashlib
 import math
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus
-from lowrank_kv_jax.evals.asking.bases import bases_of, calibration_settings, conditions_of
 from lowrank_kv_jax.evals.asking.clock import PrefillClock
-from lowrank_kv_jax.evals.asking.prefill_many import prefill_many
-from lowrank_kv_jax.evals.perplexity.score import score_through_cache
+from lowrank_kv_jax.evals.asking.methods import bases_of, calibration_settings, check_methods, conditions_of
+from lowrank_kv_jax.evals.perplexity.score import score_many
 from lowrank_kv_jax.evals.results.records import append_record, make_record
 from lowrank_kv_jax.evals.results.resume import finished, key_of
-from lowrank_kv_jax.evals.results.sizes import size_of
+from lowrank_kv_jax.evals.results.sizes import size_fields
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.progress import ProgressBar
+from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
 
 COMMAND = "eval perplexity"
 MODES = ("stream", "sliding")
@@ -76,7 +74,7 @@ def cut_windows(tokens: Sequence[int], mode: str, length: int, step: int) -> lis
 def evaluate_perplexity(
     model: Any, methods: Mapping[str, Part], text: Corpus | None = None, mode: str = "stream",
     length: int = 2048, step: int = 1024, windows: int | None = 4, *, json: str | os.PathLike | None = None,
-    rows: int = 4, dtype: str = "bfloat16", calibrate: Corpus | None = None, progress: bool = False,
+    rows: int = 4, dtype: str | None = None, calibrate: Corpus | None = None, progress: bool = False,
     mesh: Any = None, cut: Sequence[Window] | None = None,
 ) -> list[dict[str, Any]]:
     """Score methods on a text.
@@ -103,15 +101,14 @@ def evaluate_perplexity(
         ValueError: as `cut_windows`, windows beyond the model's context, or a file that holds results of
             another run.
     """
-    if model.tokenizer is None:
-        raise ValueError(f"model {model.name!r} has no tokenizer: {COMMAND} needs one")
+    check_methods(model, methods, COMMAND)
     if length > model.config.context:
         raise ValueError(f"length={length}: the model's context is {model.config.context} tokens")
     text = text or load_corpus("pydoc:second")
     if cut is None:
         ids = model.tokenizer("\n\n".join(text.texts), verbose=False).input_ids
         cut = cut_windows(ids, mode, length, step)[:windows]
-    corpus = calibrate or load_corpus("pydoc:first")
+    corpus, dtype = calibrate or load_corpus("pydoc:first"), dtype or default_cache_dtype()
     conditions = {
         "step": step, "cache_dtype": dtype, "text": {"name": text.name, "sha256": text.sha256},
         **calibration_settings(corpus, methods),
@@ -165,21 +162,14 @@ class _Run:
     def score(self, batch, methods, bases, rows, dtype, mesh, bar) -> Iterator[dict[str, Any]]:
         model = self.model
         filled = [batch[i % len(batch)] for i in range(rows)]  # one shape, whether the batch is full or not
-        context = jnp.asarray([window.context for window in filled], jnp.int32)
-        scored = np.asarray([window.scored for window in filled], np.int32)
+        tokens = np.asarray([window.context + window.scored for window in filled], np.int32)
         clock = PrefillClock()
-        caches, logits = prefill_many(
-            methods, model.config, model.params, context, bases=bases, capacity=sum(batch[0].shape), dtype=dtype,
-            mesh=mesh, clock=clock,
-        )
-        for spec, method in methods.items():
-            cache = caches.pop(spec)
-            size = size_of(cache, bases.get(spec))
-            begin = time.perf_counter()
-            nll = score_through_cache(method, model, cache, logits, scored, bases=bases.get(spec)).nll
-            seconds = time.perf_counter() - begin
+        found = score_many(model, methods, tokens, len(batch[0].context), bases=bases, dtype=dtype, mesh=mesh,
+                           clock=clock)
+        for spec, size, scored, seconds in found:
+            nll = scored.nll
             bar.advance()
-            times = self._times(clock, spec, methods, batch[0].shape, scored.size / seconds)
+            times = self._times(clock, spec, methods, batch[0].shape, nll.size / seconds)
             for row, window in enumerate(batch):
                 total = float(nll[row].sum())
                 finite = math.isfinite(total)
@@ -188,10 +178,8 @@ class _Run:
                     length=self.length, index=window.index, samples=1, nll=total if finite else None,
                     scored_tokens=len(window.scored), context_tokens=len(window.context),
                     perplexity=math.exp(min(total / len(window.scored), 700)) if finite else None,
-                    cache_bytes=size.total, full_cache_bytes=size.full, bytes_per_token=size.per_token,
-                    bytes_by_kind=size.by_kind, smaller=size.smaller, nominal_smaller=size.nominal_smaller,
-                    compressed_fraction=size.compressed, window_sha256=_digest(window), **times,
-                    **conditions_of(self.conditions, method),
+                    **size_fields(size), window_sha256=_digest(window), **times,
+                    **conditions_of(self.conditions, methods[spec]),
                 )
         self.warm.update((spec, batch[0].shape) for spec in methods)
 

@@ -1,13 +1,17 @@
 """Perplexity of a text that is scored in blocks through a compressed cache."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowrank_kv_jax.evals.asking.clock import PrefillClock
+from lowrank_kv_jax.evals.asking.prefill_many import prefill_many
+from lowrank_kv_jax.evals.results.sizes import Size, size_of
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, extend, prefill, refresh
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.cache import Cache
@@ -78,6 +82,41 @@ def score_through_cache(
     rows = np.asarray(tokens, np.int32).tolist()
     scored = score_rows(method, model, cache, logits, rows, bases=bases)
     return Perplexity(np.stack([nll for nll, _ in scored]))
+
+
+class Scored(NamedTuple):
+    """Of one method: its spec, the size of its cache (one row), likelihoods, and the seconds that scoring took."""
+
+    spec: str
+    size: Size
+    perplexity: Perplexity
+    seconds: float
+
+
+def score_many(
+    model: Any, methods: Mapping[str, Part], tokens: np.ndarray, prefix: int, *, bases: Mapping[str, Any],
+    dtype: Any = None, mesh: Any = None, clock: PrefillClock | None = None,
+) -> Iterator[Scored]:
+    """`perplexity` of several methods from one prefill, which is done when this returns; each is scored when it is asked
+    for.
+
+    Args:
+        methods, bases: by spec.
+        dtype, mesh, clock: as of `prefill_many`.
+    """
+    context = jnp.asarray(tokens[:, :prefix], jnp.int32)
+    caches, logits = prefill_many(
+        methods, model.config, model.params, context, bases=bases, capacity=tokens.shape[1], dtype=dtype, mesh=mesh,
+        clock=clock,
+    )
+
+    def score(spec: str) -> Scored:
+        cache, own = caches.pop(spec), bases.get(spec)
+        size, begin = size_of(cache, own), time.perf_counter()
+        found = score_through_cache(methods[spec], model, cache, logits, tokens[:, prefix:], bases=own)
+        return Scored(spec, size, found, time.perf_counter() - begin)
+
+    return map(score, methods)
 
 
 def perplexity(

@@ -11,15 +11,16 @@ from lowrank_kv_jax.evals.ruler.tasks import RULER_6
 
 def markdown(sections: Sequence[Section | PerplexitySection]) -> str:
     """One table for each section, ready for a README."""
-    parts = []
-    for section in sections:
-        header, rows = cells(section)
-        lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-        lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]
-        parts.append(f"### {section.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
-                     + "\n\n"
-                     + legend(section) + "\n")
-    return "\n".join(parts)
+    return "\n".join(
+        f"### {section.title}\n\n{table(*cells(section))}\n\n{legend(section)}\n" for section in sections
+    )
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose first column is text and whose others are numbers."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 SIZES = ("Sizes: times smaller than a 16-bit full cache, from the bytes stored, and nominal, as papers count (each "

@@ -40,6 +40,15 @@ class Size:
         return self.full / self.total
 
 
+def size_fields(size: Size) -> dict[str, Any]:
+    """What records hold of it."""
+    return {
+        "cache_bytes": size.total, "full_cache_bytes": size.full, "bytes_per_token": size.per_token,
+        "bytes_by_kind": size.by_kind, "smaller": size.smaller, "nominal_smaller": size.nominal_smaller,
+        "compressed_fraction": size.compressed,
+    }
+
+
 def size_of(cache: Cache, bases: Any = None) -> Size:
     """Measure one row of a cache from its leaves, whose shapes alone are read."""
     def one_row(info, x):

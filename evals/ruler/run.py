@@ -1,17 +1,15 @@
 """RULER through compressed caches."""
 
-import dataclasses
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus
-from lowrank_kv_jax.evals.asking.bases import bases_of, calibration_settings
+from lowrank_kv_jax.calibration.corpus import Corpus
 from lowrank_kv_jax.evals.asking.batches import check_lengths
 from lowrank_kv_jax.evals.asking.prompts import Question
-from lowrank_kv_jax.evals.asking.suite import Suite, evaluate
+from lowrank_kv_jax.evals.asking.suite import Suite, evaluate_calibrated
 from lowrank_kv_jax.evals.ruler.generate import SEED, generate
 from lowrank_kv_jax.evals.ruler.haystack import load_haystack
 from lowrank_kv_jax.evals.ruler.qa import QuestionSet, load_questions
@@ -29,7 +27,7 @@ def evaluate_ruler(
     data: str | os.PathLike | None = None,
     haystack: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
     questions: Mapping[str, str | os.PathLike] | None = None, json: str | os.PathLike | None = None,
-    style: str = "base", rows: int = 5, dtype: str = "bfloat16", calibrate: Corpus | None = None,
+    style: str = "base", rows: int = 5, dtype: str | None = None, calibrate: Corpus | None = None,
     progress: bool = False,
     mesh: Any = None,
 ) -> list[dict[str, Any]]:
@@ -59,12 +57,7 @@ def evaluate_ruler(
     """
     suite = make_suite(model, tasks, lengths, samples, protocol, seed, data=data, haystack=haystack,
                        questions=questions, style=style, rows=rows, dtype=dtype)
-    corpus = calibrate or load_corpus("pydoc:first")
-    settings = {**suite.settings, **calibration_settings(corpus, methods)}
-    return evaluate(
-        model, methods, dataclasses.replace(suite, settings=settings), json=json, progress=progress, mesh=mesh,
-        bases=lambda needed: bases_of(model, needed, corpus, dtype=dtype, progress=progress),
-    )
+    return evaluate_calibrated(model, methods, suite, calibrate, json=json, progress=progress, mesh=mesh)
 
 
 def make_suite(
@@ -72,7 +65,7 @@ def make_suite(
     protocol: str = "query-agnostic", seed: int = SEED, *, data: str | os.PathLike | None = None,
     haystack: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
     questions: Mapping[str, str | os.PathLike] | None = None, style: str = "base", rows: int = 5,
-    dtype: str = "bfloat16",
+    dtype: str | None = None,
 ) -> Suite:
     """What is asked; the arguments are those of `evaluate_ruler`."""
     names = expand_tasks(tuple(tasks))

@@ -4,10 +4,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from lowrank_kv_jax.calibration.calibrate import fit_bases, moments_for
 from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
+from lowrank_kv_jax.evals.asking.methods import bases_of
 from lowrank_kv_jax.evals.results.records import make_record
 from lowrank_kv_jax.evals.speed.timing import CacheContender, Contender, Timing, alternate
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK
@@ -50,11 +48,11 @@ def bench_decode(
     if too_long:
         raise ValueError(f"lengths={too_long}: with {steps} new tokens beyond the model's context, "
                          f"{model.config.context}")
-    texts = load_corpus(corpus).texts
-    bases = _bases(model, methods, texts, seed, cache_dtype)
+    source = load_corpus(corpus)
+    bases = bases_of(model, methods, source, windows=1, seed=seed, dtype=cache_dtype)
     speeds = []
     for length in lengths:
-        tokens = token_windows(model.tokenizer, texts, length, 1, seed)
+        tokens = token_windows(model.tokenizer, source.texts, length, 1, seed)
         contenders: dict[str, Contender] = {
             spec: CacheContender(model, method, bases.get(spec), tokens, steps, dtype=cache_dtype)
             for spec, method in methods.items()
@@ -69,15 +67,6 @@ def bench_decode(
             size = ours and _size(model, ours, bases.get(name), length, steps, cache_dtype)
             speeds.append(Speed(name, length, timing, size))
     return speeds
-
-
-def _bases(model, methods: Mapping[str, Part], texts, seed: int, dtype: str) -> dict[str, Any]:
-    calibrated = {spec: method for spec, method in methods.items() if method.calibrated}
-    if not calibrated:
-        return {}
-    tokens = token_windows(model.tokenizer, texts, min(2048, model.config.context), 1, seed)
-    moments = moments_for(model, list(calibrated.values()), np.asarray(tokens))
-    return {spec: fit_bases(model, method, moments, dtype) for spec, method in calibrated.items()}
 
 
 def _size(model, method: Part, bases: Any, length: int, steps: int, dtype: str) -> CacheBytes:

@@ -16,6 +16,7 @@ from lowrank_kv_jax.evals.results.figure_file import save_figure
 from lowrank_kv_jax.evals.results.records import make_record
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
+from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.lanes import TokensOnLanes
 from lowrank_kv_jax.storage.positions import Runs
@@ -37,7 +38,7 @@ class Shape:
     q_heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
-    dtype: str = "bfloat16"
+    dtype: str = dataclasses.field(default_factory=default_cache_dtype)
     ragged: bool = False
 
     def lengths(self) -> np.ndarray:

@@ -73,7 +73,7 @@ class Cost(NamedTuple):
 
 
 def decode_cost(
-    config: ModelConfig, method: Part, tokens: int, batch: int = 1, dtype: Any = "bfloat16",
+    config: ModelConfig, method: Part, tokens: int, batch: int = 1, dtype: Any = None,
     weight_dtype: Any = "bfloat16",
 ) -> Cost:
     """The cost of decoding one token for each row of a cache that is full.
@@ -83,7 +83,7 @@ def decode_cost(
         method: any; bases that it calibrates are counted as they would be stored.
         tokens: the capacity, which prompt and new tokens have filled up.
         batch: rows.
-        dtype: of the cache.
+        dtype: of the cache, by default the library's.
         weight_dtype: of the weights.
 
     Raises:
@@ -91,7 +91,7 @@ def decode_cost(
     """
     method.validate(config.attention)
     layout = make_layout(config, batch, max(1, tokens - DEFAULT_BLOCK), tokens, dtype=dtype)
-    bases = white_bases(config.attention, method, dtype)
+    bases = white_bases(config.attention, method, layout.dtype)
     cache = abstract_cache(method, layout, bases)
     params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     token = jax.ShapeDtypeStruct((batch,), jnp.int32)

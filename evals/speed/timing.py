@@ -5,12 +5,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, prefill
 from lowrank_kv_jax.generation.generate import decode
 from lowrank_kv_jax.method import Part
+from lowrank_kv_jax.method.cache import Cache, fork
 
 
 class Contender(Protocol):
@@ -68,6 +70,25 @@ class CacheContender:
         for _ in blocks:
             pass
         return first - begin, time.perf_counter() - first
+
+
+class DecodeContender:
+    """The decode loop of `generate` on a copy of one prefilled cache."""
+
+    def __init__(self, model: Any, cache: Cache, logits: jax.Array, steps: int, bases: Any = None):
+        self._model, self._cache, self._logits, self._steps, self._bases = model, cache, logits, steps, bases
+
+    def round(self) -> tuple[float, float]:
+        """Nothing, and the seconds of the decode steps, refreshes included."""
+        cache = jax.block_until_ready(fork(self._cache))
+        config, params = self._model.config, self._model.params
+        blocks = decode(cache.method, config, params, cache, self._logits, 1 + self._steps, bases=self._bases)
+        del cache
+        next(blocks)  # the first token is the prefill's
+        begin = time.perf_counter()
+        for _ in blocks:
+            pass
+        return 0.0, time.perf_counter() - begin
 
 
 def alternate(

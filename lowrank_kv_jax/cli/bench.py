@@ -43,9 +43,10 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: as `load_model`, `parse_methods` and `bench_decode`; the peer without torch.
     """
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
-    from lowrank_kv_jax.evals.compare.run import parse_methods
+    from lowrank_kv_jax.evals.asking.methods import parse_methods
     from lowrank_kv_jax.evals.results.records import append_record
     from lowrank_kv_jax.evals.speed.bench import bench_decode, records
+    from lowrank_kv_jax.progress import ProgressBar
 
     methods = parse_methods(args.methods)
     check_numbers(args, lengths=1, steps=1, rounds=1, seed=0)
@@ -53,14 +54,13 @@ def run(args: argparse.Namespace) -> int:
     torch_model = _peer(args)
     model = load_from(args)
     total = (args.rounds + 1) * len(args.lengths) * (len(methods) + (torch_model is not None))
-    with _progress() as progress:
-        task = progress.add_task("start", total=total)
+    with ProgressBar("bench", total, shown=True) as bar:
         speeds = bench_decode(
             model, methods, args.lengths, steps=args.steps, rounds=args.rounds, cache_dtype=args.cache_dtype,
             corpus=args.corpus, seed=args.seed, torch_model=torch_model,
-            on_round=lambda length: progress.update(task, advance=1, description=f"{length} tokens"),
+            on_round=lambda length: bar.advance(),
         )
-    print_table(model, speeds, args)
+    _print(model, speeds, args)
     if args.json:
         for record in records(model, speeds, seed=args.seed, cache_dtype=args.cache_dtype):
             append_record(args.json, record)
@@ -79,36 +79,22 @@ def _peer(args: argparse.Namespace):
     return load_torch_model(args.model, args.dtype or "float32")
 
 
-def _progress():
-    from rich.console import Console
-    from rich.progress import Progress
-
-    return Progress(console=Console(stderr=True), transient=True)
-
-
-def print_table(model, speeds, args: argparse.Namespace) -> None:
+def _print(model, speeds, args: argparse.Namespace) -> None:
     """Times, and their ratios to the first contender of each length."""
-    from rich.console import Console
-    from rich.table import Table
-
     from lowrank_kv_jax.cli.options import device_line
+    from lowrank_kv_jax.cli.tables import print_table
 
-    table = Table(title=f"{model.name}, one row", header_style="bold")
-    heads = ("length", "method", "TTFT, s", "x first", "decode, tok/s", "x first", "cache, MiB", "of 16-bit")
-    for head in heads:
-        table.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
+    lines = []
     for speed in speeds:
         base = next(s.timing for s in speeds if s.length == speed.length)
         timing, size = speed.timing, speed.size
         sizes = ("", "") if size is None else (f"{size.total / 2**20:.1f}", f"{size.total / size.full:.2f}")
-        table.add_row(
+        lines.append((
             str(speed.length), speed.name, f"{timing.ttft_s:.3f}", f"{timing.ttft_s / base.ttft_s:.2f}",
             f"{timing.decode_tokens_per_s:.2f}",
             f"{timing.decode_tokens_per_s / base.decode_tokens_per_s:.2f}", *sizes,
-        )
-    console = Console()
-    if not console.is_terminal or console.width < 100:
-        console = Console(width=max(console.width, 110))
-    console.print(table)
-    console.print(f"medians of {args.rounds} alternating rounds of {args.steps} steps; {args.cache_dtype} "
-                  f"caches; {device_line()}", highlight=False)
+        ))
+    heads = ("length", "method", "TTFT, s", "x first", "decode, tok/s", "x first", "cache, MiB", "of 16-bit")
+    print_table(f"{model.name}, one row", heads, lines, texts=("method",))
+    print(f"medians of {args.rounds} alternating rounds of {args.steps} steps; {args.cache_dtype} caches; "
+          f"{device_line()}")

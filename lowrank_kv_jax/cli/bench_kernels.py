@@ -2,6 +2,11 @@
 
 import argparse
 
+from lowrank_kv_jax.cli.tables import print_table
+
+TEXTS = ("attention", "kernel", "instructions", "grid")
+"""Columns that hold no numbers."""
+
 
 def add_kernels_parser(kinds) -> argparse.ArgumentParser:
     """Declare `bench kernels`."""
@@ -71,25 +76,9 @@ def _print_speeds(speeds, bandwidth: float, repeats: int) -> None:
         ))
     heads = ("B", "tokens", "attention", "us", "GB/s", "% of copy", "x full rank", "error")
     first = speeds[0].shape
-    _print_table(heads, rows, f"{first.q_heads}/{first.kv_heads} heads of {first.head_dim}, {first.dtype}")
+    print_table(f"{first.q_heads}/{first.kv_heads} heads of {first.head_dim}, {first.dtype}", heads, rows, texts=TEXTS)
     print(f"medians of {repeats} alternating rounds; bytes are those of valid coefficients; copying runs at "
           f"{bandwidth / 1e9:.1f} GB/s; ratios to the fastest full-rank peer; {device_line()}")
-
-
-def _print_table(heads, rows, title: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, header_style="bold")
-    text = ("attention", "kernel", "instructions", "grid")
-    for head in heads:
-        table.add_column(head, justify="left" if head in text else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    console = Console()
-    if not console.is_terminal or console.width < 200:
-        console = Console(width=200)
-    console.print(table)
 
 
 def add_compile_parser(kinds) -> argparse.ArgumentParser:
@@ -120,7 +109,7 @@ def run_compile(args: argparse.Namespace) -> int:
     for target in args.targets:
         rows = [result.row() for result in results if result.target == target]
         if rows:
-            _print_table(results[0].heads(), rows, target)
+            print_table(target, results[0].heads(), rows, texts=TEXTS)
     for target, reason in missing.items():
         print(f"{target}: not compiled: {reason}")
     if args.json:

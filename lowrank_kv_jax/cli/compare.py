@@ -1,7 +1,6 @@
 """`lowrank-kv compare`: what each method costs and keeps, beside the full cache."""
 
 import argparse
-import sys
 
 HELP = "what each method costs and keeps, beside the full cache"
 
@@ -46,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: as `load_model`, `parse_methods`, `load_corpus` and `compare`.
     """
     from lowrank_kv_jax.cli.options import check_outputs, corpus_of, load_from
-    from lowrank_kv_jax.evals.compare.run import Settings, compare, parse_methods, records, work
+    from lowrank_kv_jax.evals.asking.methods import parse_methods
+    from lowrank_kv_jax.evals.compare.run import Settings, compare, records, work
     from lowrank_kv_jax.evals.results.records import append_record
 
     methods = parse_methods(args.methods)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         results = compare(
             model, methods, settings, lambda name, done: progress.update(task, advance=done, description=name)
         )
-    print_table(model, results, settings)
+    _print(model, results, settings)
     if args.json:
         for record in records(model, results, settings):
             append_record(args.json, record)
@@ -83,35 +83,25 @@ def _progress():
     return Progress(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=120)
 
 
-def print_table(model, results, settings) -> None:
+def _print(model, results, settings) -> None:
     """The table and what its columns mean."""
-    from rich.console import Console
-    from rich.table import Table
-
     from lowrank_kv_jax.cli.options import device_line
+    from lowrank_kv_jax.cli.tables import print_table
 
     longest, lengths, timed = max(settings.lengths), settings.lengths, settings.length_timed
-    table = Table(title=f"{model.name}, context compressed before the question is seen", header_style="bold")
-    table.add_column("method", no_wrap=True)
-    heads = [f"needle\n{n}, %" for n in lengths]
-    heads += ["text\nppl", f"KiB/tok\n{longest}", f"MiB\n{longest}"]
+    heads = ["method", *(f"needle\n{n}, %" for n in lengths), "text\nppl", f"KiB/tok\n{longest}", f"MiB\n{longest}"]
     heads += ["x smaller\nstored", "x smaller\nnominal", f"TTFT\n{timed}, s", f"decode\n{timed}, tok/s"]
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
+    lines = []
     for result in results:
         size = result.size[longest]
         nominal = "fixed" if size.nominal_smaller is None else f"{size.nominal_smaller:.2f}"
-        table.add_row(
+        lines.append((
             result.spec, *(f"{result.needle[n]:.0f}" for n in lengths), f"{result.perplexity.ppl:.2f}",
             f"{size.per_token / 1024:.1f}", f"{size.total / 2**20:.1f}", f"{size.smaller:.2f}", nominal,
             f"{result.timing.ttft_s:.2f}", f"{result.timing.decode_tokens_per_s:.1f}",
-        )
-    console = Console()
-    if not console.is_terminal or console.width < 120:
-        console = Console(width=max(console.width, 128))
-    console.print(table)
-    console.print(_caption(settings, results[0].perplexity.nll.size, device_line()), highlight=False)
-    sys.stdout.flush()
+        ))
+    print_table(f"{model.name}, context compressed before the question is seen", heads, lines)
+    print(_caption(settings, results[0].perplexity.nll.size, device_line()), flush=True)
 
 
 def _caption(settings, scored: int, device: str) -> str:

@@ -1,13 +1,14 @@
 """`lowrank-kv cross-layer`: what the caches of different layers share, and what sharing a basis costs."""
 
 import argparse
+import sys
+
+from lowrank_kv_jax.cli.options import append_records
+from lowrank_kv_jax.cli.tables import print_table
 
 HELP = "what the layers' caches share (CKA, cosine, ranks), and what sharing a basis costs"
 COST_METHODS = (
-    "xkv:group=1",
-    "xkv:group=2",
-    "xkv:group=5",
-    "xkv:group=5,bits=8,basis_dtype=int8",
+    "xkv:group=1", "xkv:group=2", "xkv:group=5", "xkv:group=5,bits=8,basis_dtype=int8",
     "xkv:group=5,rank=0.1,bits=8,basis_dtype=int8",
 )
 
@@ -15,62 +16,30 @@ COST_METHODS = (
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
     parser = subparsers.add_parser("cross-layer", help=HELP, description=HELP)
-    parser.add_argument(
-        "--model", default="smollm2-135m", help="name, directory, .gguf file or hub id (%(default)s)"
-    )
-    parser.add_argument(
-        "--text",
-        nargs="+",
-        default=None,
-        metavar="TEXT",
-        help="what to read, as for `calibrate --corpus`; by default Python's language reference",
-    )
+    parser.add_argument("--model", default="smollm2-135m", help="name, directory, .gguf file or hub id (%(default)s)")
+    parser.add_argument("--text", nargs="+", metavar="TEXT",
+                        help="what to read, as for `calibrate --corpus`; by default Python's language reference")
     parser.add_argument("--length", type=int, default=2048, help="tokens read (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="shifts where reading starts (%(default)s)")
-    parser.add_argument(
-        "--groups",
-        nargs="+",
-        type=int,
-        default=[1, 2, 3, 5, 6],
-        metavar="G",
-        help="group sizes (%(default)s)",
-    )
+    parser.add_argument("--groups", nargs="+", type=int, default=[1, 2, 3, 5, 6], metavar="G",
+                        help="group sizes (%(default)s)")
     parser.add_argument("--energy", type=float, default=0.95, help="share that ranks must keep (%(default)s)")
-    parser.add_argument(
-        "--costs",
-        nargs="*",
-        metavar="SPEC",
-        default=None,
-        help="also show prompt lengths from which these methods pay, time of the fit at prefill and of "
-        "decoding against its floor; without a SPEC, those of a few xkv configurations",
-    )
-    parser.add_argument(
-        "--cost-length", type=int, default=4096, help="tokens of the timed prompts (%(default)s)"
-    )
-    parser.add_argument(
-        "--quality",
-        nargs="+",
-        type=int,
-        metavar="N",
-        help="instead of the analyses: needles and perplexity at these lengths, every group size and ratio at "
-        "equal bytes, beside Full and MiniCache",
-    )
+    parser.add_argument("--costs", nargs="*", metavar="SPEC",
+                        help="also show prompt lengths from which these methods pay, time of the fit at prefill and of "
+                             "decoding against its floor; without a SPEC, those of a few xkv configurations")
+    parser.add_argument("--cost-length", type=int, default=4096, help="tokens of the timed prompts (%(default)s)")
+    parser.add_argument("--quality", nargs="+", type=int, metavar="N",
+                        help="instead of the analyses: needles and perplexity at these lengths, every group size and "
+                             "ratio at equal bytes, beside Full and MiniCache")
     parser.add_argument("--methods", nargs="+", metavar="SPEC", help="for --quality, instead of that grid")
-    parser.add_argument(
-        "--sides",
-        nargs="+",
-        type=int,
-        metavar="N",
-        help="instead of the analyses: the same with keys alone, and values alone, compressed",
-    )
-    parser.add_argument(
-        "--ratios", nargs="+", type=float, default=[2.5, 4.0, 8.0], metavar="R", help="times smaller (%(default)s)"
-    )
+    parser.add_argument("--sides", nargs="+", type=int, metavar="N",
+                        help="instead of the analyses: the same with keys alone, and values alone, compressed")
+    parser.add_argument("--ratios", nargs="+", type=float, default=[2.5, 4.0, 8.0], metavar="R",
+                        help="times smaller (%(default)s)")
     parser.add_argument("--samples", type=int, default=6, help="needles of each task (%(default)s)")
     parser.add_argument("--windows", type=int, default=4, help="texts for the perplexity (%(default)s)")
-    parser.add_argument(
-        "--fields", default="", help="further fields of the compared methods, e.g. bits=8,basis_dtype=int8"
-    )
+    parser.add_argument("--fields", default="",
+                        help="further fields of the compared methods, e.g. bits=8,basis_dtype=int8")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds (%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="append records")
     parser.add_argument("--plot", metavar="PNG", help="draw figure 2 of the xKV paper for this model")
@@ -86,23 +55,20 @@ def run(args: argparse.Namespace) -> int:
     """
     from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs
-    from lowrank_kv_jax.evals.results.records import append_record, make_record
+    from lowrank_kv_jax.evals.asking.methods import check_methods, parse_methods
     from lowrank_kv_jax.evals.studies.cross_layer.analysis import analyse
-    from lowrank_kv_jax.methods.parse import parse_method
     from lowrank_kv_jax.models.load import load_model
 
     least = dict.fromkeys(("length", "groups", "cost_length", "quality", "sides", "samples", "windows", "rounds"), 1)
     check_numbers(args, **least, seed=0)
     check_outputs(args)
-    costs = None if args.costs is None else {s: parse_method(s) for s in args.costs or COST_METHODS}
-    for spec in args.methods or ():
-        parse_method(spec)
+    costs = {} if args.costs is None else parse_methods(args.costs or COST_METHODS)
+    parse_methods(args.methods or ())
     model = load_model(args.model)
     if args.quality or args.sides:
         return _quality(args, model)
     corpus = load_corpus(args.text)
-    for method in (costs or {}).values():
-        method.validate(model.config.attention)
+    check_methods(model, costs, "cross-layer")
     tokens = token_windows(model.tokenizer, corpus.texts, args.length, 1, args.seed)[0]
     analysis = analyse(model, tokens, args.groups, args.energy)
     _print_analysis(analysis, model.name, corpus.name)
@@ -114,20 +80,13 @@ def run(args: argparse.Namespace) -> int:
 
         plot_analysis(args.plot, analysis, f"{model.name} on {corpus.name}, {args.length} tokens")
         print(f"drew {args.plot}")
-    if args.json:
-        for record in records:
-            common = {"model": model.name, "length": args.length, "seed": args.seed, "corpus": corpus.name}
-            append_record(args.json, make_record("cross-layer", **{**common, **record}))
+    append_records(args, "cross-layer", records, model=model.name, length=args.length, seed=args.seed,
+                   corpus=corpus.name)
     return 0
 
 
 def _quality(args: argparse.Namespace, model) -> int:
     """Measure and print what methods keep at equal bytes, and with one side compressed."""
-    import sys
-
-    from rich.console import Console
-    from rich.table import Table
-
     from lowrank_kv_jax.evals.studies.cross_layer import quality as study
 
     settings = study.Settings(
@@ -138,35 +97,19 @@ def _quality(args: argparse.Namespace, model) -> int:
     runs += [("one side", n, study.one_sided_specs(spec, settings, n)) for n in args.sides or ()]
     for title, length, specs in runs:
         rows = study.quality(model, specs, settings, length, json=args.json, progress=sys.stderr.isatty())
-        table = Table(title=f"{title}, {length} tokens")
-        for column in ("method", "smaller", *study.NEEDLES, "needles %", "perplexity"):
-            table.add_column(column, justify="left" if column == "method" else "right", overflow="fold")
-        for row in rows:
-            found = (f"{row.needles[task]:.0f}" for task in study.NEEDLES)
-            table.add_row(row.spec, f"{row.smaller:.2f}", *found, f"{row.needle:.0f}", f"{row.perplexity:.2f}")
-        Console().print(table)
+        print_table(f"{title}, {length} tokens", ("method", "smaller", *study.NEEDLES, "needles %", "perplexity"),
+                    [(row.spec, f"{row.smaller:.2f}", *(f"{row.needles[task]:.0f}" for task in study.NEEDLES),
+                      f"{row.needle:.0f}", f"{row.perplexity:.2f}") for row in rows])
     return 0
 
 
 def _print_analysis(analysis, model: str, corpus: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    table = Table(title=f"{model} on {corpus}: adjacent layers")
-    for column in ("side", "CKA", "token-wise cosine"):
-        table.add_column(column, justify="left" if column == "side" else "right")
-    for side in analysis.cka:
-        table.add_row(side, *(f"{value:.3f}" for value in analysis.neighbours(side)))
-    console.print(table)
-    table = Table(title=f"Rank for {analysis.energy:.0%} of the energy, % of the width")
-    table.add_column("layers of a group")
-    for side in analysis.ranks:
-        table.add_column(side, justify="right")
+    print_table(f"{model} on {corpus}: adjacent layers", ("side", "CKA", "token-wise cosine"),
+                [(side, *(f"{value:.3f}" for value in analysis.neighbours(side))) for side in analysis.cka])
     sizes = next(iter(analysis.ranks.values()))
-    for size in sizes:
-        table.add_row(str(size), *(f"{100 * analysis.rank_ratio(side, size):.1f}" for side in analysis.ranks))
-    console.print(table)
+    print_table(f"Rank for {analysis.energy:.0%} of the energy, % of the width", ("layers of a group", *analysis.ranks),
+                [(str(size), *(f"{100 * analysis.rank_ratio(side, size):.1f}" for side in analysis.ranks))
+                 for size in sizes])
     for size in sizes if "keys" in analysis.ranks else ():
         print(f"xkv:group={size},table={analysis.table(size)}")
 
@@ -175,81 +118,44 @@ def _analysis_records(analysis) -> list[dict]:
     records = []
     for side in analysis.cka:
         cka, cosine = analysis.neighbours(side)
-        records.append(
-            {
-                "task": f"similarity of {side}",
-                "adjacent_cka": cka,
-                "adjacent_cosine": cosine,
-                "cka": analysis.cka[side].tolist(),
-                "cosine": analysis.cosine[side].tolist(),
-            }
-        )
-        for size in analysis.ranks[side]:
-            records.append(
-                {
-                    "task": f"ranks of {side}",
-                    "group": size,
-                    "energy": analysis.energy,
-                    "rank_ratio": analysis.rank_ratio(side, size),
-                    "ranks": [rank for rank, _ in analysis.ranks[side][size]],
-                }
-            )
+        records.append({
+            "task": f"similarity of {side}", "adjacent_cka": cka, "adjacent_cosine": cosine,
+            "cka": analysis.cka[side].tolist(), "cosine": analysis.cosine[side].tolist(),
+        })
+        for size, found in analysis.ranks[side].items():
+            records.append({
+                "task": f"ranks of {side}", "group": size, "energy": analysis.energy,
+                "rank_ratio": analysis.rank_ratio(side, size), "ranks": [rank for rank, _ in found],
+            })
     return records
 
 
 def _costs(model, methods, length: int, rounds: int) -> list[dict]:
     """Print and return what each method costs."""
-    from rich.console import Console
-    from rich.table import Table
-
     from lowrank_kv_jax.evals.studies.cross_layer.cost import break_even, measure_costs, smaller_at
 
-    spec, records = model.config.attention, []
-    sizes = Table(title="From which prompt length it pays, tokens")
-    times = Table(title=f"Time at {length} tokens")
-    for table, columns in (
-        (sizes, (f"x smaller at {length}", "1x from", "2x from", "4x from")),
-        (times, ("fit, % of prefill", "decode, ms", "floor, ms", "x floor", "full, ms")),
-    ):
-        table.add_column("method", overflow="fold")
-        for column in columns:
-            table.add_column(column, justify="right")
+    spec, records, sizes, times = model.config.attention, [], [], []
     costs = measure_costs(model, methods, length, rounds=rounds)
     for name, method in methods.items():
         fixed = getattr(method, "smaller", None) is None
         pays = [break_even(method, spec, ratio) if fixed else None for ratio in (1.0, 2.0, 4.0)]
         cost, smaller = costs[name], smaller_at(method, spec, length)
-        sizes.add_row(name, f"{smaller:.2f}", *("-" if p is None else str(p) for p in pays))
-        times.add_row(
-            name,
-            f"{100 * cost.overhead:.1f}",
-            f"{1e3 * cost.decode:.1f}",
-            f"{1e3 * cost.floor:.1f}",
-            f"{cost.decode / cost.floor:.2f}",
-            f"{1e3 * cost.full_decode:.1f}",
-        )
-        records.append(
-            {
-                "task": "cost",
-                "method": name,
-                "length": length,
-                "smaller": smaller,
-                "break_even": dict(zip(("1", "2", "4"), pays, strict=True)),
-                "ttft_s": cost.ttft,
-                "fit_overhead": cost.overhead,
-                "decode_tokens_per_s": 1 / cost.decode,
-                "decode_s": cost.decode,
-                "floor_s": cost.floor,
-                "layers_s": cost.layers,
-                "full_decode_s": cost.full_decode,
-                "flops": cost.flops,
-                "bytes": cost.bytes,
-                "matmul_rate": cost.matmul_rate,
-                "copy_rate": cost.copy_rate,
-            }
-        )
-    Console().print(sizes)
-    Console().print(times)
+        sizes.append((name, f"{smaller:.2f}", *("-" if p is None else str(p) for p in pays)))
+        times.append((
+            name, f"{100 * cost.overhead:.1f}", f"{1e3 * cost.decode:.1f}", f"{1e3 * cost.floor:.1f}",
+            f"{cost.decode / cost.floor:.2f}", f"{1e3 * cost.full_decode:.1f}",
+        ))
+        records.append({
+            "task": "cost", "method": name, "length": length, "smaller": smaller,
+            "break_even": dict(zip(("1", "2", "4"), pays, strict=True)), "ttft_s": cost.ttft,
+            "fit_overhead": cost.overhead, "decode_tokens_per_s": 1 / cost.decode, "decode_s": cost.decode,
+            "floor_s": cost.floor, "layers_s": cost.layers, "full_decode_s": cost.full_decode, "flops": cost.flops,
+            "bytes": cost.bytes, "matmul_rate": cost.matmul_rate, "copy_rate": cost.copy_rate,
+        })
+    print_table("From which prompt length it pays, tokens",
+                ("method", f"x smaller at {length}", "1x from", "2x from", "4x from"), sizes)
+    print_table(f"Time at {length} tokens",
+                ("method", "fit, % of prefill", "decode, ms", "floor, ms", "x floor", "full, ms"), times)
     here = next(iter(costs.values()))
     print(f"layers without attention {1e3 * here.layers:.1f} ms, products {here.matmul_rate / 1e9:.0f} GFLOP/s, "
           f"copies {here.copy_rate / 1e9:.0f} GB/s")

@@ -4,7 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from lowrank_kv_jax.cli.options import add_model_options
+from lowrank_kv_jax.cli.options import add_model_options, append_records
+from lowrank_kv_jax.cli.tables import print_table
 
 HELP = "how compressible the cache is, and how bases follow a shift of the text"
 HELD_OUT = ("pydoc:first", ("pydoc:second", "python"))
@@ -39,7 +40,6 @@ def run(args: argparse.Namespace) -> int:
         ValueError, FileNotFoundError: a method without a basis, or as `parse_method`, `load_from`, `load_corpus`,
             `token_windows` and the tables.
     """
-    import lowrank_kv_jax.methods  # noqa: F401 - fills the registry
     from lowrank_kv_jax.calibration.calibrate import collect_moments
     from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
@@ -62,9 +62,10 @@ def run(args: argparse.Namespace) -> int:
     compressible = diagnostics.compressibility_table(model, calibration, windows, args.layers, progress=True)
     spectra = diagnostics.spectra_table(model, calibration)
     _print_tables("+".join(_labels(corpus.name.split("+"))), compressible, adaptation, spectra)
-    if args.json:
-        tables = {"compressibility": compressible, "adaptation": adaptation, "spectra": spectra}
-        _append(args, model, corpus, tables)
+    for task, rows in {"compressibility": compressible, "adaptation": adaptation, "spectra": spectra}.items():
+        append_records(args, "diagnose", rows, model=model.name, task=task, length=args.length,
+                       samples=args.test_windows, seed=args.seed, calibration=corpus.name,
+                       calibration_sha256=corpus.sha256)
     if args.plot:
         from lowrank_kv_jax.evals.studies.bases.plot import plot_diagnostics
 
@@ -74,9 +75,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _methods(specs: Sequence[str]) -> list:
-    from lowrank_kv_jax.methods.parse import parse_method
+    from lowrank_kv_jax.evals.asking.methods import parse_methods
 
-    methods = [parse_method(spec) for spec in specs]
+    methods = list(parse_methods(specs).values())
     for method in methods:
         if not method.rebuilds:
             raise ValueError(f"method {method.name!r} has no basis to diagnose; give a low-rank one")
@@ -90,54 +91,32 @@ def _labels(sources: Sequence[str]) -> list[str]:
 
 
 def _print_tables(calibrated_on: str, compressibility, adaptation, spectra) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
     texts = list(dict.fromkeys(row["text"] for row in compressibility))
-    table = Table(title=f"How compressible the cache is: RER, bases fitted to {calibrated_on}")
-    table.add_column("what")
-    table.add_column("rank", justify="right")
-    for text in texts:
-        table.add_column(f"{text}\nfitted", justify="right")
-        table.add_column(f"{text}\noracle", justify="right")
+    lines = []
     for kind in dict.fromkeys(row["kind"] for row in compressibility):
         rows = [row for row in compressibility if row["kind"] == kind]
         cells = [_number(row[column]) for row in rows for column in ("static", "oracle")]
-        table.add_row(kind, f"{rows[0]['rank']}/{rows[0]['width']}", *cells)
-    console.print(table)
+        lines.append((kind, f"{rows[0]['rank']}/{rows[0]['width']}", *cells))
+    print_table(f"How compressible the cache is: RER, bases fitted to {calibrated_on}",
+                ("what", "rank", *(f"{text}\n{kind}" for text in texts for kind in ("fitted", "oracle"))), lines)
     for text in texts:
-        table = Table(title=f"How bases follow the text: those with which each method reads {text}")
-        table.add_column("")
-        table.add_column("method", overflow="fold", ratio=1)
-        for column in ("rank", "RER", "oracle's", "overlap", "cosine"):
-            table.add_column(column, justify="right", no_wrap=True)
+        lines = []
         for row in sorted((row for row in adaptation if row["text"] == text), key=lambda row: row["side"]):
             side, rank = {"k": "keys", "v": "values"}[row["side"]], f"{row['rank']}/{row['width']}"
-            numbers = (_number(row[metric]) for metric in ("rer", "oracle_rer", "overlap", "cosine"))
-            table.add_row(side, row["method"], rank, *numbers)
-        console.print(table)
-    table = Table(title=f"Ranks that hold a share of the energy on {calibrated_on}: mean over heads, largest")
-    table.add_column("tap")
-    for energy in spectra[0]["ranks"]:
-        table.add_column(f"{float(energy):.0%}", justify="right")
+            lines.append((side, row["method"], rank,
+                          *(_number(row[metric]) for metric in ("rer", "oracle_rer", "overlap", "cosine"))))
+        print_table(f"How bases follow the text: those with which each method reads {text}",
+                    ("", "method", "rank", "RER", "oracle's", "overlap", "cosine"), lines, texts=2)
+    lines = []
     for row in spectra:
         flat = [[rank for layer in ranks for rank in layer] for ranks in row["ranks"].values()]
-        cells = (f"{sum(ranks) / len(ranks):.1f}, {max(ranks)}" for ranks in flat)
-        table.add_row(f"{row['tap']} (of {row['width']})", *cells)
-    console.print(table)
+        lines.append((f"{row['tap']} (of {row['width']})",
+                      *(f"{sum(ranks) / len(ranks):.1f}, {max(ranks)}" for ranks in flat)))
+    print_table(f"Ranks that hold a share of the energy on {calibrated_on}: mean over heads, largest",
+                ("tap", *(f"{float(energy):.0%}" for energy in spectra[0]["ranks"])), lines)
 
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}" if value < 0.1 else f"{value:.3f}"
 
 
-def _append(args, model, corpus, tables) -> None:
-    from lowrank_kv_jax.evals.results.records import append_record, make_record
-
-    for task, rows in tables.items():
-        for row in rows:
-            append_record(args.json, make_record(
-                "diagnose", model=model.name, task=task, length=args.length, samples=args.test_windows,
-                seed=args.seed, calibration=corpus.name, calibration_sha256=corpus.sha256, **row,
-            ))

@@ -2,7 +2,8 @@
 
 import argparse
 
-from lowrank_kv_jax.cli.options import add_model_options
+from lowrank_kv_jax.cli.options import add_model_options, append_records
+from lowrank_kv_jax.cli.tables import print_table
 
 HELP = "basis estimators side by side: error, time, bytes"
 
@@ -55,18 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(args, model, task: str, title: str, rows) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from lowrank_kv_jax.evals.results.records import append_record, make_record
-
-    table = Table(title=title)
-    for column in rows[0]:
-        table.add_column(column.replace("_ms", ",\nms a layer").replace("bytes", "bytes\na head"),
-                         justify="left" if column == "estimator" else "right")
-    for row in rows:
-        table.add_row(*(f"{x:.4f}" if isinstance(x, float) else str(x) for x in row.values()))
-        if args.json:
-            append_record(args.json, make_record("estimators", model=model.name, task=task, length=args.length,
-                                                 seed=args.seed, samples=1, **row))
-    Console().print(table)
+    columns = {name: name.replace("_ms", ",\nms a layer").replace("bytes", "bytes\na head") for name in rows[0]}
+    print_table(title, tuple(columns.values()),
+                [[f"{x:.4f}" if isinstance(x, float) else str(x) for x in row.values()] for row in rows],
+                texts=("estimator",))
+    append_records(args, "estimators", rows, model=model.name, task=task, length=args.length, seed=args.seed, samples=1)

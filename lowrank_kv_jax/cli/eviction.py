@@ -1,8 +1,10 @@
 """`lowrank-kv eviction`: what eviction costs, what it saves, and what the moments of the evicted recover."""
 
 import argparse
+import dataclasses
 import sys
 
+from lowrank_kv_jax.cli.options import add_model_options, append_records
 from lowrank_kv_jax.cli.tables import print_table
 
 HELP = "what eviction costs and saves, and what the moments of the evicted recover"
@@ -12,8 +14,6 @@ THOUSANDTHS = "{:.3f}".format
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
-    from lowrank_kv_jax.cli.options import add_model_options
-
     parser = subparsers.add_parser(
         "eviction", help=HELP,
         description="error: ||f - f_R|| / ||f|| in each layer, and what is left of it with moments (MomentKV, figures 2 "
@@ -67,8 +67,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _errors(args, model, settings) -> None:
-    import dataclasses
-
     from lowrank_kv_jax.evals.studies.eviction import run as eviction
 
     rows = eviction.error_table(model, settings)
@@ -85,8 +83,7 @@ def _errors(args, model, settings) -> None:
     least = eviction.error_specs([min(settings.budgets)])
     print_table(f"eviction error by layer, budget {min(settings.budgets)}", ("method", "layer", *columns),
                 lines([row for row in rows if row.spec in least], lambda row: (row.spec, str(row.layer))))
-    _append(args, "eviction-error", settings.length, settings.windows,
-            ((row.spec, {k: v for k, v in dataclasses.asdict(row).items() if k != "spec"}) for row in rows))
+    _append(args, "eviction-error", settings.length, settings.windows, map(dataclasses.asdict, rows))
 
 
 def _print_scores(study: str, rows) -> None:
@@ -102,7 +99,7 @@ def _print_scores(study: str, rows) -> None:
 
 
 def _speed(args, model) -> None:
-    from lowrank_kv_jax.evals.compare.run import parse_methods
+    from lowrank_kv_jax.evals.asking.methods import parse_methods
     from lowrank_kv_jax.evals.studies.eviction.speed import eviction_speed
 
     budget = args.timed_budget
@@ -116,17 +113,9 @@ def _speed(args, model) -> None:
                 ("method", "ms a step", "x full's speed", "of SnapKV's time", "attention alone, ms", "x full's speed",
                  "bytes", "predicted"), lines)
     _append(args, "eviction-speed", args.timed_length, args.rounds,
-            ((row.spec, {"step_ms": row.step_ms, "attention_ms": row.attention_ms, "cache_bytes": row.cache_bytes,
-                         "predicted_bytes": row.predicted_bytes, "decode_tokens_per_s": 1e3 / row.step_ms})
-             for row in rows))
+            (dataclasses.asdict(row) | {"decode_tokens_per_s": 1e3 / row.step_ms} for row in rows))
 
 
 def _append(args, task: str, length: int, samples: int, rows) -> None:
-    if not args.json:
-        return
-    from lowrank_kv_jax.evals.results.records import append_record, make_record
-
-    for spec, values in rows:
-        append_record(args.json, make_record(
-            "eviction", model=args.model, method=spec, task=task, length=length, samples=samples, seed=args.seed,
-            protocol="query-agnostic", **values))
+    append_records(args, "eviction", rows, model=args.model, task=task, length=length, samples=samples, seed=args.seed,
+                   protocol="query-agnostic")

@@ -2,7 +2,8 @@
 
 import argparse
 
-from lowrank_kv_jax.cli.options import add_model_options
+from lowrank_kv_jax.cli.options import add_model_options, append_records
+from lowrank_kv_jax.cli.tables import print_table
 
 HELP = "the four falsifiers of Online Subspace Projection, with a verdict for each"
 
@@ -48,13 +49,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_from`, `load_corpus`, `token_windows` and the evaluations.
     """
-    from lowrank_kv_jax.calibration.calibrate import collect_moments
     from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
+    from lowrank_kv_jax.evals.asking.methods import moments_of, parse_methods
     from lowrank_kv_jax.evals.studies.subspaces import falsify
 
     check_numbers(args, length=1, lengths=1, windows=1, calibrate_windows=1, seed=0)
     check_outputs(args)
+    methods = parse_methods(list(dict.fromkeys((args.static, args.adaptive))))
     if args.scored < 1 or max(args.lengths) > args.length:
         raise ValueError(f"--scored {args.scored}, --lengths {args.lengths}: at least 1, at most --length {args.length}")
     model = load_from(args)
@@ -62,11 +64,8 @@ def run(args: argparse.Namespace) -> int:
     prose, code = (
         token_windows(model.tokenizer, load_corpus(source).texts, size, args.windows, args.seed) for source in args.texts
     )
-    length = min(2048, model.config.context)
-    corpus = load_corpus(args.calibrate)
-    moments = collect_moments(
-        model, token_windows(model.tokenizer, corpus.texts, length, args.calibrate_windows, args.seed), progress=True
-    )
+    moments = moments_of(model, methods, load_corpus(args.calibrate), windows=args.calibrate_windows, seed=args.seed,
+                         progress=True)
     texts = falsify.shifted_texts(prose, code)
     measured = falsify.Run(model, moments, args.static, args.adaptive)
     verdicts = (
@@ -86,40 +85,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(args, model, number: int, verdict) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from lowrank_kv_jax.evals.results.records import append_record, make_record
-
-    console = Console()
     outcome = "FALSIFIED" if verdict.falsified else "not falsified"
-    table = Table(title=f"{number}. {verdict.claim}: {outcome}")
-    for column in verdict.figures[0]:
-        table.add_column(column.replace("_", " "), justify="left" if column in ("text", "variant", "what") else "right")
-    for row in verdict.figures:
-        table.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()))
-    console.print(table)
-    console.print(f"{outcome}: {verdict.summary}\n", highlight=False)
-    if args.json:
-        for row in verdict.figures:
-            append_record(args.json, make_record(
-                "falsify", model=model.name, task=f"falsifier {number}", seed=args.seed, samples=args.windows,
-                claim=verdict.claim, falsified=verdict.falsified, **{"length": args.length, **row},
-            ))
+    columns = [column.replace("_", " ") for column in verdict.figures[0]]
+    print_table(f"{number}. {verdict.claim}: {outcome}", columns,
+                [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()] for row in verdict.figures],
+                texts=("text", "variant", "what"))
+    print(f"{outcome}: {verdict.summary}\n")
+    append_records(args, "falsify", verdict.figures, model=model.name, task=f"falsifier {number}", seed=args.seed,
+                   samples=args.windows, claim=verdict.claim, falsified=verdict.falsified, length=args.length)
 
 
 def _show_spectra(args, spectra) -> None:
     import numpy as np
-    from rich.console import Console
-    from rich.table import Table
 
-    table = Table(title=f"Rank that holds 90% of the energy: chunks of {args.spectra} tokens, mean over layers and heads")
-    table.add_column("tap")
-    chunks = len(spectra[0]["ranks"][0][0])
-    for number in range(chunks):
-        table.add_column(str(number), justify="right")
-    table.add_column("whole", justify="right")
+    lines = []
     for row in spectra:
-        means = np.mean(row["ranks"], axis=(0, 1))
-        table.add_row(row["tap"], *(f"{x:.1f}" for x in means), f"{np.mean(row['whole']):.1f}")
-    Console().print(table)
+        means = [*np.mean(row["ranks"], axis=(0, 1)), np.mean(row["whole"])]
+        lines.append((row["tap"], *(f"{mean:.1f}" for mean in means)))
+    chunks = map(str, range(len(spectra[0]["ranks"][0][0])))
+    print_table(f"Rank that holds 90% of the energy: chunks of {args.spectra} tokens, mean over layers and heads",
+                ("tap", *chunks, "whole"), lines)

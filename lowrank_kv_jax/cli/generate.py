@@ -148,9 +148,9 @@ def _bases(args: argparse.Namespace, model, method):
         return load_bases(args.bases, model, method)
     if not method.calibrated:
         return None
-    from lowrank_kv_jax.calibration.calibrate import calibrate
     from lowrank_kv_jax.calibration.corpus import load_corpus
+    from lowrank_kv_jax.evals.asking.methods import bases_of
 
     print(f"[{args.method} needs bases: calibrating now; `lowrank-kv calibrate` does it once for all]",
           file=sys.stderr)
-    return calibrate(model, method, load_corpus(args.calibrate), progress=True)
+    return bases_of(model, {args.method: method}, load_corpus(args.calibrate), progress=True)[args.method]

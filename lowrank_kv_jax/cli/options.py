@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,19 @@ def check_outputs(args: argparse.Namespace) -> None:
         check_writable(args.json)
     if getattr(args, "plot", None):
         check_plot(args.plot)
+
+
+def append_records(args: argparse.Namespace, command: str, rows: Iterable[Mapping[str, Any]], **common: Any) -> None:
+    """Append a record of each row to the file of `--json`, if there is one.
+
+    Values of a row go before common ones; its `spec` is the record's method.
+    """
+    from lowrank_kv_jax.evals.results.records import append_record, make_record
+
+    if args.json:
+        for row in rows:
+            values = {"method" if name == "spec" else name: value for name, value in row.items()}
+            append_record(args.json, make_record(command, **{**common, **values}))
 
 
 def check_plot(path: str | os.PathLike) -> None:

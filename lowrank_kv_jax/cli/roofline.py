@@ -2,7 +2,8 @@
 
 import argparse
 
-from lowrank_kv_jax.cli.options import add_model_options
+from lowrank_kv_jax.cli.options import add_model_options, append_records
+from lowrank_kv_jax.cli.tables import print_table
 
 HELP = "FLOPs and bytes of a decoded token of any method, counted without running it"
 DEFAULT_METHODS = (
@@ -32,11 +33,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: an unknown device, lengths beyond the model's context, methods that do not suit it.
     """
-    from rich.console import Console
-    from rich.table import Table
-
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
-    from lowrank_kv_jax.evals.results.records import append_record, make_record
+    from lowrank_kv_jax.evals.asking.methods import parse_methods
     from lowrank_kv_jax.evals.speed import roofline
     from lowrank_kv_jax.methods.parse import parse_method
 
@@ -49,27 +47,27 @@ def run(args: argparse.Namespace) -> int:
     roof = roofline.Roof(args.bandwidth or nominal.bandwidth, args.flops or nominal.flops)
     check_numbers(args, lengths=1, batch=1)
     check_outputs(args)
-    methods = {spec: parse_method(spec) for spec in args.methods}
+    methods = parse_methods(args.methods)
     model = load_from(args)
-    table = Table(title=f"{model.name}, batch {args.batch}, bfloat16: a decode step at least; "
-                        f"{roof.bandwidth / 1e12:g} TB/s, {roof.flops / 1e12:g} TFLOP/s")
-    table.add_column("method", overflow="fold", min_width=12)
-    for column in ("tokens", "MFLOP", "MB", "of that\ncache", "FLOP\n/byte", "us", "bound", "vs\nfull"):
-        table.add_column(column, justify="right")
+    lines, rows = [], []
     for length in args.lengths:
         full = roofline.decode_cost(model.config, parse_method("full"), length, args.batch).seconds(roof)
         for spec, method in methods.items():
             cost = roofline.decode_cost(model.config, method, length, args.batch)
             cache, seconds = sum(cost.cache_bytes.values()), cost.seconds(roof)
-            table.add_row(
+            lines.append((
                 spec, str(length), f"{cost.flops / 1e6:.1f}", f"{cost.bytes / 1e6:.0f}", f"{cache / 1e6:.1f}",
                 f"{cost.flops / cost.bytes:.1f}", f"{seconds * 1e6:.1f}", cost.bound(roof)[:4], f"{full / seconds:.2f}",
-            )
-            if args.json:
-                append_record(args.json, make_record(
-                    "roofline", model=model.name, method=spec, length=length, batch=args.batch, flops=cost.flops,
-                    attention_flops=cost.attention_flops, weight_bytes=cost.weight_bytes, cache_bytes=cache,
-                    bytes_by_kind=cost.cache_bytes, seconds=seconds, bound=cost.bound(roof), roof=roof._asdict(),
-                ))
-    Console().print(table)
+            ))
+            rows.append({
+                "method": spec, "length": length, "flops": cost.flops, "attention_flops": cost.attention_flops,
+                "weight_bytes": cost.weight_bytes, "cache_bytes": cache, "bytes_by_kind": cost.cache_bytes,
+                "seconds": seconds, "bound": cost.bound(roof),
+            })
+    print_table(
+        f"{model.name}, batch {args.batch}, bfloat16: a decode step at least; {roof.bandwidth / 1e12:g} TB/s, "
+        f"{roof.flops / 1e12:g} TFLOP/s",
+        ("method", "tokens", "MFLOP", "MB", "of that\ncache", "FLOP\n/byte", "us", "bound", "vs\nfull"), lines,
+    )
+    append_records(args, "roofline", rows, model=model.name, batch=args.batch, roof=roof._asdict())
     return 0

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import sys
 
+from lowrank_kv_jax.cli.options import add_model_options, append_records
 from lowrank_kv_jax.cli.tables import print_table
 
 HELP = "StreamingKV beside Palu: quality after a shift, ablations, reconstruction, Fisher overlap, speed"
@@ -12,8 +13,6 @@ STUDIES = ("stream", "quality", "ablation", "reconstruction", "fisher", "speed")
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
-    from lowrank_kv_jax.cli.options import add_model_options
-
     parser = subparsers.add_parser(
         "streaming", help=HELP,
         description="stream: static, prefill-only and prefill+decode bases on a synthetic stream (StreamingKV, A.6). "
@@ -55,14 +54,13 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: as `load_model` and the evaluations.
     """
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, device_line, load_from
+    from lowrank_kv_jax.evals.asking.methods import parse_methods
     from lowrank_kv_jax.evals.studies.streaming.quality import Settings
-    from lowrank_kv_jax.methods.parse import parse_method
 
     settings = Settings(tuple(args.ranks), args.context, args.scored, args.windows, samples=args.samples, seed=args.seed)
     check_numbers(args, bands=1, timed_length=1, rounds=1, seed=0)
     check_outputs(args)
-    for spec in args.methods or ():
-        parse_method(spec)
+    parse_methods(args.methods or ())
     if "stream" in args.studies:
         _stream(args)
     if args.studies == ["stream"]:
@@ -89,7 +87,7 @@ def _stream(args) -> None:
     print_table("normalised reconstruction error on the stream of A.6, by segment",
                 ("basis", "1", "2", "3", "4", "mean"),
                 [(name, *(f"{x:.4f}" for x in found), f"{found.mean():.4f}") for name, found in per_segment.items()])
-    _append(args, "stream", 0, [(name, {"errors": found.tolist()}) for name, found in per_segment.items()])
+    _append(args, "stream", 0, [{"spec": name, "errors": found.tolist()} for name, found in per_segment.items()])
 
 
 def _scores(args, model, settings, study: str) -> None:
@@ -135,25 +133,23 @@ def _gains(args, settings, study: str, unit: str, form: str, gains) -> None:
                 ("method", "over", "at", "gain", "tasks won", "p", "least p", "samples won", "p"),
                 [(g.spec, g.over, g.why, f"{g.mean:{form}}", *cells(g.by_task), f"{g.by_task.least:.4f}",
                   *cells(g.by_sample)) for g in gains], texts=3)
-    _append(args, f"gain-{study}", settings.context, [(g.spec, dataclasses.asdict(g)) for g in gains])
+    _append(args, f"gain-{study}", settings.context, map(dataclasses.asdict, gains))
 
 
 def _reconstruction(args, model, settings) -> None:
-    from lowrank_kv_jax.calibration.calibrate import fit_bases, moments_for
     from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
-    from lowrank_kv_jax.evals.compare.run import parse_methods
+    from lowrank_kv_jax.evals.asking.methods import bases_of, moments_of, parse_methods
     from lowrank_kv_jax.evals.studies.streaming.quality import ENDS, ablation_specs
     from lowrank_kv_jax.evals.studies.streaming.reconstruction import hidden_updates, means, reconstruction
     from lowrank_kv_jax.evals.studies.streaming.shifted_texts import CALIBRATE, CODE, PROSE
 
-    def windows(name, length, count):
-        return token_windows(model.tokenizer, load_corpus(name).texts, length, count, args.seed)
-
     own = [spec for rank in settings.ranks for spec in (f"palu:rank={rank},{ENDS}", *ablation_specs(rank)[2:4])]
     methods = parse_methods(args.methods or own)
-    moments = moments_for(model, list(methods.values()), windows(CALIBRATE, 2048, 4))
-    bases = {spec: fit_bases(model, method, moments, "float32") for spec, method in methods.items()}
-    texts = {name: windows(source, 2048, 1) for name, source in (("prose", PROSE), ("code", CODE))}
+    corpus = load_corpus(CALIBRATE)
+    moments = moments_of(model, methods, corpus, seed=args.seed)
+    bases = bases_of(model, methods, corpus, seed=args.seed, dtype="float32")
+    texts = {name: token_windows(model.tokenizer, load_corpus(source).texts, 2048, 1, args.seed)
+             for name, source in (("prose", PROSE), ("code", CODE))}
     rows = reconstruction(model, methods, bases, texts, progress=sys.stderr.isatty())
 
     def lines(found, first):
@@ -171,8 +167,8 @@ def _reconstruction(args, model, settings) -> None:
     print_table("equation 15 on hidden states, the encoder alone moved: lost energy of code",
                 ("side", "scale", "eta", "lost"),
                 [(h.side, h.scale, f"{h.eta:g}", "diverged" if h.lost is None else f"{h.lost:.4f}") for h in hidden])
-    _append(args, "reconstruction", 2048, [(row.spec, dataclasses.asdict(row)) for row in rows])
-    _append(args, "hidden", 2048, [("streamingkv", dataclasses.asdict(row)) for row in hidden])
+    _append(args, "reconstruction", 2048, map(dataclasses.asdict, rows))
+    _append(args, "hidden", 2048, [{"spec": "streamingkv", **dataclasses.asdict(row)} for row in hidden])
 
 
 def _fisher(args, model) -> None:
@@ -195,8 +191,8 @@ def _fisher(args, model) -> None:
     if args.plot:
         plot_overlap(args.plot, overlap, f"{model.name}: {args.corpora[0]} and {args.corpora[1]}")
         print(f"drew {args.plot}")
-    _append(args, "fisher-overlap", LENGTH, [("palu", {"side": side, "overlap": rows.tolist(), "corpora": args.corpora})
-                                             for side, rows in overlap.items()])
+    _append(args, "fisher-overlap", LENGTH, [{"spec": "palu", "side": side, "overlap": rows.tolist(),
+                                              "corpora": args.corpora} for side, rows in overlap.items()])
 
 
 def _speed(args, model) -> None:
@@ -212,15 +208,9 @@ def _speed(args, model) -> None:
                   *(("", "") if r is full else (f"{1e3 * r.floor:.2f}", f"{r.step / r.floor:.2f}")),
                   f"{palu.step / r.step:.3f}", f"{full.step / r.step:.3f}", f"{r.cache_bytes / 2**20:.1f}")
                  for r in rows])
-    _append(args, "streaming-speed", args.timed_length, [(r.spec, dataclasses.asdict(r)) for r in rows])
+    _append(args, "streaming-speed", args.timed_length, map(dataclasses.asdict, rows))
 
 
 def _append(args, task: str, length: int, rows) -> None:
-    if not args.json:
-        return
-    from lowrank_kv_jax.evals.results.records import append_record, make_record
-
-    for spec, values in rows:
-        append_record(args.json, make_record(
-            "streaming", model=args.model, method=spec, task=task, length=length, seed=args.seed,
-            protocol="query-agnostic", **{k: v for k, v in values.items() if k != "spec"}))
+    append_records(args, "streaming", rows, model=args.model, task=task, length=length, seed=args.seed,
+                   protocol="query-agnostic")

@@ -10,7 +10,7 @@ import pytest
 from transformers import BatchEncoding
 
 from lowrank_kv_jax.calibration.corpus import Corpus
-from lowrank_kv_jax.evals.compare.run import parse_methods
+from lowrank_kv_jax.evals.asking.methods import parse_methods
 from lowrank_kv_jax.evals.perplexity.run import evaluate_perplexity, total_perplexity
 from lowrank_kv_jax.models.load import load_model
 

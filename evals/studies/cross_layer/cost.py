@@ -19,27 +19,26 @@ from lowrank_kv_jax.method.accounting import full_cache_bytes
 from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.methods.group_bases import bases_of_group
 from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
 
 LONGEST = 1 << 17
 FULL, LAYERS = "full cache", "layers alone"
 
 
-def bytes_at(method: Part, spec: AttentionSpec, prompt: int, dtype: str = "bfloat16") -> int:
+def bytes_at(method: Part, spec: AttentionSpec, prompt: int, dtype: str | None = None) -> int:
     """Bytes of the cache of a prompt and one block of new tokens, all leaves counted."""
-    layout = Layout(spec, 1, prompt, prompt + DEFAULT_BLOCK, DEFAULT_BLOCK, dtype)
+    layout = Layout(spec, 1, prompt, prompt + DEFAULT_BLOCK, DEFAULT_BLOCK, dtype or default_cache_dtype())
     groups = collections.Counter(bases_of_group(method, spec, None))  # groups of one shape weigh the same
     shapes = {group: jax.eval_shape(functools.partial(machine_of(method).init, layout, group)) for group in groups}
     return sum(state_bytes(shapes[group]) * count for group, count in groups.items())
 
 
-def smaller_at(method: Part, spec: AttentionSpec, prompt: int, dtype: str = "bfloat16") -> float:
+def smaller_at(method: Part, spec: AttentionSpec, prompt: int, dtype: str | None = None) -> float:
     """How many times smaller than a 16-bit full cache of the same tokens that is."""
     return full_cache_bytes(spec, prompt + DEFAULT_BLOCK) / bytes_at(method, spec, prompt, dtype)
 
 
-def break_even(
-    method: Part, spec: AttentionSpec, ratio: float = 1.0, dtype: str = "bfloat16"
-) -> int | None:
+def break_even(method: Part, spec: AttentionSpec, ratio: float = 1.0, dtype: str | None = None) -> int | None:
     """The shortest prompt whose cache is `ratio` times smaller; None if none of up to 131,072 tokens is.
 
     Bases do not grow with the prompt, so that they dominate below this length. Not for methods whose rank
@@ -119,10 +118,10 @@ def measure_costs(
     """Time prefill and decoding of cross-layer methods on random tokens, the full cache beside them.
 
     Args:
-        dtype: of the caches; by default float32 on a CPU, whose products of bfloat16 numbers are slow, else bfloat16.
+        dtype: of the caches; by default float32 on a CPU, whose bfloat16 products are slow, else the library's.
     """
     config = model.config
-    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else default_cache_dtype())
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, length))
     contenders = {
         name: CacheContender(model, m, None, tokens, steps, dtype=dtype)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
+from lowrank_kv_jax.evals.asking.methods import parse_methods
 from lowrank_kv_jax.evals.asking.suite import Suite, evaluate
-from lowrank_kv_jax.evals.compare.run import parse_methods
 from lowrank_kv_jax.evals.needle.long import found_by_task, long_needles
 from lowrank_kv_jax.evals.perplexity.run import evaluate_perplexity, total_perplexity
 from lowrank_kv_jax.evals.studies.cross_layer.cost import smaller_at

@@ -8,7 +8,7 @@ import numpy as np
 
 from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
 from lowrank_kv_jax.evals.asking.few_at_a_time import few_at_a_time
-from lowrank_kv_jax.evals.compare.run import parse_methods
+from lowrank_kv_jax.evals.asking.methods import parse_methods
 from lowrank_kv_jax.evals.needle.grid import evaluate_needles
 from lowrank_kv_jax.evals.perplexity.run import evaluate_perplexity, total_perplexity
 from lowrank_kv_jax.evals.studies.eviction.error import LayerError, average, eviction_errors, mean_error

@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
-from lowrank_kv_jax.evals.speed.timing import alternate
+from lowrank_kv_jax.evals.speed.timing import DecodeContender, alternate
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, make_layout, prefill
-from lowrank_kv_jax.generation.generate import decode
 from lowrank_kv_jax.method import Part, Place
 from lowrank_kv_jax.method.accounting import cache_bytes
-from lowrank_kv_jax.method.cache import Cache, fork
+from lowrank_kv_jax.method.cache import Cache
 from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.saving.saved_cache import abstract_cache
 
@@ -75,25 +74,6 @@ def eviction_speed(
               cache_bytes(ready[spec][0]).total, cache_bytes(abstract_cache(method, layout)).total)
         for spec, method in methods.items()
     ]
-
-
-class DecodeContender:
-    """The decode loop of `generate` on a copy of one prefilled cache."""
-
-    def __init__(self, model: Any, cache: Cache, logits: jax.Array, steps: int):
-        self._model, self._cache, self._logits, self._steps = model, cache, logits, steps
-
-    def round(self) -> tuple[float, float]:
-        """Nothing, and the seconds of the decode steps, refreshes included."""
-        cache = jax.block_until_ready(fork(self._cache))
-        config, params = self._model.config, self._model.params
-        blocks = decode(cache.method, config, params, cache, self._logits, 1 + self._steps)
-        del cache
-        next(blocks)  # the first token is the prefill's
-        begin = time.perf_counter()
-        for _ in blocks:
-            pass
-        return 0.0, time.perf_counter() - begin
 
 
 class AttentionContender:

@@ -8,10 +8,9 @@ import numpy as np
 
 from lowrank_kv_jax.calibration.corpus import load_corpus
 from lowrank_kv_jax.codecs.palu import GroupedProjections
-from lowrank_kv_jax.evals.asking.bases import bases_of, calibration_settings
 from lowrank_kv_jax.evals.asking.few_at_a_time import few_at_a_time
-from lowrank_kv_jax.evals.asking.suite import Suite, evaluate
-from lowrank_kv_jax.evals.compare.run import parse_methods
+from lowrank_kv_jax.evals.asking.methods import parse_methods
+from lowrank_kv_jax.evals.asking.suite import Suite, evaluate_calibrated
 from lowrank_kv_jax.evals.needle.long import NEW_TOKENS, found_by_task, long_needles
 from lowrank_kv_jax.evals.perplexity.run import evaluate_perplexity, total_perplexity
 from lowrank_kv_jax.evals.speed.roofline import white_bases
@@ -144,15 +143,10 @@ def _scores(model, methods, settings: Settings, tasks, json, progress, dtype) ->
 
 
 def _needles(model, methods, settings: Settings, json, progress, dtype) -> list[dict[str, Any]]:
-    corpus = load_corpus(CALIBRATE)
     asked = long_needles(model.tokenizer, tuple(NEW_TOKENS), settings.context + NEEDLE_ROOM, settings.samples,
                          settings.seed, least=NEEDLE_LEAST, haystack=PROSE)
-    suite = Suite(COMMAND, asked, seed=settings.seed, rows=NEEDLE_ROWS, dtype=dtype,
-                  settings=calibration_settings(corpus, methods))
-    return evaluate(
-        model, methods, suite, json=json, progress=progress,
-        bases=lambda needed: bases_of(model, needed, corpus, dtype=dtype, progress=progress),
-    )
+    suite = Suite(COMMAND, asked, seed=settings.seed, rows=NEEDLE_ROWS, dtype=dtype)
+    return evaluate_calibrated(model, methods, suite, load_corpus(CALIBRATE), json=json, progress=progress)
 
 
 def _smaller(model, method, settings: Settings) -> float:

@@ -45,7 +45,7 @@ def reconstruction(
 
     Args:
         methods: by spec, low-rank.
-        bases: by spec.
+        bases: by spec, of those that are calibrated.
         texts: int32 tokens `[n, S]` by name; rows are averaged.
 
     Raises:
@@ -54,6 +54,7 @@ def reconstruction(
     for spec, method in methods.items():
         if not method.rebuilds:
             raise ValueError(f"{spec}: codes no tokens in a basis")
+    own = {spec: bases.get(spec) or method.default_bases(model.config.attention) for spec, method in methods.items()}
     found: dict[tuple[str, str, int, str], list[np.ndarray]] = {}
     steps = sum(len(tokens) for tokens in texts.values()) * model.config.num_layers
     with ProgressBar("rebuilding", steps, progress) as bar:
@@ -62,7 +63,7 @@ def reconstruction(
             for window in tokens:
                 for layer, taps in enumerate(iterate_taps(model.config, model.params, window[None])):
                     for spec, method in methods.items():
-                        measured = _measure(method, layout, bases[spec][layer], taps)
+                        measured = _measure(method, layout, own[spec][layer], taps)
                         for side, values in zip(("k", "v"), np.asarray(measured), strict=True):
                             found.setdefault((spec, text, layer, side), []).append(values)
                     bar.advance()

@@ -1,21 +1,17 @@
 """Decode time of group latents beside its floor, and what learning while decoding adds to it."""
 
 import dataclasses
-import time
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.evals.speed.machine_rates import rate_contenders, rates
 from lowrank_kv_jax.evals.speed.roofline import white_bases
-from lowrank_kv_jax.evals.speed.timing import alternate
+from lowrank_kv_jax.evals.speed.timing import DecodeContender, alternate
 from lowrank_kv_jax.evals.studies.cross_layer.cost import attention_flops
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, prefill
-from lowrank_kv_jax.generation.generate import decode
 from lowrank_kv_jax.method.accounting import cache_bytes
-from lowrank_kv_jax.method.cache import Cache, fork
 from lowrank_kv_jax.methods.parse import parse_method
 
 LAYERS = "sliding-window:budget=1,keep=none"
@@ -59,7 +55,7 @@ def streaming_speed(
         cache, logits = prefill(method, config, model.params, prompt, bases=bases, capacity=prompt.shape[1] + steps,
                                 dtype=dtype)
         sizes[spec] = cache_bytes(cache, bases).total
-        contenders[spec] = _Contender(model, cache, logits, bases, steps)
+        contenders[spec] = DecodeContender(model, cache, logits, steps, bases)
     times = alternate(contenders | rate_contenders(), steps, rounds)
     layers = 1 / times[LAYERS].decode_tokens_per_s
     width = rank * config.kv_heads * config.head_dim
@@ -69,22 +65,3 @@ def streaming_speed(
               sizes[spec])
         for spec in specs
     ]
-
-
-class _Contender:
-    """The decode loop of `generate` on a copy of one prefilled cache."""
-
-    def __init__(self, model: Any, cache: Cache, logits: jax.Array, bases: Any, steps: int):
-        self._model, self._cache, self._logits, self._bases, self._steps = model, cache, logits, bases, steps
-
-    def round(self) -> tuple[float, float]:
-        """Nothing, and the seconds of the decode steps, refreshes included."""
-        cache = jax.block_until_ready(fork(self._cache))
-        blocks = decode(cache.method, self._model.config, self._model.params, cache, self._logits, 1 + self._steps,
-                        bases=self._bases)
-        del cache
-        next(blocks)  # the first token is the prefill's
-        begin = time.perf_counter()
-        for _ in blocks:
-            pass
-        return 0.0, time.perf_counter() - begin

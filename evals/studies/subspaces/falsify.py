@@ -12,8 +12,7 @@ from lowrank_kv_jax.calibration.calibrate import fit_bases, iterate_taps
 from lowrank_kv_jax.estimators import make_estimator
 from lowrank_kv_jax.estimators.linalg import eigenvalues
 from lowrank_kv_jax.estimators.moments import Moments
-from lowrank_kv_jax.evals.asking.prefill_many import prefill_many
-from lowrank_kv_jax.evals.perplexity.score import score_through_cache
+from lowrank_kv_jax.evals.perplexity.score import score_many
 from lowrank_kv_jax.evals.speed.roofline import white_bases
 from lowrank_kv_jax.evals.studies.bases.metrics import rank_of_energy, second_moment
 from lowrank_kv_jax.evals.studies.subspaces.error_tracking import attention_errors
@@ -23,6 +22,7 @@ from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.accounting import cache_bytes, full_cache_bytes
 from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.saving.saved_cache import abstract_cache
+from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
 
 TOLERATED = 0.01  # relative increase of the perplexity, falsifier 1
 FAITHFUL = 0.5  # least rank correlation of what predicts and what is predicted, falsifier 4
@@ -63,8 +63,8 @@ def shifted_texts(prose: np.ndarray, code: np.ndarray) -> Texts:
 class Run:
     """A model, its calibration and what every falsifier measures with."""
 
-    def __init__(self, model: Any, moments: Moments, static: str, adaptive: str, dtype: str = "bfloat16"):
-        self.model, self.moments, self.dtype = model, moments, dtype
+    def __init__(self, model: Any, moments: Moments, static: str, adaptive: str, dtype: str | None = None):
+        self.model, self.moments, self.dtype = model, moments, dtype or default_cache_dtype()
         self.static, self.adaptive = static, adaptive
 
     def methods(self, ranks: Sequence[float], which: Sequence[str]) -> dict[tuple[str, float], Part]:
@@ -113,18 +113,10 @@ class Run:
         """Mean negative log-likelihood of the last `scored` tokens of each row through each cache, and the full one."""
         methods = {"full": parse_method("full"), **methods}
         bases = {key: self.bases(method) for key, method in methods.items()}
-        context = jnp.asarray(tokens[:, :-scored])
-        caches, logits = prefill_many(
-            methods, self.model.config, self.model.params, context, bases=bases, capacity=tokens.shape[1],
-            dtype=self.dtype,
+        found = score_many(
+            self.model, methods, tokens, tokens.shape[1] - scored, bases=bases, dtype=self.dtype
         )
-        out = {}
-        for key, method in methods.items():
-            cache = caches.pop(key)
-            out[key] = float(score_through_cache(
-                method, self.model, cache, logits, tokens[:, -scored:], bases=bases[key]
-            ).nll.mean())
-        return out
+        return {one.spec: float(one.perplexity.nll.mean()) for one in found}
 
 
 def _with(spec: str) -> str:

@@ -36,7 +36,7 @@ class Residuals(NamedTuple):
         return k, v
 
 
-def prompt_residuals(model: Any, method: Any, tokens: np.ndarray, bases: Any, dtype: Any = "bfloat16") -> Residuals:
+def prompt_residuals(model: Any, method: Any, tokens: np.ndarray, bases: Any, dtype: Any = None) -> Residuals:
     """Residuals of prompts int32 `[B, S]` that a low-rank method has coded.
 
     Raises:

@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
     import sys
 
     from lowrank_kv_jax.cli.options import check_numbers, load_from
+    from lowrank_kv_jax.evals.asking.methods import parse_methods
     from lowrank_kv_jax.evals.compare.leaderboard import leaderboard_table, method_specs, peer_specs, run_leaderboard
-    from lowrank_kv_jax.evals.compare.run import parse_methods
     from lowrank_kv_jax.evals.peers.kvpress_presses import parse_press, require_kvpress
     from lowrank_kv_jax.evals.results.records import check_writable
     from lowrank_kv_jax.evals.ruler.tasks import expand_tasks

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.calibration.corpus import load_corpus
     from lowrank_kv_jax.cli.eval.options import load_on_mesh, print_scores
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, corpus_of
-    from lowrank_kv_jax.evals.compare.run import parse_methods
+    from lowrank_kv_jax.evals.asking.methods import parse_methods
     from lowrank_kv_jax.evals.lm_harness.run import TASKS, evaluate_lm_eval, require_lm_eval
 
     methods = parse_methods(args.methods)

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from lowrank_kv_jax.cli.eval.options import load_on_mesh, print_scores, suite_arguments
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs
-    from lowrank_kv_jax.evals.compare.run import parse_methods
+    from lowrank_kv_jax.evals.asking.methods import parse_methods
     from lowrank_kv_jax.evals.longbench import all_tasks, evaluate_longbench, find_task
 
     methods = parse_methods(args.methods)

@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lowrank_kv_jax.cli.tables import print_table
+
 
 def add_suite_options(parser: argparse.ArgumentParser, seed: int) -> None:
     """How questions are asked, and where the records go."""
@@ -72,27 +74,20 @@ def print_scores(
     records: Sequence[Mapping[str, Any]], title: str, averages: Mapping[str, Iterable[str]] | None = None
 ) -> None:
     """A table of mean scores, a column for each method; averages only over groups whose tasks are all there."""
-    from rich.console import Console
-    from rich.table import Table
-
     from lowrank_kv_jax.evals.results.summary import mean_scores, size_text
 
     scores = mean_scores(records)
     cells = list(dict.fromkeys((record["length"], record["task"]) for record in records))
     several = len({length for length, _ in cells}) > 1
-    table = Table(title=title)
-    table.add_column("task", no_wrap=True)
-    for method in scores:
-        table.add_column(method, justify="right", overflow="fold")
-    table.add_row("x smaller", *(size_text(records, method) for method in scores))
+    lines: list[tuple[str, ...] | None] = [("x smaller", *(size_text(records, method) for method in scores))]
     for length in dict.fromkeys(length for length, _ in cells):
         here = {task: [(length, task)] for cell, task in cells if cell == length}
         for name, tasks in (averages or {}).items():
             group = [(length, task) for task in tasks]
             if set(group) <= set(cells):
                 here = {name: group} | here
-        table.add_section()
+        lines.append(None)
         for name, group in here.items():
             means = (sum(own[cell] for cell in group) / len(group) for own in scores.values())
-            table.add_row(f"{name}, {length}" if several else name, *(f"{mean:.1f}" for mean in means))
-    Console().print(table)
+            lines.append((f"{name}, {length}" if several else name, *(f"{mean:.1f}" for mean in means)))
+    print_table(title, ("task", *scores), lines)

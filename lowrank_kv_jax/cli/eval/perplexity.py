@@ -38,13 +38,11 @@ def run(args: argparse.Namespace) -> int:
     """
     import sys
 
-    from rich.console import Console
-    from rich.table import Table
-
     from lowrank_kv_jax.calibration.corpus import load_corpus
     from lowrank_kv_jax.cli.eval.options import load_on_mesh
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, corpus_of
-    from lowrank_kv_jax.evals.compare.run import parse_methods
+    from lowrank_kv_jax.cli.tables import print_table
+    from lowrank_kv_jax.evals.asking.methods import parse_methods
     from lowrank_kv_jax.evals.perplexity.run import evaluate_perplexity, total_perplexity
     from lowrank_kv_jax.evals.results.summary import size_text
 
@@ -60,10 +58,6 @@ def run(args: argparse.Namespace) -> int:
         progress=sys.stderr.isatty(),
     )
     scored = sum(record["scored_tokens"] for record in records) // len(methods)
-    table = Table(title=f"Perplexity ({args.mode}) of {text.name}, {scored} tokens scored")
-    for column in ("method", "x smaller", "perplexity"):
-        table.add_column(column, justify="left" if column == "method" else "right")
-    for spec in methods:
-        table.add_row(spec, size_text(records, spec), f"{total_perplexity(records, spec):.3f}")
-    Console().print(table)
+    print_table(f"Perplexity ({args.mode}) of {text.name}, {scored} tokens scored", ("method", "x smaller", "perplexity"),
+                [(spec, size_text(records, spec), f"{total_perplexity(records, spec):.3f}") for spec in methods])
     return 0

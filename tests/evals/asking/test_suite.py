@@ -20,8 +20,8 @@ from suites import METHODS, Letters, Loaded, fit, questions, some, without_times
 from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.cli.eval.options import print_scores
 from lowrank_kv_jax.evals import longbench, ruler
-from lowrank_kv_jax.evals.asking import few_at_a_time, suite
-from lowrank_kv_jax.evals.asking.batches import coarse, make_batches
+from lowrank_kv_jax.evals.asking import ask, few_at_a_time, suite
+from lowrank_kv_jax.evals.asking.batches import coarse, make_batches, one_shape
 from lowrank_kv_jax.evals.asking.clock import PrefillClock
 from lowrank_kv_jax.evals.asking.prompts import Question, chat_parts, encode
 from lowrank_kv_jax.evals.asking.suite import Suite, evaluate
@@ -69,13 +69,13 @@ def test_sharing_changes_no_answer(whole):
 
 def test_one_prefill_serves_all_questions_and_methods(monkeypatch):
     prefilled = []
-    original = suite.prefill_many
+    original = ask.prefill_many
 
     def counted(methods, config, params, tokens, *args, **kwargs):
         prefilled.append((len(methods), tokens.shape[0]))
         return original(methods, config, params, tokens, *args, **kwargs)
 
-    monkeypatch.setattr(suite, "prefill_many", counted)
+    monkeypatch.setattr(ask, "prefill_many", counted)
     asked = questions(6)
     evaluate(Loaded(), METHODS, Suite("eval test", asked, rows=3), bases=fit)
     assert prefilled == [(len(METHODS), 3)]  # 6 questions on 3 contexts
@@ -155,6 +155,23 @@ def test_batches_have_few_shapes():
         make_batches(Letters(), many, "query-agnostic", "base", 4, 128)
 
 
+def test_one_shape_holds_all_contexts_in_order():
+    asked = questions(10)
+    batches = make_batches(Letters(), asked, "query-agnostic", "base", 3, 512, one_shape)
+    longest = max(len(q.context) for q in asked)
+    assert [q.index for b in batches for q in b.all_questions] == list(range(10))
+    (width, capacity), = {(b.width, b.capacity) for b in batches}
+    assert longest <= width < longest + 64 and capacity == width + 32
+    (small, most), = set(one_shape({(1,) * 70: 20, (2,) * 20: 40}, 100).values())
+    assert small == most == 100  # the model's context
+
+
+def test_one_module_asks():
+    name = "from lowrank_kv_jax.evals.asking.answer import"
+    folder = TESTS.parent / "evals"
+    assert [path.name for path in folder.rglob("*.py") if name in path.read_text()] == ["ask.py"]
+
+
 # ---- going on ----------------------------------------------------------------------------------------------
 
 
@@ -200,7 +217,7 @@ def test_a_finished_run_computes_nothing(monkeypatch, tmp_path, whole):
     def never(*args, **kwargs):
         raise AssertionError("computed again")
 
-    monkeypatch.setattr(suite, "prefill_many", never)
+    monkeypatch.setattr(ask, "prefill_many", never)
     records = evaluate(Loaded(), METHODS, some(), json=path, bases=never)
     assert without_times(records) == without_times(whole) and path.read_bytes() == before
 

@@ -13,12 +13,12 @@ from shared_data import FOLDER
 
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.evals.asking.answer import answer
+from lowrank_kv_jax.evals.asking.methods import parse_methods
 from lowrank_kv_jax.evals.asking.prefill_many import pad_rows, prefill_many
-from lowrank_kv_jax.evals.asking.samples import substring_score
 from lowrank_kv_jax.evals.compare.plot import plot_results
-from lowrank_kv_jax.evals.compare.run import Settings, compare, parse_methods, work
+from lowrank_kv_jax.evals.compare.run import Settings, compare, work
 from lowrank_kv_jax.evals.compare.run import records as compare_records
-from lowrank_kv_jax.evals.needle.samples import make_needle, make_needles
+from lowrank_kv_jax.evals.needle.samples import make_needle, substring_score
 from lowrank_kv_jax.evals.perplexity.score import perplexity
 from lowrank_kv_jax.evals.report.sections import read_report
 from lowrank_kv_jax.evals.results import records
@@ -88,28 +88,25 @@ def test_needles_have_the_form_of_the_official_generator():
         pytest.skip(f"{file} is not there")
     official = json.loads(file.read_text().splitlines()[0])
     ours = make_needle(Characters(), 4096, depth=0.5)
-    assert masked(ours.text) == masked(official["input"] + official["answer_prefix"])
+    assert masked(ours.context + ours.question) == masked(official["input"] + official["answer_prefix"])
 
 
 @pytest.mark.parametrize("length", [900, 1500, 4096])
 def test_needles_are_as_long_as_fits(length):
     tokenizer, sentence = Characters(), 91
-    for sample in make_needles(tokenizer, length, 4):
-        assert sample.length == len(tokenizer.encode(sample.text)) + 128
+    for index in range(4):
+        sample = make_needle(tokenizer, length, index=index)
+        assert sample.length == len(tokenizer.encode(sample.context + sample.question)) + 128
         assert length - sentence < sample.length <= length
-        context, question = sample.tokens(tokenizer)
-        assert len(context) + len(question) == sample.length - 128
         assert sample.context.endswith("\n") and sample.question.startswith("What is the special magic")
         assert sample.context.count(sample.outputs[0]) == 1 and len(sample.outputs[0]) == 7
 
 
 def test_needles_follow_from_seed_length_and_index_alone():
     tokenizer = Characters()
-    samples = make_needles(tokenizer, 2000, 5, seed=3)
-    assert samples == make_needles(tokenizer, 2000, 5, seed=3)
-    assert samples[2] == make_needle(tokenizer, 2000, seed=3, index=2)
+    samples, again, others = ([make_needle(tokenizer, 2000, seed, index) for index in range(5)] for seed in (3, 3, 4))
+    assert samples == again != others
     assert len({s.outputs for s in samples}) == 5 and len({s.depth for s in samples}) > 1
-    assert samples != make_needles(tokenizer, 2000, 5, seed=4)
 
 
 @pytest.mark.parametrize("depth, line", [(0.0, 1), (1.0, -2)])
@@ -124,8 +121,6 @@ def test_needles_that_cannot_be_are_refused():
         make_needle(Characters(), 300)
     with pytest.raises(ValueError, match="depth=1.5"):
         make_needle(Characters(), 2000, depth=1.5)
-    with pytest.raises(ValueError, match="samples=0"):
-        make_needles(Characters(), 2000, 0)
 
 
 def test_substring_score():

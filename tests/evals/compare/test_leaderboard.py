@@ -8,9 +8,9 @@ from helpers import PLAIN
 from suites import Loaded, questions
 
 from lowrank_kv_jax.cli import main
+from lowrank_kv_jax.evals.asking.methods import parse_methods
 from lowrank_kv_jax.evals.asking.suite import Suite
 from lowrank_kv_jax.evals.compare.leaderboard import ASKED, leaderboard_table, method_specs, peer_specs, run_leaderboard
-from lowrank_kv_jax.evals.compare.run import parse_methods
 from lowrank_kv_jax.evals.peers import kvpress_run
 from lowrank_kv_jax.evals.peers.kvpress_presses import PRESSES, parse_press, require_kvpress
 from lowrank_kv_jax.evals.results.records import read_records

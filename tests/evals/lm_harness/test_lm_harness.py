@@ -18,7 +18,7 @@ from shared_data import shared
 from suites import Letters, Loaded
 
 from lowrank_kv_jax.cli import main
-from lowrank_kv_jax.evals.compare.run import parse_methods
+from lowrank_kv_jax.evals.asking.methods import parse_methods
 from lowrank_kv_jax.evals.lm_harness import run as lm_run
 from lowrank_kv_jax.evals.lm_harness.scoring import make_pair, score_pairs
 from lowrank_kv_jax.evals.lm_harness.tasks import TASKS, check_lines

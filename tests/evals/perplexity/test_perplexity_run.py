@@ -9,7 +9,7 @@ from helpers import model as tiny
 from suites import Loaded
 
 from lowrank_kv_jax.calibration.corpus import Corpus
-from lowrank_kv_jax.evals.compare.run import parse_methods
+from lowrank_kv_jax.evals.asking.methods import parse_methods
 from lowrank_kv_jax.evals.perplexity import run as perplexity_run
 from lowrank_kv_jax.evals.perplexity.run import cut_windows, evaluate_perplexity, total_perplexity
 from lowrank_kv_jax.evals.results.records import read_records

@@ -1,0 +1,96 @@
+"""Methods by spec, and the bases of those that are calibrated from one run of the model over a corpus."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lowrank_kv_jax.calibration.calibrate import fit_bases, moments_for
+from lowrank_kv_jax.calibration.corpus import Corpus, token_windows
+from lowrank_kv_jax.estimators.moments import Moments
+from lowrank_kv_jax.method import Part
+from lowrank_kv_jax.methods import REGISTRY
+from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
+
+SHORTLIST = (
+    "full", "streamingllm:keep=0.25", "static-pca-h:rank=0.6", "ojakv:rank=0.6", "ojakv:rank=0.8",
+    "single-svd:rank=0.25",
+)
+LENGTH, WINDOWS = 2048, 4
+_LAST: dict[Any, Moments] = {}
+"""The moments that were collected last, by what decides them."""
+
+
+def parse_methods(specs: Sequence[str] | None) -> dict[str, Part]:
+    """Methods by spec, in the order given; None is the shortlist, `all` every registered method with its
+    defaults.
+
+    Raises:
+        ValueError: an unknown or malformed spec (see `parse_method`), or one that is given twice.
+    """
+    specs = list(SHORTLIST if specs is None else specs)
+    specs = ["full", *sorted(set(REGISTRY) - {"full"})] if specs == ["all"] else specs
+    if len(set(specs)) < len(specs):
+        raise ValueError(f"methods {specs}: each may be given once")
+    return {spec: parse_method(spec) for spec in specs}
+
+
+def check_methods(model: Any, methods: Mapping[str, Part], command: str) -> None:
+    """Raise ValueError for a model without a tokenizer, and for methods that do not suit it, by their specs."""
+    if model.tokenizer is None:
+        raise ValueError(f"model {model.name!r} has no tokenizer: {command} needs one")
+    for spec, method in methods.items():
+        try:
+            method.validate(model.config.attention)
+        except ValueError as error:
+            raise ValueError(f"{spec}: {error}") from error
+
+
+def bases_of(
+    model: Any, methods: Mapping[str, Part], corpus: Corpus, *, length: int = LENGTH, windows: int = WINDOWS,
+    seed: int = 0, dtype: Any = None, progress: bool = False,
+) -> dict[str, Any]:
+    """The bases of those methods that are calibrated; empty, without running the model, where none is.
+
+    Args:
+        length, windows, seed: see `token_windows`; no window is longer than the model's context.
+        dtype: of the bases, by default that of caches.
+    """
+    calibrated = {spec: method for spec, method in methods.items() if method.calibrated}
+    if not calibrated:
+        return {}
+    moments = moments_of(
+        model, calibrated, corpus, length=length, windows=windows, seed=seed, progress=progress
+    )
+    dtype = default_cache_dtype() if dtype is None else dtype
+    return {spec: fit_bases(model, method, moments, dtype) for spec, method in calibrated.items()}
+
+
+def moments_of(
+    model: Any, methods: Mapping[str, Part], corpus: Corpus, *, length: int = LENGTH, windows: int = WINDOWS,
+    seed: int = 0, progress: bool = False,
+) -> Moments:
+    """What the fits of these methods read; an evaluation asks again and again, for the same text."""
+    tokens = token_windows(model.tokenizer, corpus.texts, min(length, model.config.context), windows, seed)
+    key = model.fingerprint, corpus.sha256, tokens.shape, seed
+    moments = _LAST.get(key)
+    if moments is None or not all(method.reads <= moments.held for method in methods.values()):
+        moments = moments_for(model, list(methods.values()), tokens, progress)
+        _LAST.clear()
+        _LAST[key] = moments
+    return moments
+
+
+def calibration_settings(corpus: Corpus, methods: Mapping[str, Part]) -> dict[str, Any]:
+    """What records keep of the calibration; null where no method needs one."""
+    calibrated = any(method.calibrated for method in methods.values())
+    return {"calibration": {"corpus": corpus.name, "sha256": corpus.sha256} if calibrated else None}
+
+
+def conditions_of(settings: Mapping[str, Any], method: Part | None) -> dict[str, Any]:
+    """A run's settings as the records of one method keep them: without a calibration that it does not read.
+
+    So a method's records stay the same whatever other methods shared its run.
+    """
+    if method is not None and method.calibrated or "calibration" not in settings:
+        return dict(settings)
+    return {**settings, "calibration": None}
