@@ -4,6 +4,7 @@ After transform coding as pictures know it (Huang and Schultheiss, 1963) and KVT
 caches that are stored away and decompresses them first.
 """
 
+import bisect
 import dataclasses
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.codecs.transform_bases import (
+    OF_VALUES,
     Side,
     TransformBases,
     Widths,
@@ -26,9 +28,11 @@ from lowrank_kv_jax.codecs.transform_bases import (
     principal,
     query_weight,
 )
-from lowrank_kv_jax.estimators.bit_allocation import allocate
+from lowrank_kv_jax.estimators.bit_allocation import allocate, ladder
 from lowrank_kv_jax.estimators.moments import Moments
+from lowrank_kv_jax.estimators.rank_for_bytes import state_bytes
 from lowrank_kv_jax.method import Layout, register
+from lowrank_kv_jax.method.accounting import full_cache_bytes
 from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, codes_of
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
@@ -67,6 +71,8 @@ class Transform(TokenCodec):
             queries' mean square, and one bit counts the same in a logit as in a relative error of the values; "plain",
             where relative errors of keys and values are.
         sinks, recent: exact tokens at both ends.
+        smaller: instead of `bits`: as many as leave the bytes of a request (exact ends and positions too, room for new
+            tokens in both caches, but not the bases, which all requests share) so many times below a 16-bit full cache.
         profiles: different widths that the layers of a model may have, each a program of its own.
     """
 
@@ -78,6 +84,7 @@ class Transform(TokenCodec):
     metric: str = "attention"
     sinks: int = 4
     recent: int = 32
+    smaller: float | None = None
     profiles: int = 4
 
     calibrated: ClassVar[bool] = True
@@ -92,6 +99,8 @@ class Transform(TokenCodec):
             value = getattr(self, field)
             if value is not None and not 0 < value <= 8:
                 raise ValueError(f"{field}={value!r}: must lie above 0 and be at most 8, or be None")
+        if self.smaller is not None and not self.smaller > 0:
+            raise ValueError(f"smaller={self.smaller!r}: must be a positive number")
         for field, least in (("sinks", 0), ("recent", 0), ("profiles", 1)):
             value = getattr(self, field)
             if type(value) is not int or value < least:
@@ -120,9 +129,13 @@ class Transform(TokenCodec):
     def _widths(self, spec: AttentionSpec, k: Side, v: Side) -> list[Widths]:
         """Of each layer."""
         bits = self.mean_bits
+        spectra = errors_of(spec, k), errors_of(spec, v, OF_VALUES if self.metric == "attention" else 1.0)
+        if self.smaller is not None:
+            rungs = ladder(spectra, self.profiles)
+            means = tuple(map(mean_bytes, rungs))
+            return [Widths(tuple(own), means) for own in zip(*rungs, strict=True)]
         if bits is None:
             return [Widths((), ())] * len(k.variances)
-        spectra = errors_of(spec, k), errors_of(spec, v)
         found = allocate(spectra, bits, self.profiles, pooled=self.pooled)
         return [Widths((profile,), (mean_bytes(found),)) for profile in found]
 
@@ -138,9 +151,12 @@ class Transform(TokenCodec):
         return self.bits_k is None and self.bits_v is None
 
     def fit_key(self, spec):
-        bits = None if self.mean_bits is None else list(self.mean_bits)
-        return {"fit": "water-filled pca", "rope": self.rope, "heads": self.heads, "metric": self.metric, "bits": bits,
-                "pooled": self.pooled, "profiles": self.profiles}
+        key: dict[str, Any] = {"fit": "water-filled pca", "rope": self.rope, "heads": self.heads, "metric": self.metric}
+        if self.smaller is not None:
+            return key | {"bits": "any", "profiles": self.profiles}
+        if self.mean_bits is None:
+            return key | {"bits": None}
+        return key | {"bits": list(self.mean_bits), "pooled": self.pooled, "profiles": self.profiles}
 
     def check_bases(self, spec, bases):
         if bases is None:
@@ -151,6 +167,10 @@ class Transform(TokenCodec):
             if found != (groups, width):
                 raise ValueError(f"bases.{side} has {found[0]} heads of width {found[1]}; {self.name} with these "
                                  f"settings takes {groups} of {width}: calibrate for it")
+        found = len(bases.widths.rungs)
+        if not (found > 1 if self.smaller is not None else found == (self.mean_bits is not None)):
+            raise ValueError(f"bases with {found} sets of widths: {self.name} with these settings takes none for floats, "
+                             "one where bits are given, many for smaller; calibrate for it")
 
     # ---- the contract -------------------------------------------------------------------------------------------
 
@@ -159,6 +179,29 @@ class Transform(TokenCodec):
 
     def exact_ends(self):
         return self.sinks, self.recent
+
+    def settled(self, layout, bases, weigh):
+        """The bits of `smaller`: the same rung for every layer, found by what a token takes on average.
+
+        Raises:
+            ValueError: no bits make the cache as small.
+        """
+        if self.smaller is None:
+            return bases
+        rungs, means = bases.widths.rungs, bases.widths.mean
+        target = full_cache_bytes(layout.spec, layout.batch * layout.capacity) / layout.spec.num_layers / self.smaller
+
+        def spent(rung: int) -> int:
+            mean = tuple(((8, count),) for count in means[rung])
+            return state_bytes(weigh(layout, bases._replace(widths=Widths((mean,), (means[rung],)))))
+
+        rung = bisect.bisect_left(range(len(rungs)), True, key=lambda i: spent(i) <= target)
+        if rung == len(rungs):
+            raise ValueError(f"smaller={self.smaller}: a prompt of {layout.prompt} tokens (capacity {layout.capacity}) "
+                             f"is too short for it: with the fewest bits a layer takes {spent(rung - 1)} bytes of the "
+                             f"{int(target)} wanted, exact tokens included; use a smaller ratio, or fewer sinks and "
+                             "recent tokens")
+        return bases._replace(widths=Widths((rungs[rung],), (means[rung],)))
 
     def units(self, spec, bases):
         return self.groups(spec)

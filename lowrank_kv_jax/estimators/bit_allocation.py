@@ -5,18 +5,26 @@ price a bit every component takes the width at which error plus price is least; 
 steepest gain a bit arrives at, and no other choice of as many bits errs less.
 """
 
+from typing import Any
+
 import numpy as np
 
 from lowrank_kv_jax.storage.water_filled import WIDTHS, Runs, bytes_of
 
-STEP = {1: 1.596, 2: 0.9957, 4: 0.3352, 8: 0.0308}
-"""Best step of a uniform quantiser in units of a Gaussian component's deviation (Max, 1960)."""
-TAILS = 1.15
-"""Factor on those steps: tails of keys and values are heavier."""
-DISTORTION = {0: 1.0, 1: 0.3634, 2: 0.1188, 4: 0.01154, 8: 0.00009}
+RANGE = 12.0
+"""Deviations that 8 bits reach: inside of a text some tokens act as sinks, and lie 8 out along the first component of the
+keys; cut off at the 4.5 that are best for a Gaussian, they made up nearly all of the error of early layers."""
+STEP = {1: 1.15 * 1.596, 2: 1.15 * 0.9957, 4: 1.15 * 0.3352, 8: 2 * RANGE / 2**8}
+"""Step in units of a component's deviation: the best of a uniform quantiser of a Gaussian one (Max, 1960), times 1.15 for
+heavier tails; of 8 bits what the range asks for."""
+DISTORTION = {0: 1.0, 1: 0.3634, 2: 0.1188, 4: 0.01154, 8: 0.00073}
 """Mean squared error of a Gaussian component of variance 1 in so many bits."""
+WIDE = 1
+"""First components of keys that have 8 bits at any price, because of those tokens."""
 LLOYD = 12  # rounds of sharing profiles among layers
-HALVINGS = 30  # of the interval that holds a price
+HALVINGS = 24  # of the interval that holds a price
+RUNGS = 128
+SHARED_AT = 2.0
 
 Profile = tuple[Runs, Runs]
 """Widths of a layer's keys and values."""
@@ -33,9 +41,14 @@ def widths_at(variances: np.ndarray, price: float) -> np.ndarray:
     return np.array(_ALL)[np.argmin(cost, axis=-1)]
 
 
-def runs_of(widths: np.ndarray) -> Runs:
-    """Runs of whole bytes nearest to falling widths `[W]`; at least one byte."""
+def runs_of(widths: np.ndarray, wide: int = 0) -> Runs:
+    """Runs of whole bytes nearest to falling widths `[W]`; at least one byte.
+
+    Args:
+        wide: first components that have 8 bits whatever their width is.
+    """
     total, begin, runs = len(widths), 0, []
+    widths = np.where(np.arange(total) < wide, WIDTHS[0], widths)
     for bits in WIDTHS:
         each, wanted = 8 // bits, int(np.sum(widths >= bits)) - begin
         count = min(max(each * round(wanted / each), 0), total - begin)
@@ -47,7 +60,7 @@ def runs_of(widths: np.ndarray) -> Runs:
 
 def steps_of(runs: Runs) -> np.ndarray:
     """Step of each component that has bits in units of its deviation, float64 `[R]`."""
-    return np.concatenate([np.full(count, TAILS * STEP[bits]) for bits, count in runs])
+    return np.concatenate([np.full(count, STEP[bits]) for bits, count in runs])
 
 
 def bits_of(profile: Profile) -> int:
@@ -73,10 +86,7 @@ def profiles_at(spectra: Spectra, prices: tuple[float, float], count: int) -> li
     members = [part for part in np.array_split(np.argsort(wanted, kind="stable"), count) if len(part)]
     chosen, found = None, []
     for _ in range(LLOYD):
-        found = [
-            tuple(runs_of(widths_at(side[own].mean(0), price)) for side, price in zip(spectra, prices, strict=True))
-            for own in members
-        ]
+        found = [_profile(spectra, own, prices) for own in members]
         costs = np.stack([
             sum(error_of(side, runs) + 8 * price * bytes_of(runs)
                 for side, runs, price in zip(spectra, profile, prices, strict=True))
@@ -90,6 +100,32 @@ def profiles_at(spectra: Spectra, prices: tuple[float, float], count: int) -> li
         found, chosen = [found[i] for i in sorted(set(best))], np.unique(best, return_inverse=True)[1]
     assert chosen is not None and len(chosen) == layers
     return [found[i] for i in chosen]
+
+
+def ladder(spectra: Spectra, count: int) -> list[list[Profile]]:
+    """Profiles of each layer from 8 bits everywhere to almost none, `RUNGS` at the most.
+
+    Which layers share a profile is the same on every rung, as it is best at `SHARED_AT` bits.
+    """
+    shared = allocate(spectra, (SHARED_AT, SHARED_AT), count, pooled=True)
+    members = [np.flatnonzero([own == other for own in shared]) for other in dict.fromkeys(shared)]
+    most, found = max(side.max() for side in spectra), []
+    for price in most * np.concatenate([[0.0], np.geomspace(1e-7, 1.0, RUNGS - 1)]):
+        rung: list[Any] = [None] * len(shared)
+        for own in members:
+            profile = _profile(spectra, own, (price, price))
+            for layer in own:
+                rung[layer] = profile
+        if not found or sum(map(bits_of, rung)) < sum(map(bits_of, found[-1])):
+            found.append(rung)
+    return found
+
+
+def _profile(spectra: Spectra, layers: np.ndarray, prices: tuple[float, float]) -> Profile:
+    """The best one that these layers can share."""
+    k, v = (runs_of(widths_at(side[layers].mean(0), price), wide)
+            for side, price, wide in zip(spectra, prices, (WIDE, 0), strict=True))
+    return k, v
 
 
 def allocate(spectra: Spectra, bits: tuple[float, float], count: int, pooled: bool) -> list[Profile]:
