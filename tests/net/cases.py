@@ -134,7 +134,7 @@ OPTIONS = {
         f"streamingkv:rank=12,{ENDS},form=encoder,update=joint",
         f"streamingkv:rank=12,{ENDS},transport=false,bits=8",
         f"transform:bits=3,{ENDS},heads=per_head,rope=post+{SELECTIONS['adakv']}",
-        f"transform:smaller=2,{ENDS}+{SELECTIONS['kvzip']}",
+        f"transform:smaller=1,{ENDS}+{SELECTIONS['kvzip']}",
     ],
     "deep": [
         f"xkv:group=2,rank=10,{ENDS}",
