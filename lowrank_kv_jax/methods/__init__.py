@@ -9,6 +9,7 @@ from lowrank_kv_jax.codecs.palu import Palu
 from lowrank_kv_jax.codecs.single_svd import SingleSVD
 from lowrank_kv_jax.codecs.static_pca import EigenAttention, EigenN, StaticPCA, StaticPCAH
 from lowrank_kv_jax.codecs.streamingkv import StreamingKV
+from lowrank_kv_jax.codecs.transform import Transform
 from lowrank_kv_jax.codecs.verbatim import Full
 from lowrank_kv_jax.codecs.xkv import XKV
 from lowrank_kv_jax.method import REGISTRY as REGISTRY
@@ -26,5 +27,6 @@ from lowrank_kv_jax.selections.snapkv import SnapKV
 __all__ = [
     "REGISTRY", "AdaKV", "EigenAttention", "EigenN", "Full", "H2O", "KIVI", "KVzip", "MiniCache", "MomentKV", "OjaKV",
     "OnlineSubspaceProjection", "Palu", "PyramidKV", "Quest", "Scissorhands", "SingleSVD", "SlidingWindow", "SnapKV",
-    "StaticPCA", "StaticPCAH", "StaticSubspace", "StreamingKV", "StreamingLLM", "XKV", "machine_of", "compose",
+    "StaticPCA", "StaticPCAH", "StaticSubspace", "StreamingKV", "StreamingLLM", "Transform", "XKV", "compose",
+    "machine_of",
 ]

@@ -113,6 +113,8 @@ def _rebuild(path: str | Path, method: Part, metadata: Mapping[str, Any], count:
 
     def build(i: int, group: dict[str, Any]) -> Any:
         found = {name: arrays[f"{i}.{name}"] for name in group}
+        if hasattr(kind, "restored"):
+            return kind.restored(found)
         if dataclasses.is_dataclass(kind):
             if any(array.shape for array in found.values()):
                 raise ValueError(f"{file}: groups[{i}]: must hold numbers, of shape []")
@@ -146,6 +148,8 @@ def _fields(group: Any) -> dict[str, jax.Array]:
     """Arrays by name; a number that belongs to the tree structure is an array on disk."""
     if group is None:
         return {}
+    if hasattr(group, "saved"):
+        return group.saved()
     if dataclasses.is_dataclass(group):
         return {f.name: jax.numpy.asarray(getattr(group, f.name)) for f in dataclasses.fields(group)}
     return {name: x for name, x in group._asdict().items() if x is not None}

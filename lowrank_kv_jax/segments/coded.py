@@ -23,6 +23,9 @@ from lowrank_kv_jax.storage.quantised import (
     read_tokens,
 )
 from lowrank_kv_jax.storage.state import leaf, state
+from lowrank_kv_jax.storage.water_filled import WaterFilled
+
+Stored = jax.Array | QuantisedTokens | PackedTokens | WaterFilled
 
 
 @state
@@ -37,8 +40,8 @@ class Coded:
             where they were selected.
     """
 
-    k: jax.Array | QuantisedTokens | PackedTokens = leaf("batch", "kv_heads", "tokens", "rank", kind="coefficients")
-    v: jax.Array | QuantisedTokens | PackedTokens = leaf("batch", "kv_heads", "tokens", "rank", kind="coefficients")
+    k: Stored = leaf("batch", "kv_heads", "tokens", "rank", kind="coefficients")
+    v: Stored = leaf("batch", "kv_heads", "tokens", "rank", kind="coefficients")
     length: jax.Array = leaf("batch", kind="indices")
     positions: Runs | PerHead
 
@@ -58,7 +61,6 @@ def empty_coded(
         gaps: of a run's positions, before its first token and behind the prompt's own.
         whole_tiles: round `size` up to whole tiles, which tokens that are appended or transported need.
     """
-    none = jnp.zeros((batch,), jnp.int32)
     packed = positions is not None and positions.owner is not None
     if bits is not None and whole_tiles and not packed:
         most = max(k_tile.tokens, v_tile.tokens)
@@ -70,8 +72,15 @@ def empty_coded(
         return empty_tokens((batch, 1 if packed else heads, size, rank), bits, dtype, tile)
 
     k, v = (empty(*shape, tile) for shape, tile in ((k_shape, k_tile), (v_shape, v_tile)))
+    return without_tokens(k, v, positions, gaps)
+
+
+def without_tokens(k: Any, v: Any, positions: PerHead | None = None, gaps: int = 2) -> Coded:
+    """An empty segment of empty storage `[B, J, S, R]`; see `empty_coded`."""
+    batch, _, size, _ = k.shape
     nowhere = jnp.zeros((batch, gaps), jnp.int32)
-    return Coded(k, v, none, Runs(nowhere, nowhere) if positions is None else positions.with_slots(size))
+    where = Runs(nowhere, nowhere) if positions is None else positions.with_slots(size)
+    return Coded(k, v, jnp.zeros((batch,), jnp.int32), where)
 
 
 def hold(segment: Any, k: jax.Array, v: jax.Array, counts: jax.Array, positions: Runs | PerHead) -> Any:
@@ -92,6 +101,8 @@ def fill_tokens(stored: Any, x: jax.Array, counts: jax.Array, owner: jax.Array |
         assert owner is not None
         return hold_packed(stored, x.astype(jnp.float32), owner, counts)
     x = x[:, :, :slots]
+    if isinstance(stored, WaterFilled):
+        return stored.filled(x)
     if not isinstance(stored, QuantisedTokens):
         if x.shape[2] == slots:
             return narrow(x, stored.dtype)

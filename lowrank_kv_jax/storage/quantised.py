@@ -9,7 +9,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.storage.bits import Bits
 from lowrank_kv_jax.storage.block_reads import block_range, block_slots, slice_block
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.state import leaf, state, static, write_tokens
@@ -214,7 +213,7 @@ def map_tokens(
             touch = fresh.reshape(1, -1, buffer.tile.tokens)[:, :, 0] & rows[:, None]
             return buffer.write_block(start, change(block), valid, touch)
         moved = jnp.where(fresh[:, None] & rows[:, None, None, None], narrow(change(block), block.dtype), block)
-        if isinstance(buffer, Bits):
+        if hasattr(buffer, "write_block"):
             return buffer.write_block(start, moved)
         return jax.lax.dynamic_update_slice_in_dim(buffer, moved, start, axis=2)
 

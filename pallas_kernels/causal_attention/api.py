@@ -23,7 +23,7 @@ def causal_attention(
         k, v: `[B, T, K, D]`.
         scale: factor on the logits.
         window: sliding window in tokens, or None.
-        backend: one of `dispatch.BACKENDS` instead of the platform's; on a GPU either of its two means cuDNN.
+        backend: one of `storage.backend.BACKENDS` instead of the platform's; on a GPU either of its two means cuDNN.
 
     Returns:
         `[B, T, N, D]` in the dtype of `q`. Rows are padded on the right, so no valid query sees a pad.

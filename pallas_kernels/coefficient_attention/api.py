@@ -27,7 +27,7 @@ def coefficient_attention(
         q_positions: int32 `[B, T]`.
         causal: whether tokens of the segment may lie after a query (the block being appended).
         window: sliding window in tokens, or None.
-        backend: one of `dispatch.BACKENDS` instead of the platform's; interpreted where its hardware is not there.
+        backend: one of `storage.backend.BACKENDS` instead of the platform's; interpreted where its hardware is not there.
 
     Returns:
         Partial whose out is in the space of the values, `[B, T, N, Dv]` (equations of section 3.2 of OjaKV).

@@ -166,7 +166,7 @@ def test_bad_fields_are_refused(spec, message):
 
 
 def test_layers_of_different_shape_are_refused():
-    method, layout = methods.XKV(group=2), make_layout(DEEP, 1, 8, 16)
+    method, layout = methods.XKV(group=2, sinks=0, recent=0), make_layout(DEEP, 1, 8, 16)
     (bases, *_) = method.default_bases(DEEP.attention)
     _, _, taps = _taps(8)
     wide = taps._replace(k_pre=jnp.zeros((1, 8, 4, 12)))

@@ -379,9 +379,10 @@ def test_one_program_decodes_in_place(name):
         assert memory.alias_size_in_bytes >= held[-1]
         temporary.append(memory.temp_size_in_bytes)
         programs.append(program)
-    # attention reads, and rebuilds, blocks of up to 2048 of the 16384 tokens; a copied leaf would be a quarter
-    more = temporary[0] - temporary[1]
-    assert more <= 0.17 * (held[0] - held[1]), f"{more} bytes of {held[0] - held[1]}"
+    # attention reads, and rebuilds, blocks of up to 2048 of the 16384 tokens; a copied leaf would be a quarter, or, where
+    # tokens take a bit or two, three blocks of floats are the most
+    more, block = temporary[0] - temporary[1], 4 * 2 * 2048 * LONG.kv_heads * LONG.head_dim
+    assert more <= max(0.17 * (held[0] - held[1]), 3 * block), f"{more} bytes of {held[0] - held[1]}"
 
     tokens, start, shapes = [progress.token[:, None]], cache, jax.tree.map(lambda x: (x.shape, x.dtype), cache)
     for _ in range(7):

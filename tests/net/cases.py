@@ -62,6 +62,7 @@ ALONE = {
     "full": "full",
     "minicache": "minicache",
     "osp": f"osp:rank=4,{ENDS},chunk_length=32",
+    "transform": f"transform:bits=3,{ENDS}",
 }
 DEFAULTS = CODECS | SELECTIONS | ALONE
 
@@ -132,6 +133,8 @@ OPTIONS = {
         f"palu:rank=4,{ENDS},head_group=1,mean=false",
         f"streamingkv:rank=12,{ENDS},form=encoder,update=joint",
         f"streamingkv:rank=12,{ENDS},transport=false,bits=8",
+        f"transform:bits=3,{ENDS},heads=per_head,rope=post+{SELECTIONS['adakv']}",
+        f"transform:smaller=1,{ENDS}+{SELECTIONS['kvzip']}",
     ],
     "deep": [
         f"xkv:group=2,rank=10,{ENDS}",

@@ -25,7 +25,7 @@ def test_the_platform_decides_the_environment_overrides_and_an_argument_override
     assert dispatch.choose() == "xla"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert dispatch.choose() == "triton" and not dispatch.interpreted("triton") and dispatch.interpreted("tpu")
-    monkeypatch.setenv(dispatch.OVERRIDE, "tpu")
+    monkeypatch.setenv("LOWRANK_KV_BACKEND", "tpu")
     assert dispatch.choose() == "tpu" and dispatch.choose("xla") == "xla"
     with pytest.raises(ValueError, match="backend='cuda'.*xla, triton, mosaic_gpu, tpu"):
         dispatch.choose("cuda")

@@ -1,0 +1,104 @@
+"""Tokens whose components have bits of their own, packed: 8, 4, 2, 1 or none at all.
+
+Components are sorted by variance, so that those of one width stand side by side, in runs. What is stored are numbers in
+units of each component's quantiser step: a step is the same for all tokens and belongs to the basis that expands them, so
+that no token has a scale or a zero of its own.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from lowrank_kv_jax.storage.state import leaf, state, static, write_tokens
+
+WIDTHS = (8, 4, 2, 1)
+"""Bits of a stored component; powers of two, so that none straddles a byte."""
+
+Runs = tuple[tuple[int, int], ...]
+"""(bits, components) of each run, widest first; components without bits are not there."""
+
+
+@state
+class WaterFilled:
+    """Components in their own bits; stands in the place of an array `[B, J, S, R]` in a segment.
+
+    The uniform mid-rise quantiser: a component in b bits is floor(x), cut to -2^(b-1)..2^(b-1) - 1, and it reads as the
+    middle of its step. What was read is stored again without a change.
+
+    Attributes:
+        codes: uint8 `[B, J, S, C]`, C = `bytes_of(runs)`. The n components of a run in b bits take m = ceil(n b / 8)
+            bytes: component i has the bits from b * (i // m) on of byte i % m, so that a shift yields a stretch of them.
+        runs: see `Runs`.
+    """
+
+    codes: jax.Array = leaf("batch", "kv_heads", "tokens", None, kind="coefficients")
+    runs: Runs = static()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array that it stands for."""
+        return (*self.codes.shape[:-1], components_of(self.runs))
+
+    def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
+        """Tokens `start` to `start + size` in units of their steps, float32 `[B, J, size, R]`."""
+        return unpack(jax.lax.dynamic_slice_in_dim(self.codes, start, size, axis=2), self.runs)
+
+    def write_block(self, start: jax.Array | int, new: jax.Array) -> "WaterFilled":
+        """Tokens `[B, J, T, R]` written from slot `start` on."""
+        packed = pack(new, self.runs)
+        return dataclasses.replace(self, codes=jax.lax.dynamic_update_slice_in_dim(self.codes, packed, start, axis=2))
+
+    def write_tokens(self, new: jax.Array, start: jax.Array, counts: jax.Array) -> "WaterFilled":
+        """As `state.write_tokens`, of `new` `[B, J, T, R]`; O(T)."""
+        return dataclasses.replace(self, codes=write_tokens(self.codes, pack(new, self.runs), start, counts))
+
+    def filled(self, x: jax.Array) -> "WaterFilled":
+        """With `x` `[B, J, T, R]` in its first T slots, T <= S."""
+        packed = pack(x, self.runs)
+        whole = packed.shape[2] == self.codes.shape[2]
+        return dataclasses.replace(self, codes=packed if whole else self.codes.at[:, :, : packed.shape[2]].set(packed))
+
+
+def empty_water_filled(batch: int, heads: int, size: int, runs: Runs) -> WaterFilled:
+    """Room for `size` tokens of each head."""
+    return WaterFilled(jnp.zeros((batch, heads, size, bytes_of(runs)), jnp.uint8), runs)
+
+
+def components_of(runs: Runs) -> int:
+    """R."""
+    return sum(count for _, count in runs)
+
+
+def bytes_of(runs: Runs) -> int:
+    """Bytes of a token: each run ends with a byte."""
+    return sum(-(-count * bits // 8) for bits, count in runs)
+
+
+def pack(x: jax.Array, runs: Runs) -> jax.Array:
+    """uint8 `[..., C]` of numbers `[..., R]` in units of their steps."""
+    packed, begin = [], 0
+    for bits, count in runs:
+        part, half = x[..., begin : begin + count].astype(jnp.float32), 2.0 ** (bits - 1)
+        codes = (jnp.clip(jnp.floor(part), -half, half - 1) + half).astype(jnp.uint8)
+        begin, each = begin + count, 8 // bits
+        if each > 1:
+            codes = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -count % each)])
+            planes = codes.reshape(*codes.shape[:-1], each, -1)
+            shifts = bits * jnp.arange(each, dtype=jnp.uint8)
+            codes = jnp.sum(planes << shifts[:, None], axis=-2, dtype=jnp.uint8)
+        packed.append(codes)
+    return jnp.concatenate(packed, axis=-1)
+
+
+def unpack(packed: jax.Array, runs: Runs) -> jax.Array:
+    """Numbers float32 `[..., R]` in units of their steps, of what `pack` returned: the middles of those steps."""
+    parts, begin = [], 0
+    for bits, count in runs:
+        size = -(-count * bits // 8)
+        codes, middle = packed[..., begin : begin + size], 2.0 ** (bits - 1) - 0.5
+        begin += size
+        planes = (codes,) if bits == 8 else tuple((codes >> shift) & (2**bits - 1) for shift in range(0, 8, bits))
+        for plane, first in zip(planes, range(0, count, size), strict=False):
+            parts.append(plane[..., : count - first].astype(jnp.float32) - middle)
+    return jnp.concatenate(parts, axis=-1)

@@ -1,0 +1,174 @@
+"""Transform coding against a float64 oracle, and what its bases and bits promise."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import PLAIN, bases_for, random_moments, softmax_attention
+
+import lowrank_kv_jax as lkv
+from lowrank_kv_jax.attention.rope import rope_angles, rotate
+from lowrank_kv_jax.generation.forward import make_layout
+from lowrank_kv_jax.method import Place
+from lowrank_kv_jax.method.accounting import full_cache_bytes
+from lowrank_kv_jax.method.codec import Tokens
+from lowrank_kv_jax.methods import Transform, machine_of
+from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.saving.saved_cache import abstract_cache
+from lowrank_kv_jax.storage.positions import Runs
+
+SPEC, SIZE = PLAIN.attention, 40
+LAYOUT = make_layout(PLAIN, 2, 96, 160, 16, jnp.float32)
+
+
+def tokens_like(moments, layer=0, seed=0, count=SIZE):
+    """Tokens of the distribution that the moments are of: queries, keys before and after RoPE, values."""
+    rng, n = np.random.default_rng(seed), moments.tokens
+
+    def draw(tap):
+        mean = moments.mean(tap)[layer]
+        root = np.linalg.cholesky(np.asarray(getattr(moments, tap)[layer], np.float64) / n - np.outer(mean, mean) + 1e-6 * np.eye(len(mean)))
+        x = mean + rng.normal(size=(2, count, len(mean))) @ root.T
+        return jnp.asarray(x.reshape(2, count, SPEC.kv_heads, SPEC.head_dim), jnp.float32)
+
+    k_pre, v = draw("k_pre"), draw("v")
+    positions = jnp.broadcast_to(jnp.arange(count) + 4, (2, count))
+    k = rotate(k_pre, *(x[:, :, None] for x in rope_angles(SPEC.rope, positions)))
+    q = jnp.asarray(rng.normal(size=(2, 3, SPEC.q_heads, SPEC.head_dim)), jnp.float32)
+    return q, Tokens(k, k_pre, v, positions)
+
+
+def oracle(bases, side, x, runs):
+    """float64: what is read of tokens `[B, T, K, D]`."""
+    from lowrank_kv_jax.estimators.bit_allocation import STEP
+
+    mean = np.asarray(getattr(bases, f"{side}_mean"), np.float64)
+    weight = np.asarray(bases.k_weight, np.float64) if side == "k" and bases.k_weight is not None else np.ones_like(mean)
+    basis = np.asarray(getattr(bases, side), np.float64)
+    x = ((np.asarray(x, np.float64) - mean) * weight).reshape(*x.shape[:2], basis.shape[0], -1)
+    out, begin = np.zeros_like(x), 0
+    for bits, count in runs:
+        part = slice(begin, begin + count)
+        step = STEP[bits] * np.asarray(getattr(bases, f"{side}_scale"), np.float64)[:, part]
+        c = np.einsum("btjw,jwr->btjr", x, basis[..., part]) / step
+        c = np.clip(np.floor(c), -(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1) + 0.5
+        out += np.einsum("btjr,jwr->btjw", c * step, basis[..., part])
+        begin += count
+    return out.reshape(*x.shape[:2], *mean.shape) / weight + mean
+
+
+@pytest.mark.parametrize("spec", ["bits=2", "bits=3.3,heads=per_head,rope=post", "bits_k=4,bits_v=1.5,metric=plain", "bits=1,rope=post"])
+def test_attention_over_codes_equals_the_oracle(spec):
+    """Steps folded into queries and values, means in closed form: what exact attention over rebuilt tokens gives."""
+    method, moments = parse_method(f"transform:{spec}"), random_moments(PLAIN, means=True)
+    bases = method.fit(SPEC, moments)[0]
+    q, tokens = tokens_like(moments)
+    counts = jnp.array([SIZE, 17])
+    where = Runs(jnp.zeros((2, 2), jnp.int32), jnp.stack([jnp.full((2,), 4), jnp.zeros((2,))], 1).astype(jnp.int32))
+    at = jnp.full((2, 3), 90)
+
+    @jax.jit
+    def through(bases, q, tokens):
+        store = method.empty(LAYOUT, bases, SIZE)
+        store = method.fill(LAYOUT, bases, store, (tokens,), counts, counts, where)
+        return store, method.attend(LAYOUT, bases, store, q, at, Place()), method.logits(LAYOUT, bases, store, q, Place())
+
+    store, part, votes = through(bases, q, tokens)
+    assert store.tokens.k.codes.dtype == jnp.uint8
+    k = oracle(bases, "k", tokens.k_pre if method.rope == "pre" else tokens.k, store.tokens.k.runs)
+    if method.rope == "pre":
+        k = np.asarray(rotate(jnp.asarray(k, jnp.float32), *(x[:, :, None] for x in rope_angles(SPEC.rope, tokens.positions))))
+    v = oracle(bases, "v", tokens.v, store.tokens.v.runs)
+    seen = np.broadcast_to(np.arange(SIZE) < np.asarray(counts)[:, None, None], (2, 3, SIZE))
+    out, lse = softmax_attention(q, k, v, seen, SPEC.scale)
+    np.testing.assert_allclose(part.lse, lse, atol=2e-4)
+    np.testing.assert_allclose(part.out, out, atol=2e-3)
+    keys = np.repeat(k, SPEC.group_size, axis=2)
+    np.testing.assert_allclose(
+        jnp.einsum("btnd,bnsd->btns", votes.q, jnp.repeat(votes.keys, SPEC.group_size, 1)),
+        np.einsum("btnd,bsnd->btns", q, keys), atol=2e-3)
+
+
+def test_more_bits_err_less_and_the_metric_favours_the_logits():
+    moments = random_moments(PLAIN, means=True)
+    errors = {}
+    for metric in ("attention", "plain"):
+        for bits in (1, 2, 4, 8):
+            method = Transform(bits=float(bits), metric=metric)
+            bases = method.fit(SPEC, moments)[0]
+            _, tokens = tokens_like(moments, count=400)
+            square = np.diagonal(moments.q_pre[0], axis1=1, axis2=2)
+            d = oracle(bases, "k", tokens.k_pre, bases.widths.rungs[0][0]) - np.asarray(tokens.k_pre, np.float64)
+            e = oracle(bases, "v", tokens.v, bases.widths.rungs[0][1]) - np.asarray(tokens.v, np.float64)
+            errors[metric, bits] = np.mean(d**2 * square), np.mean(e**2) / np.var(np.asarray(tokens.v))
+        for less, more in ((1, 2), (2, 4), (4, 8)):
+            assert all(b < a for a, b in zip(errors[metric, less], errors[metric, more], strict=True))
+        assert errors[metric, 8][1] < 2e-3
+    # at equal bits of keys the weighted basis errs less in what queries see
+    sides = [Transform(bits_k=2.0, bits_v=2.0, metric=m).fit(SPEC, moments)[0] for m in ("attention", "plain")]
+    own = []
+    for bases in sides:
+        d = oracle(bases, "k", tokens.k_pre, bases.widths.rungs[0][0]) - np.asarray(tokens.k_pre, np.float64)
+        own.append(np.mean(d**2 * np.diagonal(moments.q_pre[0], axis1=1, axis2=2)))
+    assert own[0] < own[1]
+
+
+def test_bytes_meet_what_is_asked_for():
+    for spec in ("transform:smaller=5,sinks=2,recent=4", "transform:smaller=3,heads=per_head,sinks=2,recent=4"):
+        method = parse_method(spec)
+        bases = bases_for(method)
+        assert len({group.widths for group in bases}) <= method.profiles  # layers of a profile share their programs
+        layout = make_layout(PLAIN, 2, 256, 512, 4, jnp.bfloat16)
+        cache = abstract_cache(method, layout, bases)
+        ratio = full_cache_bytes(SPEC, 2 * 512) / lkv.cache_bytes(cache).total
+        assert method.smaller * 0.985 <= ratio <= method.smaller * 1.25  # length, limit and pending belong to no layer
+    with pytest.raises(ValueError, match="smaller=5.0: a prompt of 16 tokens"):
+        abstract_cache(parse_method("transform:smaller=5"), make_layout(PLAIN, 2, 16, 48, 16), bases_for(parse_method("transform:smaller=5")))
+
+
+@pytest.mark.parametrize("spec", ["transform:bits=1.5", "transform:smaller=6", "transform:bits=none,metric=plain"])
+def test_bases_come_back_from_disk_with_their_widths(spec, tmp_path):
+    method, named = parse_method(spec), types.SimpleNamespace(name="tiny", config=PLAIN, fingerprint="f" * 64)
+    bases = bases_for(method)
+    lkv.save_bases(tmp_path / "bases", bases, named, method)
+    restored = lkv.load_bases(tmp_path / "bases", named, method)
+    assert jax.tree.structure(restored) == jax.tree.structure(bases)
+    jax.tree.map(np.testing.assert_array_equal, restored, bases)
+    with pytest.raises(ValueError, match="do not serve"):
+        lkv.load_bases(tmp_path / "bases", named, dataclasses.replace(method, heads="per_head"))
+
+
+@pytest.mark.parametrize("rope", ["pre", "post"])
+def test_no_float_copy_of_the_cache(rope):
+    """What a step needs beside the cache does not grow with it."""
+    method = Transform(rope=rope)
+    bases, temporary = bases_for(method)[0], []
+    for capacity in (1 << 14, 1 << 15):
+        layout = dataclasses.replace(LAYOUT, capacity=capacity)
+        store = jax.eval_shape(lambda size=capacity: method.empty(LAYOUT, bases, size))
+        q, at = jax.ShapeDtypeStruct((2, 1, SPEC.q_heads, SPEC.head_dim), jnp.float32), jax.ShapeDtypeStruct((2, 1), jnp.int32)
+        step = jax.jit(lambda store, q, at, layout=layout: method.attend(layout, bases, store, q, at, Place()))
+        temporary.append(step.lower(store, q, at).compile().memory_analysis().temp_size_in_bytes)
+    assert temporary[1] - temporary[0] < 4096
+
+
+def test_errors_are_one_clear_line():
+    for spec, said in (
+        ("bits=9", "bits=9.0: must lie above 0 and be at most 8"), ("metric=mse", "metric='mse': allowed are attention, plain"),
+        ("bits=none,bits_k=2", "bits=None: give bits_k and bits_v"), ("profiles=0", "profiles=0: must be an int of at least 1"),
+        ("smaller=0", "smaller=0.0: must be a positive number"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            parse_method(f"transform:{spec}")
+    moments = random_moments(PLAIN)._replace(q_pre=None)
+    with pytest.raises(ValueError, match=r"metric='attention': these moments hold no queries \(q_pre\)"):
+        Transform().fit(SPEC, moments)
+    assert Transform(metric="plain").fit(SPEC, moments)
+    machine, other = machine_of(Transform()), bases_for(Transform(heads="per_head"))
+    with pytest.raises(ValueError, match="bases.k has 4 heads of width 8; .* takes 1 of 32"):
+        machine.group_bases(SPEC, other)
+    with pytest.raises(ValueError, match="bases with 0 sets of widths"):
+        machine.group_bases(SPEC, bases_for(Transform(bits=None)))

@@ -1,0 +1,90 @@
+"""Bits by component: the choice at a price against brute force, runs of whole bytes, one budget over layers."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowrank_kv_jax.estimators.bit_allocation import (
+    DISTORTION,
+    STEP,
+    allocate,
+    bits_of,
+    error_of,
+    profiles_at,
+    runs_of,
+    steps_of,
+    widths_at,
+)
+from lowrank_kv_jax.storage.water_filled import bytes_of, components_of
+
+ALL = np.array(list(itertools.product((8, 4, 2, 1, 0), repeat=8)))
+BITS = ALL.sum(1)
+ERRORS = np.vectorize(DISTORTION.get)(ALL)
+
+
+@given(st.integers(0, 2**16), st.floats(-6, 1))
+@settings(max_examples=15, deadline=None)
+def test_no_choice_of_as_many_bits_errs_less(seed, exponent):
+    """All 390,625 choices for eight components."""
+    variances = np.sort(np.random.default_rng(seed).lognormal(sigma=3, size=8))[::-1]
+    widths = widths_at(variances, variances[0] * 10**exponent)
+    assert (np.diff(widths) <= 0).all()  # more bits where there is more variance
+    best = (ERRORS @ variances)[BITS <= widths.sum()].min()
+    assert variances @ np.vectorize(DISTORTION.get)(widths) <= best * (1 + 1e-12)
+
+
+def test_greedy_gains_arrive_at_the_same_widths():
+    variances = np.sort(np.random.default_rng(0).lognormal(sigma=2, size=40))[::-1]
+    order, widths = (0, 1, 2, 4, 8), np.zeros(40, int)
+    for _ in range(60):
+        gains = [(variances[i] * (DISTORTION[w] - DISTORTION[up]) / (up - w), i, up)
+                 for i, w in enumerate(widths) if w < 8 for up in order[order.index(w) + 1 : order.index(w) + 2]]
+        gain, i, up = max(gains)
+        widths[i] = up
+    np.testing.assert_array_equal(widths_at(variances, gain * (1 - 1e-9)), widths)
+
+
+@pytest.mark.parametrize("widths", [[8] * 3 + [4] * 3 + [2] * 6 + [1] * 9 + [0] * 5, [8] * 5, [0] * 12, [1] * 3, [4] * 7 + [0] * 60])
+def test_runs_are_near_and_whole_bytes(widths):
+    runs = runs_of(np.array(widths))
+    assert components_of(runs) <= len(widths) and bytes_of(runs) >= 1
+    assert abs(8 * bytes_of(runs) - sum(widths)) <= 12
+    inner = [count * bits % 8 == 0 for bits, count in runs]
+    assert all(inner) or components_of(runs) == len(widths)  # only the last components leave a byte open
+    np.testing.assert_allclose(steps_of(runs)[0], STEP[runs[0][0]])
+
+
+def spectra(layers=12, width=64):
+    rng = np.random.default_rng(1)
+    return tuple(np.sort(rng.lognormal(rng.normal(size=(layers, 1)), 2, (layers, width)))[:, ::-1] for _ in "kv")
+
+
+@pytest.mark.parametrize("bits", [0.5, 1.0, 2.0, 3.7])
+def test_one_budget_over_layers_keys_and_values(bits):
+    sides = spectra()
+    found = {count: allocate(sides, (bits, bits), count, pooled=True) for count in (1, 4, 12)}
+    errors = {}
+    for count, profiles in found.items():
+        mean = sum(map(bits_of, profiles)) / sum(side.size for side in sides)
+        assert 0.93 * bits <= mean <= bits and len(set(profiles)) <= count
+        errors[count] = sum(error_of(side[i], runs) for i, own in enumerate(profiles) for side, runs in zip(sides, own, strict=True))
+    assert errors[12] <= errors[4] * 1.02 < errors[1] * 1.02
+    assert errors[4] < 0.5 * errors[12] + 0.5 * errors[1]  # a few profiles are most of the way
+
+
+def test_keys_and_values_may_have_budgets_of_their_own():
+    sides = spectra()
+    profiles = allocate(sides, (3.0, 1.0), 4, pooled=False)
+    k, v = (sum(bytes_of(own[i]) * 8 for own in profiles) / sides[i].size for i in (0, 1))
+    assert 2.6 < k < 3.3 and 0.8 < v < 1.2
+    assert set(allocate(sides, (8.0, 8.0), 4, pooled=True)) == {(((8, 64),), ((8, 64),))}
+
+
+def test_layers_without_variance_take_no_bits_from_others():
+    k, v = spectra()
+    k[3:6], v[3:6] = 0.0, 0.0
+    profiles = profiles_at((k, v), (1.0, 1.0), 4)
+    assert {profiles[i] for i in (3, 4, 5)} == {(((8, 1),), ((1, 8),))}  # the least there is
