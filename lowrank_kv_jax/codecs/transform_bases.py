@@ -16,9 +16,9 @@ LEAST = 1e-5
 """Deviations below this share of a basis' largest count as much: a step must not be zero."""
 LEAST_WEIGHT = 1e-2
 """The same of a channel's weight."""
-OF_VALUES = 3.0
+OF_VALUES = 2.0
 """What a squared relative error of values counts, in squared errors of logits. By the formula in `errors_of` it would be
-1; measured by divergence from the full cache's logits 3 is better on prose and code, and 10 ruins needles."""
+1; measured by divergence from the full cache's logits, more is better on prose and code and worse on needles."""
 
 
 @state
