@@ -102,7 +102,7 @@ def test_the_uncompressed_cache_equals_prefill_of_everything():
 @on_a_model
 @pytest.mark.parametrize(
     "config, width",
-    [pytest.param(PLAIN, 1, marks=pytest.mark.slow), (QWEN, 4), (WINDOWED, 8)],
+    [pytest.param(PLAIN, 1, marks=pytest.mark.slow), pytest.param(QWEN, 4, marks=pytest.mark.slow), (WINDOWED, 8)],
     ids=["llama", "qwen3", "windowed"],
 )
 def test_full_rank_and_budget_reproduce_exact_attention(name, config, width):
@@ -126,6 +126,7 @@ def short_logits(method, config, width, prompt=PROMPT, capacity=CAPACITY):
 exact_short_logits = functools.cache(functools.partial(short_logits, REGISTRY["full"]()))
 
 
+@pytest.mark.slow
 @on_a_model
 def test_prompts_shorter_than_the_exact_tokens(name):
     """Parts stay empty for a while: no NaN, and still exact at full rank."""
@@ -182,6 +183,7 @@ def test_init_has_the_shapes_of_every_later_state(name):
             assert (x.shape, x.dtype) == (y.shape, y.dtype)
 
 
+@pytest.mark.slow
 @on_a_model
 def test_a_method_carries_nothing_from_one_prompt_to_the_next(name):
     _, first = small_run(name)
@@ -191,6 +193,7 @@ def test_a_method_carries_nothing_from_one_prompt_to_the_next(name):
     assert np.abs(first - other).max() > 0.1
 
 
+@pytest.mark.slow
 @on_a_model
 def test_a_row_of_a_ragged_batch_is_the_row_alone(name):
     method, tokens, length = small_configuration(REGISTRY[name]), tokens_of(PLAIN), 61

@@ -170,7 +170,7 @@ def test_an_answer_ends_when_it_is_enough(model):
     assert len(text) == 3
 
 
-@pytest.mark.parametrize("method", [Full(), SingleSVD(rank=8)])
+@pytest.mark.parametrize("method", [pytest.param(Full(), marks=pytest.mark.slow), SingleSVD(rank=8)])
 def test_rows_that_are_done_leave_the_batch(model, method):
     """The others answer as if alone; the batch is halved as often as they fit."""
     rng = np.random.default_rng(0)

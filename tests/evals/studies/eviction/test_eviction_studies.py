@@ -98,6 +98,7 @@ def test_equal_bytes_are_equal_but_for_a_slot_in_each_layer(layers):
     assert all(spent[-1] - 2 * slot < bytes_ <= spent[-1] for bytes_ in spent)
 
 
+@pytest.mark.slow
 def test_bytes_are_those_foretold_and_times_are_there():
     specs = {spec: parse_method(spec) for spec in ("full", "momentkv:budget=48")}
     rows = eviction_speed(Loaded(), specs, 160, steps=32, rounds=1)
