@@ -13,6 +13,8 @@ from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.storage.state import LeafInfo, map_leaves
 
 MESH_AXES = ("data", "model")
+MOST_SIMULATED = 64
+"""Devices on a CPU for which threads are asked for: a mesh that was mistyped must not start thousands."""
 _OF_AXIS = {"batch": "data", "kv_heads": "model"}
 
 
@@ -29,13 +31,26 @@ def make_mesh(text: str) -> Mesh:
             raise ValueError(f"mesh {text!r}: expected axis=size with axes {' and '.join(MESH_AXES)}, sizes at least 1")
         sizes[axis.strip()] = int(size)
     needed = math.prod(sizes.values())
-    # Devices simulated on a CPU meet in collectives on the threads of one pool, which has one for each core: with fewer
-    # threads than collectives under way they wait for ever. Read when the backend starts, ignored by accelerators.
-    os.environ.setdefault("NPROC", str(max(8 * needed, os.cpu_count() or 1)))
-    devices = jax.devices()
+    devices = _devices(threads=8 * min(needed, MOST_SIMULATED))
     if needed > len(devices):
         raise ValueError(f"mesh {text!r} needs {needed} devices, there are {len(devices)}")
     return Mesh(np.array(devices[:needed]).reshape(tuple(sizes.values())), MESH_AXES)
+
+
+def _devices(threads: int) -> list[jax.Device]:
+    """All devices; those simulated on a CPU share a pool of at least so many threads.
+
+    They meet in collectives on it: with fewer threads than collectives under way they wait for ever. The pool has a thread
+    for each core, or what NPROC says while the backend starts; accelerators ignore it, and processes that are started
+    later must not inherit it.
+    """
+    if "NPROC" in os.environ:
+        return jax.devices()
+    os.environ["NPROC"] = str(max(threads, os.cpu_count() or 1))
+    try:
+        return jax.devices()
+    finally:
+        del os.environ["NPROC"]
 
 
 def check_mesh(mesh: Mesh, spec: AttentionSpec, batch: int) -> Mesh:

@@ -52,8 +52,10 @@ def test_no_collective_moves_the_cache(name):
 
 
 def test_mesh_errors_name_what_is_wrong():
+    before = os.environ.get("NPROC")
     with pytest.raises(ValueError, match="needs 4096 devices"):
         make_mesh("data=64,model=64")
+    assert os.environ.get("NPROC") == before  # 32,768 threads for every process that is started later
     with pytest.raises(ValueError, match="axis=size"):
         make_mesh("rows=2")
     mesh = make_mesh("data=1,model=1")
