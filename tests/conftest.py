@@ -1,10 +1,15 @@
 import os
 
-# Most of the suite's time is compilation of programs that run for milliseconds: ask little of LLVM.
-# (Level 0 is faster still, but sums in an order whose rounding real models can see.)
-# XLA's own passes, and with them donation, fusion and memory plans, stay as they are.
+# Most of the suite's time is compilation of programs that run for milliseconds: ask little of LLVM, in one piece, and
+# for no fusions by MLIR. XLA's own passes, and with them donation, fusion and memory plans, stay as they are.
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_use_fusion_emitters": "false",
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
 if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=1"
+    flags = [f"--{name}={value}" for name, value in QUICK.items()]
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
 # A program that another process compiled can crash this one when it is read back.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
