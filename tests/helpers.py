@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lowrank_kv_jax.attention.rope import RopeSpec
-from lowrank_kv_jax.estimators.moments import Fisher, Moments
+from lowrank_kv_jax.estimators.moments import Fisher, Moments, Sensitivity
 from lowrank_kv_jax.generation.forward import extend, prefill, refresh
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.methods import REGISTRY
@@ -105,7 +105,9 @@ def random_moments(config: ModelConfig, seed: int = 0, *, means: bool = False, f
     if fisher:
         weight, eye = rng.uniform(0.5, 2.0, (2, layers, 1, 1)), np.eye(kv * dim)
         information = Fisher(weight[0] * eye, weight[1] * eye, 1)
-    return Moments(64, k, k_pre, v, q, q_pre, *sums[:3], fisher=information, votes=votes)
+    squares = rng.uniform(0.1, 2.0, (3, layers, 1, 1)) * np.linspace(0.2, 2.0, dim) * np.ones((kv, 1))
+    return Moments(64, k, k_pre, v, q, q_pre, *sums[:3], fisher=information, votes=votes,
+                   sensitivity=Sensitivity(*squares))
 
 
 def _configured(cls: type[Part], wanted: dict[str, Any]) -> Part:

@@ -15,6 +15,7 @@ from lowrank_kv_jax.calibration.checkpoint_sums import CheckpointedSums
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus, token_windows
 from lowrank_kv_jax.calibration.fisher import collect_fisher
 from lowrank_kv_jax.calibration.layer_votes import collect_votes
+from lowrank_kv_jax.calibration.sensitivity import collect_sensitivity
 from lowrank_kv_jax.estimators.moments import Moments, layer_moments
 from lowrank_kv_jax.generation.forward import embed_tokens, layer_prefill
 from lowrank_kv_jax.method import Part
@@ -147,6 +148,8 @@ def moments_for(
         moments = moments._replace(fisher=collect_fisher(model, tokens, progress, of_fisher))
     if "votes" in read:
         moments = moments._replace(votes=collect_votes(model, tokens, progress))
+    if "sensitivity" in read:
+        moments = moments._replace(sensitivity=collect_sensitivity(model, tokens, progress))
     return moments
 
 

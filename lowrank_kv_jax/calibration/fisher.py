@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowrank_kv_jax.calibration.backward import attend_exactly, layer_output, loss_gradient, residual_streams
 from lowrank_kv_jax.calibration.checkpoint_sums import CheckpointedSums
 from lowrank_kv_jax.estimators.moments import Fisher
-from lowrank_kv_jax.generation.forward import embed_tokens
 from lowrank_kv_jax.models.config import ModelConfig
-from lowrank_kv_jax.models.decoder import block_prefill, unembed
 from lowrank_kv_jax.progress import ProgressBar
 from lowrank_kv_jax.storage.sharding import to_host
 
@@ -69,57 +68,27 @@ def collect_fisher(
 
 def _of_sequence(config: ModelConfig, params: Any, tokens: jax.Array) -> dict[str, np.ndarray]:
     """G^T G of every layer, float64 `[L, W, W]` by side."""
-    inputs = [embed_tokens(config, params, tokens)]
-    for window, layer in zip(config.windows, params["layers"], strict=True):
-        inputs.append(_forward(config, window, layer, inputs[-1]))
-    cotangent = _of_loss(config, {k: v for k, v in params.items() if k != "layers"}, inputs.pop(), tokens)
+    streams = residual_streams(config, params, tokens)
+    cotangent = loss_gradient(config, params, streams.pop(), tokens[:, 1:])
     out: dict[str, list[np.ndarray]] = {side: [] for side in PROJECTIONS}
     for window, layer in zip(config.windows[::-1], params["layers"][::-1], strict=True):
-        cotangent, squares = _backward(config, window, layer, inputs.pop(), cotangent)
+        cotangent, squares = _backward(config, window, layer, streams.pop(), cotangent)
         for side, square in squares.items():
             out[side].append(to_host(square).astype(np.float64))
     return {side: np.stack(found[::-1]) for side, found in out.items()}
-
-
-def _layer(config: ModelConfig, window: int | None, layer: Any, x: jax.Array) -> jax.Array:
-    positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-    return block_prefill(config, layer, x, positions, functools.partial(_attend, config, window))[0]
-
-
-def _attend(config: ModelConfig, window: int | None, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Plain causal attention: the blockwise op has a loop of dynamic length, which cannot be differentiated."""
-    spread = q.shape[2] // k.shape[2]
-    k, v = (jnp.repeat(x, spread, axis=2) for x in (k, v))
-    logits = jnp.einsum("btnd,bsnd->bnts", q, k, preferred_element_type=jnp.float32) * config.attention.scale
-    distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
-    seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    return jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(jnp.where(seen, logits, -jnp.inf)).astype(v.dtype), v)
-
-
-_forward = functools.partial(jax.jit, static_argnums=(0, 1))(_layer)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _of_loss(config: ModelConfig, surroundings: Any, x: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Gradient of the mean negative log-likelihood by the residual stream after the last layer."""
-
-    def loss(x):
-        logp = jax.nn.log_softmax(unembed(config, surroundings, x[:, :-1]), axis=-1)
-        return -jnp.mean(jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1))
-
-    return jax.grad(loss)(x)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _backward(config: ModelConfig, window: int | None, layer: Any, x: jax.Array, cotangent: jax.Array):
     """Gradient by the layer's input, and G^T G of its projections."""
     kernels = {side: layer["attention"][name]["kernel"] for side, name in PROJECTIONS.items()}
+    attend = functools.partial(attend_exactly, config, window)
 
     def through(x, kernels):
         attention = dict(layer["attention"])
         for side, name in PROJECTIONS.items():
             attention[name] = {**attention[name], "kernel": kernels[side]}
-        return jnp.vdot(_layer(config, window, {**layer, "attention": attention}, x), cotangent)
+        return jnp.vdot(layer_output(config, {**layer, "attention": attention}, x, attend), cotangent)
 
     by_x, by_kernels = jax.grad(through, argnums=(0, 1))(x, kernels)
 

@@ -16,7 +16,6 @@ from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.codecs.transform_bases import (
-    OF_VALUES,
     Side,
     TransformBases,
     Widths,
@@ -26,8 +25,8 @@ from lowrank_kv_jax.codecs.transform_bases import (
     layer_bases,
     mean_bytes,
     principal,
-    query_weight,
 )
+from lowrank_kv_jax.codecs.transform_metrics import METRICS, Metric
 from lowrank_kv_jax.estimators.bit_allocation import allocate, ladder
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.estimators.rank_for_bytes import state_bytes
@@ -67,9 +66,8 @@ class Transform(TokenCodec):
         rope: "pre" codes keys before RoPE, which compress better; "post" after it, which need not be rebuilt.
         heads: "joint", one basis for all heads of a layer; or "per_head", after which selections may give every head
             tokens of its own.
-        metric: "attention", bits go where errors of logits and of outputs are large: channels of keys are weighted by the
-            queries' mean square, and one bit counts the same in a logit as in a relative error of the values; "plain",
-            where relative errors of keys and values are.
+        metric: what errors cost, of `transform_metrics`: "loss", what they add to the model's loss (calibration runs
+            backward, too); "attention", errors of logits and relative errors of values; "plain", relative errors.
         sinks, recent: exact tokens at both ends.
         smaller: instead of `bits`: as many as leave the bytes of a request (exact ends and positions too, room for new
             tokens in both caches, but not the bases, which all requests share) so many times below a 16-bit full cache.
@@ -81,17 +79,17 @@ class Transform(TokenCodec):
     bits_v: float | None = None
     rope: str = "pre"
     heads: str = "joint"
-    metric: str = "attention"
+    metric: str = "loss"
     sinks: int = 4
     recent: int = 32
     smaller: float | None = None
-    profiles: int = 4
+    profiles: int = 8
 
     calibrated: ClassVar[bool] = True
     bases_type: ClassVar[type | None] = TransformBases
 
     def __post_init__(self):
-        allowed = {"rope": ("pre", "post"), "heads": ("joint", "per_head"), "metric": ("attention", "plain")}
+        allowed = {"rope": ("pre", "post"), "heads": ("joint", "per_head"), "metric": tuple(METRICS)}
         for field, values in allowed.items():
             if getattr(self, field) not in values:
                 raise ValueError(f"{field}={getattr(self, field)!r}: allowed are {', '.join(values)}")
@@ -118,18 +116,22 @@ class Transform(TokenCodec):
         """Bases of each layer, float32.
 
         Raises:
-            ValueError: `metric=attention` without moments of the queries.
+            ValueError: moments without what `metric` reads.
         """
-        keys, queries = ("k_pre", "q_pre") if self.rope == "pre" else ("k", "q")
-        weight = query_weight(spec, moments, queries) if self.metric == "attention" else None
-        k = principal(spec, moments, keys, self.groups(spec), weight)
-        v = principal(spec, moments, "v", self.groups(spec))
-        return tuple(layer_bases(k, v, layer, own) for layer, own in enumerate(self._widths(spec, k, v)))
+        keys = "k_pre" if self.rope == "pre" else "k"
+        metric = METRICS[self.metric](spec, moments, keys)
+        k = principal(spec, moments, keys, self.groups(spec), metric.k)
+        v = principal(spec, moments, "v", self.groups(spec), metric.v)
+        return tuple(layer_bases(k, v, layer, own) for layer, own in enumerate(self._widths(metric, k, v)))
 
-    def _widths(self, spec: AttentionSpec, k: Side, v: Side) -> list[Widths]:
+    @property
+    def reads(self):
+        return frozenset({"moments", "sensitivity"} if self.metric == "loss" else {"moments"})
+
+    def _widths(self, metric: Metric, k: Side, v: Side) -> list[Widths]:
         """Of each layer."""
         bits = self.mean_bits
-        spectra = errors_of(spec, k), errors_of(spec, v, OF_VALUES if self.metric == "attention" else 1.0)
+        spectra = errors_of(k, metric.k_counts), errors_of(v, metric.v_counts)
         if self.smaller is not None:
             rungs = ladder(spectra, self.profiles)
             means = tuple(map(mean_bytes, rungs))

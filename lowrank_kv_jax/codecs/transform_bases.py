@@ -14,11 +14,6 @@ from lowrank_kv_jax.storage.water_filled import WIDTHS, Runs, bytes_of, componen
 
 LEAST = 1e-5
 """Deviations below this share of a basis' largest count as much: a step must not be zero."""
-LEAST_WEIGHT = 1e-2
-"""The same of a channel's weight."""
-OF_VALUES = 2.0
-"""What a squared relative error of values counts, in squared errors of logits. By the formula in `errors_of` it would be
-1; measured by divergence from the full cache's logits, more is better on prose and code and worse on needles."""
 
 
 @state
@@ -43,7 +38,7 @@ class TransformBases(NamedTuple):
         k, v: U, orthonormal `[J, W, R]`, columns of falling variance.
         k_scale, v_scale: standard deviations `[J, R]` of c.
         k_mean, v_mean: `[K, D]`; None where the calibration had no sums.
-        k_weight: `[K, D]`; None stands for 1.
+        k_weight, v_weight: `[K, D]`; None stands for 1.
         widths: bits of the components.
     """
 
@@ -54,6 +49,7 @@ class TransformBases(NamedTuple):
     k_mean: jax.Array | None
     v_mean: jax.Array | None
     k_weight: jax.Array | None
+    v_weight: jax.Array | None
     widths: Widths
 
     def saved(self) -> dict[str, jax.Array]:
@@ -109,39 +105,17 @@ def principal(spec: AttentionSpec, moments: Moments, tap: str, groups: int, weig
     return Side(vectors[..., ::-1], np.maximum(values[..., ::-1], 0.0), centre, weight)
 
 
-def query_weight(spec: AttentionSpec, moments: Moments, tap: str) -> np.ndarray:
-    """Root of the queries' mean square `[L, K, D]`, times the softmax scale: what an error of a key's channel does to
-    the logits of its head. One number for both channels of a RoPE pair, which turn into each other.
-
-    Raises:
-        ValueError: the calibration has no queries.
-    """
-    queries = getattr(moments, tap)
-    if queries is None:
-        raise ValueError(f"metric='attention': these moments hold no queries ({tap}); calibrate with `calibrate`, or "
-                         "give metric=plain")
-    square = np.diagonal(np.asarray(queries, np.float64), axis1=2, axis2=3) / (moments.tokens * spec.group_size)
-    if spec.rope is not None:
-        half = spec.rope.rotary_dim // 2
-        pairs = (square[..., :half] + square[..., half : 2 * half]) / 2
-        square = np.concatenate([pairs, pairs, square[..., 2 * half :]], axis=-1)
-    root = np.sqrt(np.maximum(square, 0.0))
-    most = root.max(axis=-1, keepdims=True)
-    return spec.scale * np.where(most > 0, np.maximum(root, LEAST_WEIGHT * most), 1.0)
-
-
-def errors_of(spec: AttentionSpec, side: Side, times: float = 1.0) -> np.ndarray:
+def errors_of(side: Side, counts: float | None) -> np.ndarray:
     """What is lost without a component, `[L, W]`, summed over the bases of a layer and comparable across layers.
 
-    Of weighted keys the mean square error of the logits, summed over kv heads; of anything else the squared error
-    relative to the variance, times the number of kv heads and `times`. An error d of the logits moves the output of
-    attention by about as much as a relative error d of the values: sum_t p_t d_t (v_t - o) and sum_t p_t d_t |v_t|.
+    Args:
+        counts: see `Metric`.
     """
     variances = side.variances.sum(1)
-    if side.weight is not None:
+    if counts is None:
         return variances
     total = variances.sum(-1, keepdims=True)
-    return times * spec.kv_heads * variances / np.where(total > 0, total, 1.0)
+    return counts * variances / np.where(total > 0, total, 1.0)
 
 
 def layer_bases(k: Side, v: Side, layer: int, widths: Widths) -> TransformBases:
@@ -154,7 +128,7 @@ def layer_bases(k: Side, v: Side, layer: int, widths: Widths) -> TransformBases:
         arrays[name] = side.vectors[layer, ..., :most]
         arrays[f"{name}_scale"] = np.maximum(deviation, floor)[:, :most]
         arrays[f"{name}_mean"] = None if side.mean is None else side.mean[layer]
-    arrays["k_weight"] = None if k.weight is None else k.weight[layer]
+        arrays[f"{name}_weight"] = None if side.weight is None else side.weight[layer]
     found = {name: None if x is None else jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
     return TransformBases(**found, widths=widths)
 
@@ -171,7 +145,7 @@ def mean_bytes(profiles: list[Profile]) -> tuple[int, int]:
 def encoder(bases: TransformBases, side: str, runs: Runs | None) -> jax.Array:
     """`[J, W, R]`, float32: takes a token without its mean to its code, in units of the steps where there are `runs`."""
     basis, columns = _columns(bases, side, runs)
-    weight = bases.k_weight if side == "k" else None
+    weight = getattr(bases, f"{side}_weight")
     if weight is not None:
         basis = basis * weight.astype(jnp.float32).reshape(basis.shape[0], -1, 1)
     return basis / columns
@@ -180,7 +154,7 @@ def encoder(bases: TransformBases, side: str, runs: Runs | None) -> jax.Array:
 def decoder(bases: TransformBases, side: str, runs: Runs | None) -> jax.Array:
     """`[J, W, R]`, float32: what takes a code back, its transpose to the right."""
     basis, columns = _columns(bases, side, runs)
-    weight = bases.k_weight if side == "k" else None
+    weight = getattr(bases, f"{side}_weight")
     if weight is not None:
         basis = basis / weight.astype(jnp.float32).reshape(basis.shape[0], -1, 1)
     return basis * columns

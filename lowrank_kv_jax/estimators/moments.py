@@ -29,6 +29,15 @@ class Fisher(NamedTuple):
         return np.stack([np.trace(x, axis1=-2, axis2=-1) for x in (self.k, self.v)], axis=-1)
 
 
+class Sensitivity(NamedTuple):
+    """Mean squares of the loss' gradient by channels of keys before and after RoPE and of values, float64 `[L, K, D]`;
+    see `calibration.sensitivity`."""
+
+    k_pre: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+
+
 class Moments(NamedTuple):
     """Sums of outer products over a corpus, per layer; W = K * D, the heads of a layer side by side. They are None where
     no method reads them.
@@ -40,6 +49,7 @@ class Moments(NamedTuple):
         k_sum, k_pre_sum, v_sum: `[L, W]`, sums of the tokens themselves; None stands for 0.
         fisher: of the projections, where a method reads it.
         votes: of a second reading, where a method reads them; see `calibration.layer_votes.collect_votes`.
+        sensitivity: of the loss to keys and values, where a method reads it.
     """
 
     tokens: np.ndarray | int
@@ -53,11 +63,12 @@ class Moments(NamedTuple):
     v_sum: np.ndarray | None = None
     fisher: Fisher | None = None
     votes: np.ndarray | None = None
+    sensitivity: Sensitivity | None = None
 
     @property
     def held(self) -> frozenset[str]:
         """What of `KVMethod.reads` is here."""
-        there = {"moments": self.k, "fisher": self.fisher, "votes": self.votes}
+        there = {"moments": self.k, "fisher": self.fisher, "votes": self.votes, "sensitivity": self.sensitivity}
         return frozenset(name for name, found in there.items() if found is not None)
 
     def mean(self, name: str) -> np.ndarray:

@@ -67,7 +67,8 @@ class Part(abc.ABC):
     @property
     def reads(self) -> frozenset[str]:
         """What `fit` reads of a calibration text, each at its price: "moments" (second moments of the taps), "fisher"
-        (information of the projections, a backward pass) and "votes" (of a second reading)."""
+        (information of the projections, a backward pass), "votes" (of a second reading) and "sensitivity" (of the loss to
+        keys and values, a backward pass)."""
         return frozenset({"moments"})
 
     def fit(self, spec: AttentionSpec, moments: Any) -> tuple[Any, ...]:

@@ -40,9 +40,9 @@ def make_mesh(text: str) -> Mesh:
 def _devices(threads: int) -> list[jax.Device]:
     """All devices; those simulated on a CPU share a pool of at least so many threads.
 
-    They meet in collectives on it: with fewer threads than collectives under way they wait for ever. The pool has a thread
-    for each core, or what NPROC says while the backend starts; accelerators ignore it, and processes that are started
-    later must not inherit it.
+    They meet in collectives on it: with fewer threads than collectives under way they wait for ever. The pool has a
+    thread for each core, or what NPROC says while the backend starts; accelerators ignore it, and processes that are
+    started later must not inherit it.
     """
     if "NPROC" in os.environ:
         return jax.devices()

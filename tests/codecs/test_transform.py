@@ -46,7 +46,8 @@ def oracle(bases, side, x, runs):
     from lowrank_kv_jax.estimators.bit_allocation import STEP
 
     mean = np.asarray(getattr(bases, f"{side}_mean"), np.float64)
-    weight = np.asarray(bases.k_weight, np.float64) if side == "k" and bases.k_weight is not None else np.ones_like(mean)
+    weight = getattr(bases, f"{side}_weight")
+    weight = np.ones_like(mean) if weight is None else np.asarray(weight, np.float64)
     basis = np.asarray(getattr(bases, side), np.float64)
     x = ((np.asarray(x, np.float64) - mean) * weight).reshape(*x.shape[:2], basis.shape[0], -1)
     out, begin = np.zeros_like(x), 0
@@ -157,7 +158,7 @@ def test_no_float_copy_of_the_cache(rope):
 
 def test_errors_are_one_clear_line():
     for spec, said in (
-        ("bits=9", "bits=9.0: must lie above 0 and be at most 8"), ("metric=mse", "metric='mse': allowed are attention, plain"),
+        ("bits=9", "bits=9.0: must lie above 0 and be at most 8"), ("metric=mse", "metric='mse': allowed are loss, attention, plain"),
         ("bits=none,bits_k=2", "bits=None: give bits_k and bits_v"), ("profiles=0", "profiles=0: must be an int of at least 1"),
         ("smaller=0", "smaller=0.0: must be a positive number"),
     ):
@@ -165,7 +166,9 @@ def test_errors_are_one_clear_line():
             parse_method(f"transform:{spec}")
     moments = random_moments(PLAIN)._replace(q_pre=None)
     with pytest.raises(ValueError, match=r"metric='attention': these moments hold no queries \(q_pre\)"):
-        Transform().fit(SPEC, moments)
+        Transform(metric="attention").fit(SPEC, moments)
+    with pytest.raises(ValueError, match="metric='loss': these moments hold no sensitivity"):
+        Transform().fit(SPEC, moments._replace(sensitivity=None))
     assert Transform(metric="plain").fit(SPEC, moments)
     machine, other = machine_of(Transform()), bases_for(Transform(heads="per_head"))
     with pytest.raises(ValueError, match="bases.k has 4 heads of width 8; .* takes 1 of 32"):
