@@ -19,6 +19,7 @@ from lowrank_kv_jax.selections.landmarks import Landmarks
 from lowrank_kv_jax.storage.basis import project
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.on_host import MEMORY, PLACES, OnHost, has_host_memory, on_host
 from lowrank_kv_jax.storage.positions import PerHead, Runs
 from lowrank_kv_jax.storage.state import leaf, state
 
@@ -29,12 +30,12 @@ class Shadows:
 
     Attributes:
         k: of keys before RoPE `[B, 1, S, R]`, which all heads share; once a page was chosen `[B, K, S, R]`.
-        v: values as they are `[B, K, S, D]`.
+        v: values as they are `[B, K, S, D]`, on the device or on the host.
         length: int32 `[B]`.
     """
 
     k: jax.Array = leaf("batch", "kv_heads", "tokens", "rank", kind="coefficients")
-    v: jax.Array = leaf("batch", "kv_heads", "tokens", "head_dim", kind="exact")
+    v: jax.Array | OnHost = leaf("batch", "kv_heads", "tokens", "head_dim", kind="exact")
     length: jax.Array = leaf("batch", kind="indices")
     positions: Runs | PerHead
 
@@ -81,8 +82,9 @@ class ShadowKV(Codec):
     algorithm 1) are kept exactly and always read. So are the prompt's last tokens and all that is decoded.
 
     Two things differ from the paper. The page of the last stored tokens, which may not be full, is always read as well:
-    there the exact window reaches back to the last full page. And values stay where the cache is: those that the paper
-    offloads to the host's memory count as what they are, bytes of the cache.
+    there the exact window reaches back to the last full page. And values stay on the device unless `values` says
+    otherwise; wherever they lie, they count as bytes of the cache. On the host they were tried on a CPU alone, which has
+    one memory and shows that the programs are right, not that they are fast: no GPU or TPU has run them, nor a mesh.
 
     Attributes:
         rank: columns of the keys' basis (int), or a fraction of the width K * D. The paper has 160 of 1024.
@@ -92,6 +94,8 @@ class ShadowKV(Codec):
         outliers: exact pages of each kv head.
         sinks: exact first tokens; the paper has none, and its outliers find them.
         recent: exact last tokens of the prompt.
+        values: "device", or "host": in the memory of the host, as in the paper, from where a step copies the pages that
+            it reads; outliers and exact tokens stay on the device.
     """
 
     rank: int | float = 0.15625
@@ -101,6 +105,7 @@ class ShadowKV(Codec):
     outliers: int = 4
     sinks: int = 4
     recent: int = 32
+    values: str = "device"
 
     per_token: ClassVar[bool] = False
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -118,9 +123,13 @@ class ShadowKV(Codec):
                 raise ValueError(f"{field}={value!r}: must be an int of at least {least}")
         if self.keep is not None and not 0 < self.keep <= 1:
             raise ValueError(f"keep={self.keep!r}: must lie in (0, 1]")
+        if self.values not in PLACES:
+            raise ValueError(f"values={self.values!r}: allowed are {', '.join(PLACES)}")
 
     def validate(self, spec: AttentionSpec) -> None:
         self._rank(spec)
+        if self.values == "host" and not has_host_memory():
+            raise ValueError(f"values='host': this platform has no {MEMORY} memory; allowed is device")
 
     def _rank(self, spec: AttentionSpec) -> int:
         return resolve_rank("rank", self.rank, spec.kv_heads * spec.head_dim)
@@ -149,7 +158,8 @@ class ShadowKV(Codec):
 
         heads, none = (spec.kv_heads, size, spec.head_dim), jnp.zeros((layout.batch,), jnp.int32)
         gaps = jnp.zeros((layout.batch, 1), jnp.int32)
-        tokens = Shadows(zeros(1, size, rank), zeros(*heads), none, Runs(gaps, gaps))
+        values = on_host(zeros(*heads)) if self.values == "host" else zeros(*heads)
+        tokens = Shadows(zeros(1, size, rank), values, none, Runs(gaps, gaps))
         return ShadowStore(tokens, zeros(1, spec.kv_heads * spec.head_dim, rank), self._no_outliers(layout, size))
 
     def _no_outliers(self, layout: Layout, size: int) -> Outliers | None:

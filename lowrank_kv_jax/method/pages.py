@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.method.layout import Layout, Place
 from lowrank_kv_jax.method.reading import Reading
-from lowrank_kv_jax.storage.block_reads import slice_block
+from lowrank_kv_jax.storage.block_reads import gather_blocks
 from lowrank_kv_jax.storage.positions import PerHead
 
 
@@ -73,18 +73,5 @@ def take(tokens: Any, chosen: jax.Array, size: int, kv_heads: int) -> Any:
     position = jax.vmap(at)(tokens.positions, slots)
     # only the last page may hold fewer tokens than `size`, and every unit reads it: valid tokens stay in front
     length = jnp.clip(tokens.length[:, None] - starts[:, 0], 0, size).sum(1)
-    k, v = (_gather(x, starts, size) for x in (tokens.k, tokens.v))
+    k, v = (gather_blocks(x, starts, size) for x in (tokens.k, tokens.v))
     return dataclasses.replace(tokens, k=k, v=v, length=length, positions=PerHead(position, None, kv_heads))
-
-
-def _gather(stored: Any, starts: jax.Array, size: int) -> jax.Array:
-    """Tokens `[B, U, C * size, R]` of a storage of J heads, U a multiple of J, from `starts` `[B, U, C]`."""
-    batch, units, _ = starts.shape
-    starts = jnp.minimum(starts, stored.shape[2] - size).reshape(batch, stored.shape[1], -1)
-
-    def pages(own: Any, begins: jax.Array) -> jax.Array:
-        alone = jax.tree.map(lambda x: x[None, None], own)
-        return jax.vmap(lambda begin: slice_block(alone, begin, size)[0, 0])(begins)
-
-    found = jax.vmap(jax.vmap(pages))(stored, starts)
-    return found.reshape(batch, units, -1, found.shape[-1])

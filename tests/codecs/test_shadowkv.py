@@ -1,19 +1,23 @@
 """ShadowKV: what is stored of a prompt, which pages a step reads, and what attention gives."""
 
+import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import CAPACITY, PLAIN, PROMPT, softmax_attention
+from helpers import CAPACITY, PLAIN, PROMPT, model, prompts, softmax_attention
 
+import lowrank_kv_jax as lkv
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.codecs.shadowkv import ShadowKV, outlier_pages
 from lowrank_kv_jax.generation.forward import make_layout
 from lowrank_kv_jax.method import Place, pages
 from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.methods.parse import parse_method, spell_method
+from lowrank_kv_jax.storage.on_host import MEMORY, PLACES, OnHost
 from lowrank_kv_jax.storage.state import walk
 
 SPEC, PAGE, ENDS = PLAIN.attention, 8, {"sinks": 4, "recent": 8}
@@ -174,6 +178,54 @@ def test_bytes_are_those_of_coefficients_values_landmarks_and_outliers():
     assert "exact" in {info.kind for path, _, info in walk(state.store) if path == "tokens.v"}
 
 
+# ---- values on the host ----------------------------------------------------------------------------------------------
+
+
+def placed(state):
+    return {path for path, x, _ in walk(state) if isinstance(x, OnHost) and x.sharding.memory_kind == MEMORY}
+
+
+def test_values_on_the_host_stay_there_and_give_the_same():
+    methods = [ShadowKV(rank=12, budget=3 * PAGE, keep=None, outliers=3, values=place, **ENDS) for place in PLACES]
+    q, results = jnp.asarray(query(0), jnp.float32), []
+    for method in methods:
+        machine, layout, state, attend = compressed(method)
+        results.append(attend(state, q))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert placed(state) == {"store.tokens.v"}
+    new = Taps(q, *(jnp.ones((3, 1, SPEC.kv_heads, SPEC.head_dim)),) * 3, jnp.zeros((3, 1, 1)))
+    step = jax.jit(
+        lambda state: machine.append(layout, None, state, new, jnp.ones(3, jnp.int32), None, Place(0)), donate_argnums=0
+    )
+    assert placed(step(state)) == {"store.tokens.v"}
+
+
+def test_a_conversation_with_values_on_the_host(tmp_path):
+    """In bfloat16, which a CPU holds as bits: disk, forks, rows, a second turn, and bytes."""
+    config = dataclasses.replace(PLAIN, num_layers=1, windows=(None,))
+    named = types.SimpleNamespace(name="tiny", fingerprint="f" * 64, config=config, params=model(config).params, tokenizer=None)
+    method = ShadowKV(rank=12, budget=3 * PAGE, keep=None, outliers=3, values="host", **ENDS)
+    first, _ = lkv.prefill(method, config, named.params, prompts(2), jnp.array([96, 61]), capacity=CAPACITY)
+    lkv.save_cache(tmp_path / "cache", first, named)
+    again = lkv.load_cache(tmp_path / "cache", method, named)
+    swapped = lkv.take_rows(lkv.fork(again, 2), [3, 0])
+    cache = lkv.insert_rows(lkv.take_rows(swapped, [1]), lkv.take_rows(swapped, [0]))
+    assert jax.tree.structure(cache) == jax.tree.structure(first)
+    jax.tree.map(np.testing.assert_array_equal, cache, first)
+    size, values = lkv.cache_bytes(cache), cache.groups[0].store.tokens.v
+    assert size == lkv.cache_bytes(first) and size.on_host == values.nbytes
+    turn = lkv.generate(named, method, [[3, 1, 4], [2, 7]], cache=cache, max_new_tokens=3, stop_at_eos=False)
+    assert all(len(row) == 3 for row in turn.tokens)
+    assert placed(cache) == placed(turn.cache) == {"groups.0.store.tokens.v"}
+
+
+def test_values_need_a_memory_on_the_host(monkeypatch):
+    monkeypatch.setattr("lowrank_kv_jax.codecs.shadowkv.has_host_memory", lambda: False)
+    with pytest.raises(ValueError, match="values='host'.*pinned_host.*allowed is device"):
+        parse_method("shadowkv:values=host").validate(SPEC)
+
+
 def test_the_paper_is_a_preset():
     method = parse_method("shadowkv:paper")
     assert (method.rank, method.budget, method.page, method.outliers, method.recent) == (160, 2048, 8, 48, 32)
@@ -183,6 +235,7 @@ def test_the_paper_is_a_preset():
 @pytest.mark.parametrize("spec, message", [
     ("shadowkv:rank=0", "rank=0"), ("shadowkv:page=0", "page=0"), ("shadowkv:outliers=-1", "outliers=-1"),
     ("shadowkv:keep=1.5", "keep=1.5"), ("shadowkv:budget=none", "give exactly one"), ("shadowkv:budget=0", "budget=0"),
+    ("shadowkv:values=disk", "values='disk': allowed are device, host"),
     ("shadowkv+quest", "one by one"), ("shadowkv+snapkv", "one by one"),
 ])
 def test_bad_input_is_told(spec, message):
