@@ -13,6 +13,8 @@ PLACES = ("device", "host")
 MEMORY = "pinned_host"
 """What JAX calls the memory of the host that a device copies from."""
 
+_HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
 
 @jax.tree_util.register_pytree_node_class
 class OnHost:
@@ -54,7 +56,7 @@ class OnHost:
 
     def widened(self) -> jax.Array:
         """All of it, on the device."""
-        whole = _put(self.held, jax.memory.Space.Device)
+        whole = _put(self.held, _DEVICE)
         return whole.widened() if isinstance(whole, Bits) else whole
 
     __jax_array__ = widened
@@ -64,7 +66,7 @@ class OnHost:
 
     def moved(self, move: Any, *others: "OnHost") -> "OnHost":
         """By a function of arrays on the device, and back."""
-        here, *rest = (_put(x.held, jax.memory.Space.Device) for x in (self, *others))
+        here, *rest = (_put(x.held, _DEVICE) for x in (self, *others))
         return on_host(here.moved(move, *rest) if isinstance(here, Bits) else move(here, *rest))
 
     def filled(self, x: jax.Array) -> "OnHost":
@@ -85,13 +87,13 @@ class OnHost:
     def _read(self, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> jax.Array:
         stored = self.held.bits if isinstance(self.held, Bits) else self.held
         part = jax.lax.dynamic_slice(stored, (*starts, 0), (*sizes, stored.shape[3]))
-        part = _put(part, jax.memory.Space.Device)
+        part = _put(part, _DEVICE)
         return Bits(part).widened() if isinstance(self.held, Bits) else part
 
 
 def on_host(x: Any) -> OnHost:
     """An array, or what describes one, in the memory of the host."""
-    return OnHost(_put(x, jax.memory.Space.Host))
+    return OnHost(_put(x, _HOST))
 
 
 def has_host_memory() -> bool:
@@ -99,6 +101,6 @@ def has_host_memory() -> bool:
     return MEMORY in {memory.kind for memory in jax.local_devices()[0].addressable_memories()}
 
 
-def _put(tree: Any, space: jax.memory.Space) -> Any:
+def _put(tree: Any, space: Any) -> Any:
     """Arrays moved; shapes stay as they are."""
     return jax.tree.map(lambda x: jax.device_put(x, space) if isinstance(x, jax.Array | np.ndarray) else x, tree)
