@@ -83,8 +83,9 @@ class ShadowKV(Codec):
 
     Two things differ from the paper. The page of the last stored tokens, which may not be full, is always read as well:
     there the exact window reaches back to the last full page. And values stay on the device unless `values` says
-    otherwise; wherever they lie, they count as bytes of the cache. On the host they were tried on a CPU alone, which has
-    one memory and shows that the programs are right, not that they are fast: no GPU or TPU has run them, nor a mesh.
+    otherwise; wherever they lie, they count as bytes of the cache. With values on the host no GPU, TPU or mesh has run a
+    step: a CPU, which has one memory, shows that the programs are right, and the compiler for a TPU v5e that the values
+    stay on the host and pages are copied one by one. That for a GPU without a device does not tell memories apart.
 
     Attributes:
         rank: columns of the keys' basis (int), or a fraction of the width K * D. The paper has 160 of 1024.

@@ -76,17 +76,22 @@ class OnHost:
 
     def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
         """Tokens `start` to `start + size` on the device, `[B, J, size, R]`."""
-        return self._read((0, 0, start), (*self.shape[:2], size))
+        return self._device(jax.lax.dynamic_slice_in_dim(self._stored, start, size, axis=2))
 
     def read_blocks(self, starts: jax.Array, size: int) -> jax.Array:
         """Blocks of `size` tokens from `starts` `[B, J, C]` on, on the device: `[B, J, C, size, R]`."""
-        rows, heads, _ = (x.ravel() for x in jnp.indices(starts.shape))
-        found = jax.lax.map(lambda at: self._read(at, (1, 1, size))[0, 0], (rows, heads, starts.ravel()))
-        return found.reshape(*starts.shape, *found.shape[1:])
+        batch, heads, slots, width = self.shape
+        rows = self._stored.reshape(-1, width)  # a TPU copies slices of one axis alone
+        starts = starts + (jnp.arange(batch)[:, None, None] * heads + jnp.arange(heads)[:, None]) * slots
+        read = jax.lax.map(lambda at: self._device(jax.lax.dynamic_slice_in_dim(rows, at, size)), starts.ravel())
+        return read.reshape(*starts.shape, size, width)
 
-    def _read(self, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> jax.Array:
-        stored = self.held.bits if isinstance(self.held, Bits) else self.held
-        part = jax.lax.dynamic_slice(stored, (*starts, 0), (*sizes, stored.shape[3]))
+    @property
+    def _stored(self) -> jax.Array:
+        return self.held.bits if isinstance(self.held, Bits) else self.held
+
+    def _device(self, part: jax.Array) -> jax.Array:
+        """A part of what is stored, as numbers on the device."""
         part = _put(part, _DEVICE)
         return Bits(part).widened() if isinstance(self.held, Bits) else part
 
