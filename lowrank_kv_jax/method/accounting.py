@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
+from lowrank_kv_jax.storage.on_host import OnHost
 from lowrank_kv_jax.storage.state import KINDS, walk
 
 if TYPE_CHECKING:
@@ -21,11 +22,13 @@ class CacheBytes:
         by_kind: bytes for each of `state.KINDS`; calibrated bases that the cache is read with are counted once.
         tokens: tokens for which the buffers were made, over all rows.
         full: bytes of a 16-bit full cache of the same tokens.
+        on_host: of all bytes, those that lie in the memory of the host.
     """
 
     by_kind: dict[str, int]
     tokens: int
     full: int
+    on_host: int = 0
 
     @property
     def total(self) -> int:
@@ -56,8 +59,10 @@ def cache_bytes(cache: "Cache", bases: Any = None) -> CacheBytes:
     Buffers count in full, the slots still free included: they are what the device has to hold.
     """
     by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
+    on_host = 0
     for _, array, info in walk(cache):
         by_kind[info.kind] += _nbytes(array)
+        on_host += _nbytes(array) if isinstance(array, OnHost) else 0
     by_kind["bases"] += sum(_nbytes(x) for x in jax.tree.leaves(bases))
     tokens = cache.layout.batch * cache.layout.capacity
-    return CacheBytes(by_kind, tokens, full_cache_bytes(cache.layout.spec, tokens))
+    return CacheBytes(by_kind, tokens, full_cache_bytes(cache.layout.spec, tokens), on_host)

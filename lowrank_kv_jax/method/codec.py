@@ -121,6 +121,14 @@ class Codec(Part):
         """The reading that belongs to the codec itself."""
         return None
 
+    def apart(self, store: Any) -> jax.Array | None:
+        """Pages that `attend` reads by itself where only some pages of the store are read, bool `[B, U, C]` of C pages.
+
+        No step chooses them. Each of the U units has as many of them, and all of their slots hold a token.
+        """
+        del store
+        return None
+
     def ahead(self, layout: Layout) -> int:
         """Tokens behind those to be coded that `fill` and `extend` see too."""
         del layout

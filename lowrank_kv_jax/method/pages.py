@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.method.layout import Layout, Place
 from lowrank_kv_jax.method.reading import Reading
-from lowrank_kv_jax.storage.block_reads import slice_block
+from lowrank_kv_jax.storage.block_reads import gather_blocks
 from lowrank_kv_jax.storage.positions import PerHead
 
 
@@ -17,25 +17,28 @@ def read(machine: Any, layout: Layout, state: Any, q: jax.Array, place: Place) -
     if not state.marks or place.window is not None:  # a sliding window is one run of tokens
         return state.store
     reading, marks, tokens = machine.standing_reading, state.marks[place.index], state.store.tokens
-    there = jax.tree.leaves(marks)[0].shape[2]
-    count = reading.pages(layout, there)
-    if count >= there:
+    there, apart = jax.tree.leaves(marks)[0].shape[2], machine.codec.apart(state.store)
+    count = min(reading.pages(layout, there), there)
+    if count == there and apart is None:
         return state.store
-    units = tokens.k.shape[1]
-    chosen = choose(reading, marks, tokens.length, q, layout.spec.scale, units, count)
+    units = max(tokens.k.shape[1], tokens.v.shape[1])
+    chosen = choose(reading, marks, tokens.length, q, layout.spec.scale, units, count, apart)
     return dataclasses.replace(state.store, tokens=take(tokens, chosen, reading.page, layout.spec.kv_heads))
 
 
 def choose(
-    reading: Reading, marks: Any, lengths: jax.Array, q: jax.Array, scale: float, units: int, count: int
+    reading: Reading, marks: Any, lengths: jax.Array, q: jax.Array, scale: float, units: int, count: int,
+    apart: jax.Array | None = None,
 ) -> jax.Array:
     """The `count` pages that queries `[B, T, N, D]` need most, int32 `[B, U, count]`, ascending.
 
-    Queries that share a page's tokens add up their softmax over the pages: of one query that orders pages as its logits
-    do. The last page comes first, pages without a token last.
+    Query heads that share a page's tokens put together their softmax over the pages, each the sum of its T queries: of
+    one query that orders pages as its logits do. The last page is always among them. Where there are fewer, the number
+    of all pages stands for those that are missing.
 
     Args:
         units: U, which share their tokens' codes and so their pages.
+        apart: bool `[B, U, C]`, pages that are left out.
     """
     batch, tokens, heads, dim = q.shape
     kv_heads = jax.tree.leaves(marks)[0].shape[1]
@@ -44,14 +47,20 @@ def choose(
     pages = jnp.arange(logits.shape[-1])
     last = ((lengths - 1) // reading.page)[:, None]
     there = (pages <= last)[:, None]
-    share = jax.nn.softmax(jnp.where(there[:, :, None], logits, -1e30), axis=-1).sum(2)
-    share = share.reshape(batch, units, -1, share.shape[-1]).sum(2)
+    there = there if apart is None else there & ~apart
+    logits = logits.reshape(batch, units, kv_heads // units, tokens, heads // kv_heads, -1)
+    share = jax.nn.softmax(jnp.where(there[:, :, None, None, None], logits, -1e30), axis=-1).sum(3)
+    share = share.max((2, 3)) if reading.together == "max" else share.sum((2, 3))
     share = jnp.where(there, jnp.where((pages == last)[:, None], jnp.inf, share), -1.0)
-    return jnp.sort(jax.lax.top_k(share, count)[1], axis=-1)
+    wanted, index = jax.lax.top_k(share, count)
+    return jnp.sort(jnp.where(wanted < 0, pages.size, index), axis=-1)
 
 
 def take(tokens: Any, chosen: jax.Array, size: int, kv_heads: int) -> Any:
-    """A segment of the tokens of pages `chosen` `[B, U, C]` alone; quantised ones are widened."""
+    """A segment of the tokens of pages `chosen` `[B, U, C]` alone; quantised ones are widened.
+
+    Codes that units share are taken for each of them. Pages from the number of all pages on hold no token.
+    """
     starts = chosen * size
     slots = (starts[..., None] + jnp.arange(size)).reshape(*chosen.shape[:2], -1)
 
@@ -64,16 +73,5 @@ def take(tokens: Any, chosen: jax.Array, size: int, kv_heads: int) -> Any:
     position = jax.vmap(at)(tokens.positions, slots)
     # only the last page may hold fewer tokens than `size`, and every unit reads it: valid tokens stay in front
     length = jnp.clip(tokens.length[:, None] - starts[:, 0], 0, size).sum(1)
-    k, v = (_gather(x, starts, size) for x in (tokens.k, tokens.v))
+    k, v = (gather_blocks(x, starts, size) for x in (tokens.k, tokens.v))
     return dataclasses.replace(tokens, k=k, v=v, length=length, positions=PerHead(position, None, kv_heads))
-
-
-def _gather(stored: Any, starts: jax.Array, size: int) -> jax.Array:
-    """Tokens `[B, U, C * size, R]` of a storage from `starts` `[B, U, C]`."""
-
-    def pages(own: Any, begins: jax.Array) -> jax.Array:
-        alone = jax.tree.map(lambda x: x[None, None], own)
-        return jax.vmap(lambda begin: slice_block(alone, begin, size)[0, 0])(begins)
-
-    found = jax.vmap(jax.vmap(pages))(stored, starts)
-    return found.reshape(*found.shape[:2], -1, found.shape[-1])

@@ -32,6 +32,9 @@ class Reading(Part):
     dense_layers = 0
     """First layers of a model that read everything."""
 
+    together = "sum"
+    """How the wishes of query heads that share pages are put together, their softmax over the pages: "sum" or "max"."""
+
     @abc.abstractmethod
     def pages(self, layout: Layout, there: int) -> int:
         """How many of `there` pages a step reads."""

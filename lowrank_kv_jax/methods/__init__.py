@@ -6,6 +6,7 @@ from lowrank_kv_jax.codecs.ojakv import OjaKV
 from lowrank_kv_jax.codecs.osp import OnlineSubspaceProjection
 from lowrank_kv_jax.codecs.osp_static import StaticSubspace
 from lowrank_kv_jax.codecs.palu import Palu
+from lowrank_kv_jax.codecs.shadowkv import ShadowKV
 from lowrank_kv_jax.codecs.single_svd import SingleSVD
 from lowrank_kv_jax.codecs.static_pca import EigenAttention, EigenN, StaticPCA, StaticPCAH
 from lowrank_kv_jax.codecs.streamingkv import StreamingKV
@@ -26,7 +27,7 @@ from lowrank_kv_jax.selections.snapkv import SnapKV
 
 __all__ = [
     "REGISTRY", "AdaKV", "EigenAttention", "EigenN", "Full", "H2O", "KIVI", "KVzip", "MiniCache", "MomentKV", "OjaKV",
-    "OnlineSubspaceProjection", "Palu", "PyramidKV", "Quest", "Scissorhands", "SingleSVD", "SlidingWindow", "SnapKV",
-    "StaticPCA", "StaticPCAH", "StaticSubspace", "StreamingKV", "StreamingLLM", "Transform", "XKV", "compose",
+    "OnlineSubspaceProjection", "Palu", "PyramidKV", "Quest", "Scissorhands", "ShadowKV", "SingleSVD", "SlidingWindow",
+    "SnapKV", "StaticPCA", "StaticPCAH", "StaticSubspace", "StreamingKV", "StreamingLLM", "Transform", "XKV", "compose",
     "machine_of",
 ]

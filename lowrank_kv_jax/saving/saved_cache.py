@@ -17,6 +17,7 @@ from lowrank_kv_jax.methods.group_bases import bases_of_group
 from lowrank_kv_jax.saving.checkpoint import FLOATS, METADATA, load_arrays, load_metadata, save_arrays
 from lowrank_kv_jax.storage.bits import Bits, hold_bits
 from lowrank_kv_jax.storage.lanes import lay_out
+from lowrank_kv_jax.storage.on_host import OnHost
 from lowrank_kv_jax.storage.sharding import check_mesh, leaf_sharding
 from lowrank_kv_jax.storage.state import map_leaves, walk
 
@@ -42,7 +43,7 @@ def save_cache(path: str | Path, cache: Cache, model: Any, *, bases: Any = None)
         "layout": {field: getattr(cache.layout, field) for field in _STORED},
     }
     # bits on a CPU are saved as the bfloat16 numbers that they are: every platform loads them
-    arrays = {name: x.widened() if isinstance(x, Bits) else x for name, x, _ in walk(cache)}
+    arrays = {name: x.widened() if isinstance(x, Bits | OnHost) else x for name, x, _ in walk(cache)}
     save_arrays(path, KIND, arrays, metadata)
 
 
@@ -72,7 +73,9 @@ def load_cache(
     if mesh is not None:
         layout = dataclasses.replace(layout, mesh=check_mesh(mesh, layout.spec, layout.batch))
     abstract = _abstract_arrays(method, layout, bases)
-    arrays = load_arrays(path, metadata, {name: array for name, array, _ in walk(abstract)})
+    arrays = load_arrays(
+        path, metadata, {name: x.held if isinstance(x, OnHost) else x for name, x, _ in walk(abstract)}
+    )
     in_order = iter([arrays[name] for name, _, _ in walk(abstract)])
     return hold_bits(map_leaves(lambda info, _: next(in_order), abstract))
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from lowrank_kv_jax.storage.bits import Bits
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.on_host import OnHost
 from lowrank_kv_jax.storage.packed import PackedTokens, empty_packed, hold_packed
 from lowrank_kv_jax.storage.positions import PerHead, Runs
 from lowrank_kv_jax.storage.quantised import (
@@ -101,7 +102,7 @@ def fill_tokens(stored: Any, x: jax.Array, counts: jax.Array, owner: jax.Array |
         assert owner is not None
         return hold_packed(stored, x.astype(jnp.float32), owner, counts)
     x = x[:, :, :slots]
-    if isinstance(stored, WaterFilled):
+    if isinstance(stored, WaterFilled | OnHost):
         return stored.filled(x)
     if not isinstance(stored, QuantisedTokens):
         if x.shape[2] == slots:

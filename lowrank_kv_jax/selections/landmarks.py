@@ -28,10 +28,12 @@ class Landmarks(Reading):
     Attributes:
         read: tokens that a step reads, in whole pages: a number, or a fraction of those there is room for.
         page: tokens of a page.
+        together: "sum" of the query heads that share pages, or the "max" of them.
     """
 
     read: int | float = 0.25
     page: int = 32
+    together: str = "sum"
 
     def pages(self, layout: Layout, there: int) -> int:
         if isinstance(self.read, float):

@@ -1,5 +1,7 @@
 """Reading a buffer block by block, from the lowest visible slot to the longest row: O(length) of any capacity."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -31,6 +33,23 @@ def slice_block(buffer: jax.Array, start: jax.Array | int, block: int = BLOCK) -
     if hasattr(buffer, "read_block"):
         return buffer.read_block(start, min(block, buffer.shape[2]))
     return jax.lax.dynamic_slice_in_dim(buffer, start, min(block, buffer.shape[2]), axis=2)
+
+
+def gather_blocks(stored: Any, starts: jax.Array, size: int) -> jax.Array:
+    """Tokens `[B, U, C * size, R]` of a storage of J heads, U a multiple of J, from `starts` `[B, U, C]` on.
+
+    Heads of the storage serve U / J units each. What would reach beyond the storage begins earlier.
+    """
+    batch, units, _ = starts.shape
+    starts = jnp.minimum(starts, stored.shape[2] - size).reshape(batch, stored.shape[1], -1)
+
+    def blocks(own: Any, begins: jax.Array) -> jax.Array:
+        alone = jax.tree.map(lambda x: x[None, None], own)
+        return jax.vmap(lambda begin: slice_block(alone, begin, size)[0, 0])(begins)
+
+    whole = hasattr(stored, "read_blocks")  # where no gather can reach
+    found = stored.read_blocks(starts, size) if whole else jax.vmap(jax.vmap(blocks))(stored, starts)
+    return found.reshape(batch, units, -1, found.shape[-1])
 
 
 def block_range(size: int, lengths: jax.Array, lowest: jax.Array | None = None, block: int = BLOCK):

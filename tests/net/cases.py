@@ -62,6 +62,7 @@ ALONE = {
     "full": "full",
     "minicache": "minicache",
     "osp": f"osp:rank=4,{ENDS},chunk_length=32",
+    "shadowkv": f"shadowkv:rank=12,budget=24,outliers=2,{ENDS}",
     "transform": f"transform:bits=3,{ENDS}",
 }
 DEFAULTS = CODECS | SELECTIONS | ALONE
@@ -81,7 +82,8 @@ STREAMING_PRESETS = [
     )
 ]
 PRESETS = {
-    "kv3": [*WINDOW_PRESETS, f"ojakv:paper,rank=4,{ENDS}", "single-svd:paper,rank=12", "kivi:int8"],
+    "kv3": [*WINDOW_PRESETS, f"ojakv:paper,rank=4,{ENDS}", "single-svd:paper,rank=12", "kivi:int8",
+            "shadowkv:paper,rank=12,budget=24,outliers=2"],
     "kv8": ["palu:paper,rank=12,rank_multiple=4", *STREAMING_PRESETS],
 }
 
