@@ -29,6 +29,14 @@ def exact_matmuls():
         yield
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """A file runs in one worker, with the programs and fixtures that its tests share, where no mark says otherwise."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 _last = None
 _limit = 2e9
 
