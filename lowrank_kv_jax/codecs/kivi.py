@@ -104,12 +104,6 @@ class KIVI(TokenCodec):
             )
         )
 
-    def learn(self, layout, bases, store, taps, lengths, weight):
-        return store
-
-    def adapt(self, layout, bases, store, tokens, weight):
-        return store
-
     def encode(self, layout, bases, store, tokens):
         (one,) = tokens
         return one.k.swapaxes(1, 2), one.v.swapaxes(1, 2)

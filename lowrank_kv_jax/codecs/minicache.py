@@ -144,9 +144,6 @@ class MiniCache(Codec):
             return min(self.budget, layout.prompt)
         return int((0.05 if self.keep is None else self.keep) * layout.prompt + 1e-4)
 
-    def learn(self, layout, bases, store, taps, lengths, weight):
-        return store
-
     def fill(self, layout, bases, store, tokens, counts, seen, positions):
         kept, rest = self._choose(tokens, counts)
         retained = self._retained(counts)

@@ -217,12 +217,6 @@ class Transform(TokenCodec):
 
         return Transformed(coded_tokens.without_tokens(side(0), side(1), positions))
 
-    def learn(self, layout, bases, store, taps, lengths, weight):
-        return store
-
-    def adapt(self, layout, bases, store, tokens, weight):
-        return store
-
     def encode(self, layout, bases, store, tokens):
         (one,) = tokens
         out = []

@@ -139,17 +139,18 @@ class Codec(Part):
     def empty(self, layout: Layout, bases: Any, size: int) -> Any:
         """An empty store with room for `size` tokens, or None."""
 
-    @abc.abstractmethod
     def learn(
         self, layout: Layout, bases: Any, store: Any, taps: tuple[Taps, ...], lengths: jax.Array, weight: jax.Array
     ) -> Any:
-        """Move an empty store's bases towards a prompt.
+        """Move an empty store's bases towards a prompt. Default: they do not move.
 
         Args:
             taps: of each layer, T = layout.prompt.
             lengths: int32 `[B]`.
             weight: float32 `[B, T]`, 1 for the tokens that will be coded.
         """
+        del layout, bases, taps, lengths, weight
+        return store
 
     @abc.abstractmethod
     def fill(
@@ -218,12 +219,13 @@ class TokenCodec(Codec):
     ) -> tuple[jax.Array, jax.Array]:
         """Codes of keys and values `[B, U, T, R]`, before storage rounds them."""
 
-    @abc.abstractmethod
     def adapt(self, layout: Layout, bases: Any, store: Any, tokens: tuple[Tokens, ...], weight: jax.Array) -> Any:
         """Move the store's bases towards tokens that are about to be coded; `weight` `[B, T]` is 0 where there is none.
 
-        What is stored already is transported.
+        What is stored already is transported. Default: bases do not move.
         """
+        del layout, bases, tokens, weight
+        return store
 
     @abc.abstractmethod
     def decode(

@@ -23,6 +23,9 @@ class Selection(Part):
     sinks = 0
     """First tokens that stay."""
 
+    recent = 0
+    """Last tokens that stay; None is a rule's own choice, see `recent_tokens`."""
+
     budget_bytes = None
     """Bytes of a row of the whole cache, which decide how many tokens stay; None: `tokens` does."""
 
@@ -56,9 +59,10 @@ class Selection(Part):
     def tokens(self, layout: Layout) -> int:
         """Tokens that a kv head keeps, the exact ends included; not asked where bytes decide."""
 
-    @abc.abstractmethod
     def recent_tokens(self, layout: Layout) -> int:
-        """Last tokens that stay."""
+        """Last tokens that stay. Default: `recent`."""
+        del layout
+        return self.recent or 0
 
     def of_layer(self, tokens: int, room: int, bases: Any) -> int:
         """Selected tokens of one layer, of at most `room`, where every layer has `tokens` on average."""

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.selections.adakv import Adaptive
-from lowrank_kv_jax.selections.window_scores import chunked
 from lowrank_kv_jax.summaries.component import Summary
 from lowrank_kv_jax.summaries.moments import MomentSums, affine_model
 
@@ -62,9 +61,6 @@ class MomentKV(Adaptive):
 
     def summary(self):
         return Summary(self.order, self.moments_dtype) if self.nc else None
-
-    def prompt_scores(self, layout, tap, lengths):
-        return chunked(super().prompt_scores(layout, tap, lengths), self.chunk)
 
     def informed(self, score, evicted, k, v, owner, scale):
         return score * residual_norms(evicted, k, v, owner, scale)

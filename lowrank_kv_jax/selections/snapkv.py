@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.selections.budgeted import Budgeted
-from lowrank_kv_jax.selections.window_scores import GROUPS, POOLS, window_scores
+from lowrank_kv_jax.selections.window_scores import GROUPS, POOLS, chunked, window_scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,9 @@ class Windowing(Budgeted):
     kernel: int = 5
     group: str = "after"
     decay: float = 0.9
+
+    chunk: ClassVar[int] = 1
+    """Adjacent tokens of the prompt that share a score; a field of selections that have it."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"recent": 32, "pool": "avg", "kernel": 5, "decoding": "keep"},
@@ -59,10 +62,11 @@ class Windowing(Budgeted):
             raise ValueError(f"window={self.voters}: longer than the prompt of {layout.prompt} tokens (padded)")
 
     def prompt_scores(self, layout, tap, lengths):
-        return window_scores(
+        scores = window_scores(
             tap.q, tap.k, lengths, layout.spec.scale, window=self.voters, excluded=self.recent or 0, pool=self.pool,
             kernel=self.kernel, group=self.group,
         )
+        return chunked(scores, self.chunk)
 
 
 @register("snapkv")
