@@ -86,6 +86,11 @@ def test_no_concrete_method_is_overridden(cls):
     assert not {name: classes for name, classes in found.items() if len(classes) > 1}
 
 
+def test_the_contracts_ask_little():
+    hooks = [(cls.__name__, name) for cls in CONTRACTS for name, _ in functions(cls) if not name.startswith("_")]
+    assert len(hooks) <= 36, hooks
+
+
 def test_nothing_is_left_to_do():
     word = "TO" + "DO"
     assert not [path.name for path in SOURCES if re.search(rf"\b({word}|FIXME|XXX)\b", path.read_text())]

@@ -15,7 +15,7 @@ from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.codecs.frame import Frame, around, as_met, as_seen
 from lowrank_kv_jax.codecs.lowrank_fields import LowRankFields
 from lowrank_kv_jax.method import Layout
-from lowrank_kv_jax.method.codec import Logits, TokenCodec, codes_of
+from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, codes_of
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.segments import coded as coded_tokens
@@ -60,14 +60,15 @@ class LowRank(LowRankFields, TokenCodec):
 
     # ---- the contract -------------------------------------------------------------------------------------------
 
-    def exact_ends(self):
-        return self.sinks, self.recent
+    def ends(self, layout, bases):
+        return Ends(self.sinks, self.recent, pinned=self.recent_of == "prompt", flushes=self.decoded == "coded",
+                    asked=(self.sinks, self.recent))
 
     def units(self, spec, bases):
         return self.frame(spec, bases, None).k.shape[0]
 
     def no_tokens(self, layout: Layout, bases: Any, size: int, positions: PerHead | None) -> coded_tokens.Coded:
-        """What an empty store has room for tokens in; see `TokenCodec.empty`."""
+        """What an empty store has room for tokens in; see `Codec.empty`."""
         shapes = ((u.shape[0], u.shape[-1]) for u in self.frame(layout.spec, bases, None)[:2])
         tile = tile_for(size, positions)
         return coded_tokens.empty_coded(

@@ -9,7 +9,7 @@ import numpy as np
 
 from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
 from lowrank_kv_jax.estimators.rank import rank_for_energy, resolve_rank
-from lowrank_kv_jax.method.codec import Codec, Ends, Tokens
+from lowrank_kv_jax.method.codec import Codec, Tokens
 from lowrank_kv_jax.storage.quantised import TOKEN_BITS
 
 
@@ -103,6 +103,3 @@ class LowRankFields(Codec):
     def sides(self, tokens: Tokens | Taps) -> tuple[jax.Array, jax.Array]:
         """Keys as they are coded, and values `[B, T, K, D]`."""
         return tokens.k_pre if self.rope == "pre" else tokens.k, tokens.v
-
-    def ends(self, layout, bases):
-        return Ends(self.sinks, self.recent, pinned=self.recent_of == "prompt", flushes=self.decoded == "coded")

@@ -22,7 +22,7 @@ from lowrank_kv_jax.codecs.principal import side_moments
 from lowrank_kv_jax.codecs.subspace import Subspace, SubspaceBases, fit_subspaces, subspace_key
 from lowrank_kv_jax.estimators import Estimator, make_estimator
 from lowrank_kv_jax.method import Layout, register
-from lowrank_kv_jax.method.codec import Tokens
+from lowrank_kv_jax.method.codec import Ends
 from lowrank_kv_jax.pallas_kernels.chunked_attention import chunked_attention
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.storage.basis import project
@@ -159,10 +159,10 @@ class OnlineSubspaceProjection(Subspace):
 
     # ---- the contract -------------------------------------------------------------------------------------------
 
-    def ahead(self, layout):
-        return self.recent
+    def ends(self, layout, bases):
+        return Ends(self.sinks, self.recent, ahead=self.recent)
 
-    def empty(self, layout, bases, size):
+    def empty(self, layout, bases, size, positions=None):
         dtype, size = jnp.dtype(layout.dtype), self.slots(layout)
         tokens = coded_tokens.empty_coded(
             layout.batch, (bases.k.shape[0], bases.k.shape[-1]), (bases.v.shape[0], bases.v.shape[-1]), size, dtype,
@@ -179,16 +179,6 @@ class OnlineSubspaceProjection(Subspace):
             *room, *learned, jnp.zeros((layout.batch, size // self.page), jnp.int32), none, none,
             jnp.zeros((layout.batch, 2, bases.k.shape[0]), jnp.float32),
         ))
-
-    def fill(self, layout, bases, store, tokens, counts, seen, positions):
-        store = dataclasses.replace(store, tokens=dataclasses.replace(store.tokens, positions=positions))
-        if tokens[0].k.shape[1] <= self.recent:
-            return store
-        # the coded tokens first, then those that stay exact: bases may look at them
-        return self.take_in(layout, bases, store, tokens, counts, seen)
-
-    def extend(self, layout, bases, store, tokens, counts, seen):
-        return self.take_in(layout, bases, store, tokens, counts, seen, most=layout.block)
 
     def attend(self, layout, bases, store, q, positions, place):
         spec = layout.spec
@@ -215,22 +205,17 @@ class OnlineSubspaceProjection(Subspace):
 
     # ---- coding -------------------------------------------------------------------------------------------------
 
-    def take_in(
-        self, layout: Layout, bases: SubspaceBases, store: ChunkedStore, tokens: tuple[Tokens, ...], counts: jax.Array,
-        seen: jax.Array, most: int | None = None,
-    ) -> ChunkedStore:
-        """Code tokens page by page, with a new basis wherever a chunk begins.
-
-        Args:
-            tokens: T of them, with those ahead.
-            counts: int32 `[B]`, how many of the first tokens to code.
-            seen: int32 `[B]`, how many of the T are tokens at all; bases may look at those behind `counts`.
-            most: static bound of `counts`, T by default.
-        """
-        heads = self.basis_heads(layout.spec)
+    def take_in(self, layout, bases, store, tokens, counts, seen, positions=None):
+        """Page by page, with a new basis wherever a chunk begins, which may look at the tokens behind `counts`."""
         (one,) = tokens
+        most = layout.block
+        if positions is not None:
+            most = one.k.shape[1]
+            store = dataclasses.replace(store, tokens=dataclasses.replace(store.tokens, positions=positions))
+            if most <= self.recent:
+                return store
+        heads = self.basis_heads(layout.spec)
         k, v = (x.swapaxes(1, 2) for x in self.sides(one))
-        most = k.shape[2] if most is None else most
         turn = functools.partial(with_quarter_turns, layout.spec.head_dim) if self.rotary else as_they_are
         sides = (
             Side(side_by_side(k, heads), turn, prior_tokens(bases.k, bases.k_energy)),

@@ -175,10 +175,7 @@ class Transform(TokenCodec):
     # ---- the contract -------------------------------------------------------------------------------------------
 
     def ends(self, layout, bases):
-        return Ends(self.sinks, self.recent)
-
-    def exact_ends(self):
-        return self.sinks, self.recent
+        return Ends(self.sinks, self.recent, asked=(self.sinks, self.recent))
 
     def settled(self, layout, bases, weigh):
         """The bits of `smaller`: the same rung for every layer, found by what a token takes on average.

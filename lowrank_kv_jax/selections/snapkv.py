@@ -57,11 +57,9 @@ class Windowing(Budgeted):
         """Length of the observation window."""
         return self.window if self.window is not None else self.recent or 0
 
-    def check_prompt(self, layout):
+    def prompt_scores(self, layout, tap, lengths):
         if self.voters > layout.prompt:
             raise ValueError(f"window={self.voters}: longer than the prompt of {layout.prompt} tokens (padded)")
-
-    def prompt_scores(self, layout, tap, lengths):
         scores = window_scores(
             tap.q, tap.k, lengths, layout.spec.scale, window=self.voters, excluded=self.recent or 0, pool=self.pool,
             kernel=self.kernel, group=self.group,
