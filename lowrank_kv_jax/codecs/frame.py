@@ -5,6 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.attention.blockwise import spread_heads
+from lowrank_kv_jax.attention.rope import rope_angles, rotate
+from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.storage.basis import project, reconstruct
 from lowrank_kv_jax.storage.positions import PerHead, Runs
 
@@ -41,6 +44,14 @@ class Frame(NamedTuple):
         """Keys ("k") or values ("v") `[B, K, T, D]` from coefficients `[B, J, T, R]`."""
         rebuilt, mean = reconstruct(getattr(self, side), coefficients, kv_heads), getattr(self, f"{side}_mean")
         return rebuilt if mean is None else rebuilt + mean.astype(rebuilt.dtype)[:, None]
+
+    def keys(self, spec: AttentionSpec, rope: str, coefficients: jax.Array, positions: Runs | PerHead) -> jax.Array:
+        """Keys after RoPE `[B, K, T, D]` from coefficients of keys before it (`rope` "pre") or after it ("post")."""
+        keys = self.at(positions).rebuild("k", coefficients, spec.kv_heads)
+        if rope == "post" or spec.rope is None:
+            return keys
+        where = positions.at(jnp.arange(keys.shape[2]))[:, None] if isinstance(positions, Runs) else positions.position
+        return rotate(keys, *rope_angles(spec.rope, spread_heads(where, spec.kv_heads)))
 
     def at(self, positions: Runs | PerHead) -> "Frame":
         """For rebuilding tokens there; of packed ones one basis over all heads, of which each slot needs its owner's."""

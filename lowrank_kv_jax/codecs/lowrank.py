@@ -8,9 +8,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.attention.blockwise import spread_heads
 from lowrank_kv_jax.attention.partial import AttnPartial
-from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.codecs.frame import Frame, around, as_met, as_seen
 from lowrank_kv_jax.codecs.lowrank_fields import LowRankFields
@@ -80,9 +78,9 @@ class LowRank(LowRankFields, TokenCodec):
         return self.frame(layout.spec, bases, store).code(*self.sides(one))
 
     def decode(self, layout, bases, store, k, v, positions, index):
-        frame = self.frame(layout.spec, bases, store)
-        k, gamma = self._keys(layout.spec, frame, k, positions), frame.gamma
-        return as_seen(k, gamma), frame.at(positions).rebuild("v", v, layout.spec.kv_heads)
+        spec, frame = layout.spec, self.frame(layout.spec, bases, store)
+        k = as_seen(frame.keys(spec, self.rope, k, positions), frame.gamma)
+        return k, frame.at(positions).rebuild("v", v, spec.kv_heads)
 
     def attend(self, layout, bases, store, q, positions, place):
         spec, tokens = layout.spec, coded_tokens.cached_tokens(store.tokens)
@@ -105,16 +103,7 @@ class LowRank(LowRankFields, TokenCodec):
         q = as_met(q, frame.gamma)
         if self.folds:
             return Logits(fold_query(frame.k, q, spec.kv_heads), tokens.k)
-        return Logits(q, self._keys(spec, frame, codes_of(store)[0], tokens.positions))
-
-    # ---- reading ------------------------------------------------------------------------------------------------
-
-    def _keys(self, spec: AttentionSpec, frame: Frame, codes: jax.Array, positions: PerHead) -> jax.Array:
-        """Keys after RoPE `[B, K, S, D]` from coefficients `[B, J, S, R]`."""
-        keys = frame.at(positions).rebuild("k", codes, spec.kv_heads)
-        if self.rope == "post" or spec.rope is None:
-            return keys
-        return rotate(keys, *rope_angles(spec.rope, spread_heads(positions.position, spec.kv_heads)))
+        return Logits(q, frame.keys(spec, self.rope, codes_of(store)[0], tokens.positions))
 
     def rebuilt(self, layout: Layout, bases: Any, store: LowRankStore) -> tuple[jax.Array, jax.Array]:
         """What attention sees of the stored tokens: keys (before RoPE where they are coded so) and values, float32

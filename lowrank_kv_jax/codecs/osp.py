@@ -188,9 +188,7 @@ class OnlineSubspaceProjection(Subspace):
             kv_heads=spec.kv_heads, scale=spec.scale, q_positions=positions, window=place.window,
         )
 
-    def rebuilt(
-        self, layout: Layout, bases: SubspaceBases, store: ChunkedStore
-    ) -> tuple[jax.Array, jax.Array]:
+    def rebuilt(self, layout: Layout, bases: SubspaceBases, store: ChunkedStore) -> tuple[jax.Array, jax.Array]:
         """As `LowRank.rebuilt`."""
         heads, dim = layout.spec.kv_heads, layout.spec.head_dim
         sides = ((store.tokens.k, store.chunks.k_bases), (store.tokens.v, store.chunks.v_bases))
