@@ -1,8 +1,10 @@
 """What keeps a new method to one file, and the core light."""
 
 import ast
+import collections
 import dataclasses
 import graphlib
+import inspect
 import re
 import subprocess
 import sys
@@ -10,6 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from lowrank_kv_jax.method import KVMethod, Part
+from lowrank_kv_jax.method.codec import Codec, TokenCodec
+from lowrank_kv_jax.method.machine import Machine
+from lowrank_kv_jax.method.reading import Reading
+from lowrank_kv_jax.method.selection import Selection
 from lowrank_kv_jax.methods import REGISTRY
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +61,35 @@ def test_every_method_says_what_it_is_and_takes_only_plain_fields(name):
     assert cls.__doc__ and not cls.__doc__.startswith(f"{cls.__name__}(")  # not the dataclass signature
     for field in dataclasses.fields(cls):
         assert field.default is None or isinstance(field.default, bool | int | float | str), field.name
+
+
+CONTRACTS = (Part, KVMethod, Codec, TokenCodec, Selection, Reading)
+
+
+def functions(cls):
+    """Names of the methods and properties that a class itself defines, dunder names apart, and whether they are abstract."""
+    for name, value in vars(cls).items():
+        function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+        if inspect.isfunction(function) and not (name.startswith("__") and name.endswith("__")):
+            yield name, getattr(function, "__isabstractmethod__", False)
+
+
+@pytest.mark.parametrize("cls", [*REGISTRY.values(), Machine], ids=lambda cls: cls.__name__)
+def test_no_concrete_method_is_overridden(cls):
+    """Abstract or final; what a contract gives by default may be said otherwise, by one class."""
+    found = collections.defaultdict(list)
+    for base in cls.__mro__:
+        if base.__module__.startswith("lowrank_kv_jax") and base not in CONTRACTS:
+            for name, abstract in functions(base):
+                if not abstract:
+                    found[name].append(base.__name__)
+    assert not {name: classes for name, classes in found.items() if len(classes) > 1}
+
+
+def test_the_contracts_ask_little():
+    hooks = [(cls.__name__, name) for cls in CONTRACTS for name, _ in functions(cls)
+             if not name.startswith("_") and not any(name in vars(base) for base in cls.__mro__[1:])]
+    assert len(hooks) <= 36, hooks
 
 
 def test_nothing_is_left_to_do():

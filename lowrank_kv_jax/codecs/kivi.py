@@ -85,10 +85,8 @@ class KIVI(TokenCodec):
     # ---- the contract -------------------------------------------------------------------------------------------
 
     def ends(self, layout, bases):
-        return Ends(self.sinks, RESIDUAL if self.recent is None else self.recent, unit=self.unit)
-
-    def exact_ends(self):
-        return self.sinks, self.recent or 0
+        recent = RESIDUAL if self.recent is None else self.recent
+        return Ends(self.sinks, recent, unit=self.unit, asked=(self.sinks, self.recent or 0))
 
     def units(self, spec, bases):
         return spec.kv_heads
@@ -103,12 +101,6 @@ class KIVI(TokenCodec):
                 whole_tiles=positions is None,
             )
         )
-
-    def learn(self, layout, bases, store, taps, lengths, weight):
-        return store
-
-    def adapt(self, layout, bases, store, tokens, weight):
-        return store
 
     def encode(self, layout, bases, store, tokens):
         (one,) = tokens

@@ -1,9 +1,6 @@
 """Groups of adjacent layers, and the ranks of the bases that they share."""
 
-import dataclasses
 from typing import NamedTuple
-
-import jax
 
 from lowrank_kv_jax.estimators.rank import resolve_rank
 
@@ -13,20 +10,6 @@ class Ranks(NamedTuple):
 
     k: int
     v: int
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class LayerGroup:
-    """What a cross-layer method is told of one of its groups, in the place of calibrated bases; no array.
-
-    Attributes:
-        layers: number of layers; the last group of a model may have fewer.
-        ranks: of its bases, where the fields of the method settle them.
-    """
-
-    layers: int
-    ranks: Ranks | None = None
 
 
 def stride_groups(num_layers: int, size: int, first: int = 0) -> tuple[tuple[int, ...], ...]:

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.partial import merge
 from lowrank_kv_jax.attention.spec import AttentionSpec
-from lowrank_kv_jax.codecs.layer_groups import LayerGroup, stride_groups
+from lowrank_kv_jax.codecs.layer_groups import stride_groups
 from lowrank_kv_jax.method import Layout, register
 from lowrank_kv_jax.method.codec import Codec, Ends, Tokens
+from lowrank_kv_jax.method.group import LayerGroup
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.segments.merged import Listed, Merged, angle, empty_merged, layer_tokens, slerp
 from lowrank_kv_jax.storage.cache_dtype import narrow
@@ -120,14 +121,11 @@ class MiniCache(Codec):
 
     # ---- the contract --------------------------------------------------------------------------------------
 
-    def group_size(self, bases):
-        return bases.layers
-
     def ends(self, layout, bases):
         """Layers that are not merged hold all of their tokens exactly; of the others what is appended is exact."""
         return Ends(layout.capacity if bases.layers == 1 else 0, 0, flushes=False)
 
-    def empty(self, layout, bases, size):
+    def empty(self, layout, bases, size, positions=None):
         if bases.layers == 1:
             return None
         spec, dtype, kept = layout.spec, jnp.dtype(layout.dtype), self._slots(layout)
@@ -144,10 +142,8 @@ class MiniCache(Codec):
             return min(self.budget, layout.prompt)
         return int((0.05 if self.keep is None else self.keep) * layout.prompt + 1e-4)
 
-    def learn(self, layout, bases, store, taps, lengths, weight):
-        return store
-
-    def fill(self, layout, bases, store, tokens, counts, seen, positions):
+    def take_in(self, layout, bases, store, tokens, counts, seen, positions=None):
+        assert positions is not None  # what is appended stays exact
         kept, rest = self._choose(tokens, counts)
         retained = self._retained(counts)
         held = tuple(
@@ -156,9 +152,6 @@ class MiniCache(Codec):
         )
         listed = Listed(kept[:, : store.positions.position.shape[1]].astype(jnp.int32))
         return MergedStore(held, retained, listed, self._merge(store.merged, tokens, rest, counts - retained))
-
-    def extend(self, layout, bases, store, tokens, counts, seen):
-        return store  # what is appended stays exact
 
     def _choose(self, tokens: tuple[Tokens, ...], lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Token indices `[B, S]`: retained ones first, and merged ones first, in the order of the text."""

@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.importance import most_important, window_attention
-from lowrank_kv_jax.codecs.lowrank import Bases, LowRank, LowRankStore
+from lowrank_kv_jax.codecs.frame import Frame
+from lowrank_kv_jax.codecs.lowrank import LowRankStore, of_each_row
+from lowrank_kv_jax.codecs.principal import Principal
 from lowrank_kv_jax.estimators import Estimator, make_estimator
 from lowrank_kv_jax.estimators.oja import NORMALIZATIONS, oja_update
 from lowrank_kv_jax.method import register
@@ -28,7 +30,7 @@ class LearningStore(LowRankStore):
 
 @register("ojakv")
 @dataclasses.dataclass(frozen=True)
-class OjaKV(LowRank):
+class OjaKV(Principal):
     """Hybrid storage and two-phase online updates.
 
     At prefill one Oja step on the `top` share of the prompt's tokens to which its last `window` queries attend most;
@@ -94,46 +96,44 @@ class OjaKV(LowRank):
         """The estimator of bases of this rank; None for Oja's rule, which knows no more than the basis."""
         return None if self.estimator == "oja" else make_estimator(self.estimator, size=MARGIN * rank)
 
+    def frame(self, spec, bases, store):
+        return Frame(bases.k, bases.v) if store is None else Frame(store.k_basis, store.v_basis)
+
     def empty(self, layout, bases, size, positions=None):
-        store = super().empty(layout, bases, size, positions)
+        tokens = self.no_tokens(layout, bases, size, positions)
+        own = of_each_row(layout, bases.k, bases.v)
         if self.estimator == "oja":
-            return store
-        start = self.starting_bases(layout.spec, bases)
+            return LowRankStore(tokens, *own)
         learned = (
-            self.learner(u.shape[-1]).init((layout.batch, u.shape[0]), u.shape[1],
-                                           jnp.broadcast_to(u.astype(jnp.float32), (layout.batch, *u.shape)))
-            for u in start
+            self.learner(u.shape[-1]).init(u.shape[:2], u.shape[2], u)
+            for u in of_each_row(layout, bases.k, bases.v, dtype=jnp.float32)
         )
-        return LearningStore(store.tokens, store.k_basis, store.v_basis, *learned)
+        return LearningStore(tokens, *own, *learned)
 
     def _by_basis(self, layout, x):
         return x.reshape(*x.shape[:2], self.basis_heads(layout.spec), -1)
 
     def learn(self, layout, bases, store, taps, lengths, weight):
-        (tap,) = taps
-        if self.eta_pre and self.estimator != "oja":
-            store = self._learned(store, *self._prompt_tokens(layout, tap, lengths))
-        return super().learn(layout, bases, store, taps, lengths, weight)
-
-    def prompt_bases(self, layout, bases, store, taps, lengths, weight):
         """Learned of all of a prompt, also of what stays exact or is not selected."""
-        start = self.bases_of(None, store)
         if not self.eta_pre:
-            return start
+            return store
+        (tap,) = taps
+        k, v, weight = self._prompt_tokens(layout, tap, lengths)
         if self.estimator != "oja":
-            return self._learned_bases(store)
-        k, v, weight = self._prompt_tokens(layout, taps, lengths)
-        out = []
-        for basis, x in zip(start, (k, v), strict=True):
-            for _ in range(self.steps):
-                basis = oja_update(basis, x, weight, self.eta_pre, self.normalize)
-            out.append(basis)
-        return Bases(*out)
+            store = self._learned(store, k, v, weight)
+            found = self._learned_bases(store)
+        else:
+            found = []
+            for basis, x in zip((store.k_basis, store.v_basis), (k, v), strict=True):
+                for _ in range(self.steps):
+                    basis = oja_update(basis, x, weight, self.eta_pre, self.normalize)
+                found.append(basis)
+        k_basis, v_basis = (u.astype(layout.dtype) for u in found)
+        return dataclasses.replace(store, k_basis=k_basis, v_basis=v_basis)
 
     def _prompt_tokens(self, layout, taps, lengths):
         """Keys and values `[B, T, J, W]` that the bases learn from at prefill, and their weights `[B, T]`."""
-        keys = taps.k_pre if self.rope == "pre" else taps.k
-        k, v = self._by_basis(layout, keys), self._by_basis(layout, taps.v)
+        k, v = (self._by_basis(layout, x) for x in self.sides(taps))
         if self.top == 1:
             return k, v, (jnp.arange(layout.prompt)[None] < lengths[:, None]).astype(jnp.float32)
         index, weight = self._salient(layout, taps, lengths)
@@ -150,7 +150,7 @@ class OjaKV(LowRank):
 
     def _learned_bases(self, store):
         sides = ((store.k_basis, store.k_learned), (store.v_basis, store.v_learned))
-        return Bases(*(self.learner(u.shape[-1]).basis(learned, u.shape[-1]) for u, learned in sides))
+        return [self.learner(u.shape[-1]).basis(learned, u.shape[-1]) for u, learned in sides]
 
     def _salient(self, layout, taps, lengths):
         """The tokens to which the last queries attend most, summed over all heads (section 5.2)."""
@@ -162,11 +162,11 @@ class OjaKV(LowRank):
     def adapt(self, layout, bases, store, tokens, weight):
         if self.eta_dec == 0:
             return store
-        k, v = (self._by_basis(layout, x) for x in self.sides(tokens))
-        old = self.bases_of(None, store)
+        (one,) = tokens
+        k, v = (self._by_basis(layout, x) for x in self.sides(one))
+        old = store.k_basis, store.v_basis
         if self.estimator == "oja":
-            sides = zip(old, (k, v), strict=True)
-            new = Bases(*(oja_update(u, x, weight, self.eta_dec, self.normalize_dec) for u, x in sides))
+            new = [oja_update(u, x, weight, self.eta_dec, self.normalize_dec) for u, x in zip(old, (k, v), strict=True)]
         else:
             store = self._learned(store, k, v, weight)
             new = self._learned_bases(store)

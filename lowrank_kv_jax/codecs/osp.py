@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.codecs.frame import as_met, as_seen
 from lowrank_kv_jax.codecs.osp_chunks import ChunkedStore, Chunks, overlap_of, put_page
 from lowrank_kv_jax.codecs.osp_sides import (
     Side,
@@ -17,10 +18,11 @@ from lowrank_kv_jax.codecs.osp_sides import (
     side_by_side,
     with_quarter_turns,
 )
-from lowrank_kv_jax.codecs.subspace import Subspace, SubspaceBases
+from lowrank_kv_jax.codecs.principal import side_moments
+from lowrank_kv_jax.codecs.subspace import Subspace, SubspaceBases, fit_subspaces, subspace_key
 from lowrank_kv_jax.estimators import Estimator, make_estimator
 from lowrank_kv_jax.method import Layout, register
-from lowrank_kv_jax.method.codec import Tokens
+from lowrank_kv_jax.method.codec import Ends
 from lowrank_kv_jax.pallas_kernels.chunked_attention import chunked_attention
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.storage.basis import project
@@ -103,15 +105,18 @@ class OnlineSubspaceProjection(Subspace):
             raise ValueError(f"rotary=True, rope={self.rope!r}: bases that rotate are of keys before RoPE, rope='pre'")
         make_estimator(self.estimator)
 
-    def layer_moments(self, spec, moments):
-        k, v = super().layer_moments(spec, moments)
+    def basis_heads(self, spec):
+        return 1 if self.heads == "joint" else spec.kv_heads
+
+    def fit(self, spec, moments):
+        k, v = side_moments(self, spec, moments)
         if self.rotary:
             turn = quarter_turn(k.shape[-1], spec.head_dim)
             k = k + turn.T @ k @ turn
-        return k, v
+        return fit_subspaces(self, spec, moments, k, v)
 
     def fit_key(self, spec):
-        return super().fit_key(spec) | ({"rotary": True} if self.rotary else {})
+        return subspace_key(self, spec) | ({"rotary": True} if self.rotary else {})
 
     # ---- shapes -------------------------------------------------------------------------------------------------
 
@@ -120,13 +125,12 @@ class OnlineSubspaceProjection(Subspace):
         return max(1, min(self.chunk_length // 2, 128)) if self.min_chunk is None else self.min_chunk
 
     def validate(self, spec):
-        super().validate(spec)
+        self.check_model(spec)
         if self.rotary and (spec.rope is None or spec.rope.rotary_dim != spec.head_dim):
             raise ValueError("rotary=True: this model does not rotate all channels of a head; use rotary=False")
         if self.energy is None:
-            width = spec.kv_heads // self.basis_heads(spec) * spec.head_dim
             for rank in self.ranks(spec):
-                self.learner(rank).check_rank(rank, width)
+                self.learner(rank).check_rank(rank, self.width(spec))
                 if self.rotary and rank % 2:
                     raise ValueError(f"rank={rank}: rotary=True needs even ranks, a complex direction has two columns")
 
@@ -155,8 +159,8 @@ class OnlineSubspaceProjection(Subspace):
 
     # ---- the contract -------------------------------------------------------------------------------------------
 
-    def ahead(self, layout):
-        return self.recent
+    def ends(self, layout, bases):
+        return Ends(self.sinks, self.recent, ahead=self.recent)
 
     def empty(self, layout, bases, size, positions=None):
         dtype, size = jnp.dtype(layout.dtype), self.slots(layout)
@@ -176,28 +180,16 @@ class OnlineSubspaceProjection(Subspace):
             jnp.zeros((layout.batch, 2, bases.k.shape[0]), jnp.float32),
         ))
 
-    def learn(self, layout, bases, store, taps, lengths, weight):
-        return store
-
-    def fill(self, layout, bases, store, tokens, counts, seen, positions):
-        store = dataclasses.replace(store, tokens=dataclasses.replace(store.tokens, positions=positions))
-        if tokens[0].k.shape[1] <= self.recent:
-            return store
-        # the coded tokens first, then those that stay exact: bases may look at them
-        return self.take_in(layout, bases, store, tokens, counts, seen)
-
-    def extend(self, layout, bases, store, tokens, counts, seen):
-        return self.take_in(layout, bases, store, tokens, counts, seen, most=layout.block)
-
     def attend(self, layout, bases, store, q, positions, place):
         spec = layout.spec
         return chunked_attention(
-            self.scaled(spec, bases, q), coded_tokens.cached_tokens(store.tokens), store.chunks.owner,
+            as_met(q, self.gammas(spec, bases)), coded_tokens.cached_tokens(store.tokens), store.chunks.owner,
             store.chunks.k_bases, store.chunks.v_bases, page=self.page, rope=spec.rope if self.rope == "pre" else None,
             kv_heads=spec.kv_heads, scale=spec.scale, q_positions=positions, window=place.window,
         )
 
-    def rebuilt(self, layout, bases, store):
+    def rebuilt(self, layout: Layout, bases: SubspaceBases, store: ChunkedStore) -> tuple[jax.Array, jax.Array]:
+        """As `LowRank.rebuilt`."""
         heads, dim = layout.spec.kv_heads, layout.spec.head_dim
         sides = ((store.tokens.k, store.chunks.k_bases), (store.tokens.v, store.chunks.v_bases))
         out = []
@@ -207,28 +199,21 @@ class OnlineSubspaceProjection(Subspace):
             x = jnp.einsum("bjpsr,bpjwr->bjpsw", c, room.take(store.chunks.owner))
             x = x.reshape(*x.shape[:2], -1, heads // x.shape[1], dim).swapaxes(2, 3)
             out.append(x.reshape(len(x), heads, -1, dim))
-        return self.as_seen(layout.spec, bases, out[0]), out[1]
-
-    def bases_of(self, bases, store):
-        raise ValueError(f"{self.name} reads each chunk in a basis of its own: there is no one basis of a layer")
+        return as_seen(out[0], self.gammas(layout.spec, bases)), out[1]
 
     # ---- coding -------------------------------------------------------------------------------------------------
 
-    def take_in(
-        self, layout: Layout, bases: SubspaceBases, store: ChunkedStore, tokens: tuple[Tokens, ...], counts: jax.Array,
-        seen: jax.Array, most: int | None = None,
-    ) -> ChunkedStore:
-        """Code tokens page by page, with a new basis wherever a chunk begins.
-
-        Args:
-            tokens: T of them, with those ahead.
-            counts: int32 `[B]`, how many of the first tokens to code.
-            seen: int32 `[B]`, how many of the T are tokens at all; bases may look at those behind `counts`.
-            most: static bound of `counts`, T by default.
-        """
+    def take_in(self, layout, bases, store, tokens, counts, seen, positions=None):
+        """Page by page, with a new basis wherever a chunk begins, which may look at the tokens behind `counts`."""
+        (one,) = tokens
+        most = layout.block
+        if positions is not None:
+            most = one.k.shape[1]
+            store = dataclasses.replace(store, tokens=dataclasses.replace(store.tokens, positions=positions))
+            if most <= self.recent:
+                return store
         heads = self.basis_heads(layout.spec)
-        k, v = (x.swapaxes(1, 2) for x in self.sides(tokens))
-        most = k.shape[2] if most is None else most
+        k, v = (x.swapaxes(1, 2) for x in self.sides(one))
         turn = functools.partial(with_quarter_turns, layout.spec.head_dim) if self.rotary else as_they_are
         sides = (
             Side(side_by_side(k, heads), turn, prior_tokens(bases.k, bases.k_energy)),

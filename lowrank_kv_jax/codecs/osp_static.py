@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.codecs.static_pca import StaticBasis
-from lowrank_kv_jax.codecs.subspace import Subspace, SubspaceBases, least_squares_gamma
+from lowrank_kv_jax.codecs.frame import Frame
+from lowrank_kv_jax.codecs.lowrank import LowRank, LowRankStore
+from lowrank_kv_jax.codecs.principal import side_moments
+from lowrank_kv_jax.codecs.subspace import Subspace, SubspaceBases, fit_subspaces, gain_of, gamma_moments, subspace_key
 from lowrank_kv_jax.estimators.rank import rank_for_energy
 from lowrank_kv_jax.method import register
 
@@ -26,7 +28,7 @@ def _side_by_side_bases(u: jax.Array, energy: jax.Array, ranks: list[int]) -> tu
 
 @register("osp-static")
 @dataclasses.dataclass(frozen=True)
-class StaticSubspace(Subspace, StaticBasis):
+class StaticSubspace(Subspace, LowRank):
     """The paper's static variant (section 10): calibrated bases for all tokens, sinks and recent tokens exact.
 
     Attributes:
@@ -46,23 +48,42 @@ class StaticSubspace(Subspace, StaticBasis):
                              "from an energy, with heads='per_head'")
 
     def basis_heads(self, spec):
-        return 1 if self.head_ranks == "own" else super().basis_heads(spec)
+        return 1 if self.heads == "joint" or self.head_ranks == "own" else spec.kv_heads
+
+    def validate(self, spec):
+        self.check_model(spec)
 
     def fit(self, spec, moments):
-        if self.head_ranks == "max" or self.energy is None:
-            return super().fit(spec, moments)
-        widest = dataclasses.replace(self, head_ranks="max").fit(spec, moments)
-        out = []
-        for bases, *sides in zip(widest, *self.layer_moments(spec, moments), strict=True):
-            joined = []
-            for u, energy, moment in zip(bases[:2], bases[2:4], sides, strict=True):
-                values = np.linalg.eigvalsh(moment.astype(np.float64))[..., ::-1]
-                joined.append(_side_by_side_bases(u, energy, [rank_for_energy(x, self.energy) for x in values]))
-            (k, k_energy), (v, v_energy) = joined
-            queries, keys = (x[len(out)] for x in self._gamma_moments(spec, moments))
-            gain = jnp.asarray(least_squares_gamma(k, queries, keys) - 1, jnp.float32)
-            out.append(SubspaceBases(k, v, k_energy, v_energy, gain))
-        return tuple(out)
+        sides = side_moments(self, spec, moments)
+        if self.head_ranks == "max":
+            return fit_subspaces(self, spec, moments, *sides)
+        widest = fit_subspaces(dataclasses.replace(self, head_ranks="max"), spec, moments, *sides)
+        return tuple(
+            self._own_ranks(bases, side, gamma)
+            for bases, side, gamma in zip(
+                widest, zip(*sides, strict=True), zip(*gamma_moments(self, spec, moments), strict=True), strict=True
+            )
+        )
+
+    def _own_ranks(self, bases: SubspaceBases, sides, gamma) -> SubspaceBases:
+        """Of each head as many columns as it needs.
+
+        Args:
+            sides: second moments of keys and values `[K, D, D]`.
+            gamma: what `gain_of` reads.
+        """
+        joined = []
+        for u, energy, moment in zip(bases[:2], bases[2:4], sides, strict=True):
+            values = np.linalg.eigvalsh(moment.astype(np.float64))[..., ::-1]
+            joined.append(_side_by_side_bases(u, energy, [rank_for_energy(x, self.energy) for x in values]))
+        (k, k_energy), (v, v_energy) = joined
+        return SubspaceBases(k, v, k_energy, v_energy, gain_of(k, *gamma))
 
     def fit_key(self, spec):
-        return super().fit_key(spec) | ({"head_ranks": "own"} if self.head_ranks == "own" else {})
+        return subspace_key(self, spec) | ({"head_ranks": "own"} if self.head_ranks == "own" else {})
+
+    def frame(self, spec, bases, store):
+        return Frame(bases.k, bases.v, gamma=self.gammas(spec, bases))
+
+    def empty(self, layout, bases, size, positions=None):
+        return LowRankStore(self.no_tokens(layout, bases, size, positions), None, None)

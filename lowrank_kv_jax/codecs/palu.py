@@ -8,17 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.spec import AttentionSpec
-from lowrank_kv_jax.codecs.lowrank import LowRank
+from lowrank_kv_jax.codecs.frame import Frame
+from lowrank_kv_jax.codecs.lowrank import LowRank, LowRankStore
 from lowrank_kv_jax.estimators.moments import Moments, head_blocks
 from lowrank_kv_jax.estimators.rank import rank_for_energy
 from lowrank_kv_jax.estimators.rank_allocation import allocate_ranks
 from lowrank_kv_jax.estimators.whitening import truncate
 from lowrank_kv_jax.method import register
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
-from lowrank_kv_jax.segments.coded import cached_tokens
-from lowrank_kv_jax.storage.basis import expand_values, project, reconstruct
 
 RANK_BY = ("uniform", "fisher", "fisher-sqrt")
 MEAN_PAYS = 0.05
@@ -113,7 +110,7 @@ class GroupedProjections(LowRank):
             fit = [g for g in range(1, spec.kv_heads + 1) if spec.kv_heads % g == 0]
             raise ValueError(f"head_group={group}: must divide the model's {spec.kv_heads} kv heads: "
                              f"{', '.join(map(str, fit))}")
-        super().validate(spec)
+        self.check_model(spec)
         if self.by_fisher:
             self._rank_table(spec, np.ones((spec.num_layers, 2)))
         if self.hadamard and self.energy is None:
@@ -171,7 +168,7 @@ class GroupedProjections(LowRank):
         uniform = np.tile(self.ranks(spec), (spec.num_layers, 1))
         if information is None:
             return uniform
-        width = self.group_of(spec) * spec.head_dim
+        width = self.width(spec)
         if (uniform == width).all():
             return uniform
         return allocate_ranks(information, int(uniform.sum()), self.rank_multiple, width)
@@ -206,9 +203,6 @@ class GroupedProjections(LowRank):
                 out[layer].append(jnp.asarray(np.stack(found), jnp.float32))
         return out
 
-    def check_bases(self, spec, bases):
-        """Nothing: Fisher information may choose any ranks."""
-
     def fit_key(self, spec):
         key: dict[str, Any] = {
             "fit": "palu", "rope": self.rope, "head_group": self.group_of(spec), "rank_by": self.rank_by,
@@ -216,45 +210,7 @@ class GroupedProjections(LowRank):
         }
         if self.by_fisher:
             key["rank_multiple"] = self.rank_multiple
-        if self.energy:
-            return key | {"energy": self.energy}
-        return key | dict(zip(("rank_k", "rank_v"), self.ranks(spec), strict=True))
-
-    # ---- the contract -------------------------------------------------------------------------------------------
-
-    def bases_of(self, bases, store) -> Any:
-        """Decoders and means."""
-        del store
-        return bases
-
-    def centred(self, bases: PaluBases, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values `[B, T, K, D]` without their means."""
-        if bases.k_mean is None or bases.v_mean is None:
-            return k, v
-        return k - bases.k_mean.astype(k.dtype), v - bases.v_mean.astype(v.dtype)
-
-    def coefficients(self, bases, store, k, v):
-        k, v = self.centred(bases, k, v)
-        return project(bases.k, k), project(bases.v, v)
-
-    def rebuild(self, use, side, coefficients, kv_heads):
-        rebuilt, mean = reconstruct(getattr(use, side), coefficients, kv_heads), getattr(use, f"{side}_mean")
-        return rebuilt if mean is None else rebuilt + mean.astype(rebuilt.dtype)[:, None]
-
-    def attend(self, layout, bases, store, q, positions, place):
-        """Keys rebuilt and rotated block by block; values attended as latents and expanded once."""
-        spec, reduced, own = layout.spec, self.order == "reduced", self.bases_of(bases, store)
-        use = self.read_in(bases, store, store.tokens.positions)
-        out, lse = rotary_coefficient_attention(
-            q, cached_tokens(store.tokens), use.k, rope=spec.rope if self.rope == "pre" else None,
-            kv_heads=spec.kv_heads, scale=spec.scale, q_positions=positions, causal=False, window=place.window,
-            value_basis=None if reduced else use.v, key_mean=use.k_mean,
-        )
-        out = expand_values(own.v, out, spec.kv_heads) if reduced else out
-        if own.v_mean is not None:
-            mean = jnp.repeat(own.v_mean.astype(out.dtype), spec.group_size, axis=0)
-            out = jnp.where(jnp.isneginf(lse)[..., None], out, out + mean)  # an empty part stays zero
-        return AttnPartial(out, lse)
+        return key | self.rank_key(spec)
 
 
 @register("palu")
@@ -269,6 +225,12 @@ class Palu(GroupedProjections):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"sinks": 0, "recent": 0, "rank_by": "fisher-sqrt", "rank_multiple": 32}
     }
+
+    def frame(self, spec, bases, store):
+        return Frame(bases.k, bases.v, bases.k_mean, bases.v_mean)
+
+    def empty(self, layout, bases, size, positions=None):
+        return LowRankStore(self.no_tokens(layout, bases, size, positions), None, None)
 
 
 def hadamard_blocks(rank: int) -> np.ndarray:

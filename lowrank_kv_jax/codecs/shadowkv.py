@@ -140,6 +140,7 @@ class ShadowKV(Codec):
     def ends(self, layout, bases):
         return Ends(self.sinks, self.recent, flushes=False)
 
+    @property
     def reading(self):
         read = self.budget if self.keep is None else float(self.keep)
         assert read is not None
@@ -151,7 +152,7 @@ class ShadowKV(Codec):
         pages = jnp.arange(store.tokens.k.shape[2] // self.page)
         return (store.outliers.pages[..., None] == pages).any(2)
 
-    def empty(self, layout, bases, size):
+    def empty(self, layout, bases, size, positions=None):
         spec, dtype, rank = layout.spec, jnp.dtype(layout.dtype), self._rank(layout.spec)
 
         def zeros(*shape: int) -> jax.Array:
@@ -178,9 +179,11 @@ class ShadowKV(Codec):
         keys = _side_by_side(tap.k_pre) * weight[:, :, None, None]
         return dataclasses.replace(store, basis=narrow(leading_subspace(gram(keys), store.basis.shape[-1]), layout.dtype))
 
-    def fill(self, layout, bases, store, tokens, counts, seen, positions):
+    def take_in(self, layout, bases, store, tokens, counts, seen, positions=None):
+        if positions is None:
+            return store  # what is appended stays exact
         (one,) = tokens
-        positions = Runs(positions.start[:, :1], positions.jump[:, :1])  # what is appended stays exact
+        positions = Runs(positions.start[:, :1], positions.jump[:, :1])  # one run
         if not one.k.shape[1]:
             return dataclasses.replace(store, tokens=dataclasses.replace(store.tokens, positions=positions))
         coefficients = project(store.basis, _side_by_side(one.k_pre))
@@ -192,9 +195,6 @@ class ShadowKV(Codec):
         k, v = (narrow(_tokens_of(x, pages, self.page), layout.dtype) for x in (one.k, one.v))
         held = jnp.minimum(counts // self.page, most) * self.page
         return dataclasses.replace(store, outliers=Outliers(k, v, held, pages))
-
-    def extend(self, layout, bases, store, tokens, counts, seen):
-        return store  # what is appended stays exact
 
     def attend(self, layout, bases, store, q, positions, place):
         """Keys are rebuilt and rotated by blocks."""

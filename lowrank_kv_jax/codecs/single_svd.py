@@ -4,14 +4,18 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from lowrank_kv_jax.codecs.lowrank import Bases, LowRank
+import jax.numpy as jnp
+
+from lowrank_kv_jax.codecs.frame import Frame
+from lowrank_kv_jax.codecs.lowrank import LowRankStore, of_each_row
+from lowrank_kv_jax.codecs.principal import Principal
 from lowrank_kv_jax.estimators.svd import principal_subspace, second_moment
 from lowrank_kv_jax.method import register
 
 
 @register("single-svd")
 @dataclasses.dataclass(frozen=True)
-class SingleSVD(LowRank):
+class SingleSVD(Principal):
     """SVD of each prompt, layer by layer (the Single SVD baseline of xKV; the oracle for online rules).
 
     The right singular vectors are taken from the second moment of the tokens that will be coded. As in xKV what is
@@ -26,10 +30,20 @@ class SingleSVD(LowRank):
     adapts: ClassVar[bool] = True
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {"sinks": 0, "recent": 0}}
 
-    def prompt_bases(self, layout, bases, store, taps, lengths, weight):
-        spec, ranks = layout.spec, self.ranks(layout.spec)
-        out = []
-        for x, rank in zip((taps.k_pre if self.rope == "pre" else taps.k, taps.v), ranks, strict=True):
-            x = x.reshape(*x.shape[:2], self.basis_heads(spec), -1)
-            out.append(principal_subspace(second_moment(x, weight), rank))
-        return Bases(*out)
+    def frame(self, spec, bases, store):
+        if store is not None:
+            return Frame(store.k_basis, store.v_basis)
+        eyes = (jnp.eye(self.width(spec), rank, dtype=jnp.float32) for rank in self.ranks(spec))
+        return Frame(*(jnp.broadcast_to(eye, (self.basis_heads(spec), *eye.shape)) for eye in eyes))
+
+    def empty(self, layout, bases, size, positions=None):
+        start = self.frame(layout.spec, bases, None)
+        tokens = self.no_tokens(layout, bases, size, positions)
+        return LowRankStore(tokens, *of_each_row(layout, start.k, start.v))
+
+    def learn(self, layout, bases, store, taps, lengths, weight):
+        (tap,), found = taps, []
+        for x, rank in zip(self.sides(tap), self.ranks(layout.spec), strict=True):
+            x = x.reshape(*x.shape[:2], self.basis_heads(layout.spec), -1)
+            found.append(principal_subspace(second_moment(x, weight), rank).astype(layout.dtype))
+        return dataclasses.replace(store, k_basis=found[0], v_basis=found[1])

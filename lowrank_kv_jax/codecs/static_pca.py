@@ -4,17 +4,25 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-import numpy as np
 
-from lowrank_kv_jax.codecs.lowrank import Bases, LowRank
+from lowrank_kv_jax.codecs.frame import Frame
+from lowrank_kv_jax.codecs.lowrank import LowRankStore
+from lowrank_kv_jax.codecs.principal import Principal
 from lowrank_kv_jax.method import register
 
 
 @dataclasses.dataclass(frozen=True)
-class StaticBasis(LowRank):
+class StaticBasis(Principal):
     """Abstract. Calibrated bases that never move."""
 
     calibrated: ClassVar[bool] = True
+
+    def frame(self, spec, bases, store):
+        k = jnp.broadcast_to(bases.k, (bases.v.shape[0], *bases.k.shape[1:]))  # one basis of the keys serves every head
+        return Frame(k, bases.v)
+
+    def empty(self, layout, bases, size, positions=None):
+        return LowRankStore(self.no_tokens(layout, bases, size, positions), None, None)
 
 
 @register("static-pca")
@@ -57,17 +65,3 @@ class EigenAttention(StaticBasis):
         super().__post_init__()
         if self.heads != "per_head":
             raise ValueError(f"heads={self.heads!r}: EigenAttention codes each head by itself (per_head)")
-
-    def layer_moments(self, spec, moments):
-        k, v = super().layer_moments(spec, moments)
-        return np.sum(k, axis=1, keepdims=True), v
-
-    def fit_key(self, spec):
-        return super().fit_key(spec) | {"fit": "pca of [q; k] of all heads together, and v"}
-
-    def starting_bases(self, spec, bases):
-        return self.bases_of(bases, None)
-
-    def bases_of(self, bases, store):
-        assert bases is not None
-        return Bases(jnp.broadcast_to(bases.k, (bases.v.shape[0], *bases.k.shape[1:])), bases.v)

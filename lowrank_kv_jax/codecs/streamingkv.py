@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowrank_kv_jax.attention.spec import Taps
+from lowrank_kv_jax.codecs.frame import Frame
+from lowrank_kv_jax.codecs.lowrank import LowRankStore, of_each_row
 from lowrank_kv_jax.codecs.palu import SIDES, GroupedProjections, PaluBases
 from lowrank_kv_jax.estimators.gha_tail import STEP_SCALES, TRIANGLES, update_tail
 from lowrank_kv_jax.estimators.linalg import orthonormalise
-from lowrank_kv_jax.method import register
+from lowrank_kv_jax.method import Layout, register
+from lowrank_kv_jax.method.codec import Tokens
 from lowrank_kv_jax.segments.coded import Coded, change_tokens
-from lowrank_kv_jax.storage.basis import project
 
 if TYPE_CHECKING:
     from lowrank_kv_jax.method.cache import Cache
@@ -137,26 +140,18 @@ class StreamingKV(GroupedProjections):
         """p of a rank; at least one column."""
         return max(1, math.floor(self.alpha * rank))
 
-    def starting_bases(self, spec, bases):
-        return super().starting_bases(spec, self.view(bases))
-
-    def own_bases(self, layout, bases):
-        """Float32, since small steps vanish in 16 bits, `[B, J, W, p]`."""
-        k, v = (
-            jnp.broadcast_to(u.astype(jnp.float32), (layout.batch, *u.shape)) for u in self.first_tails(bases)
-        )
-        return k, v
-
-    def bases_of(self, bases, store):
-        decoders = self.view(bases)
-        if self.form == "encoder":
-            return decoders
-        return decoders._replace(k=_joined(decoders.k, store.k_basis), v=_joined(decoders.v, store.v_basis))
-
-    def coefficients(self, bases, store, k, v):
-        k, v = self.centred(bases, k, v)
+    def frame(self, spec, bases, store):
         use = self.view(bases)
-        return project(_joined(use.k, store.k_basis), k), project(_joined(use.v, store.v_basis), v)
+        frame = Frame(use.k, use.v, use.k_mean, use.v_mean)
+        if store is None:
+            return frame
+        k, v = _joined(use.k, store.k_basis), _joined(use.v, store.v_basis)
+        return frame._replace(k_encoder=k, v_encoder=v) if self.form == "encoder" else frame._replace(k=k, v=v)
+
+    def empty(self, layout, bases, size, positions=None):
+        """Moving columns are float32, since small steps vanish in 16 bits."""
+        tails = of_each_row(layout, *self.first_tails(bases), dtype=jnp.float32)
+        return LowRankStore(self.no_tokens(layout, bases, size, positions), *tails)
 
     # ---- learning -----------------------------------------------------------------------------------------------
 
@@ -165,10 +160,9 @@ class StreamingKV(GroupedProjections):
         if self.eta == 0:
             return store
         (tap,) = taps
-        keys = tap.k_pre if self.rope == "pre" else tap.k
         weight = (jnp.arange(layout.prompt)[None] < lengths[:, None]).astype(jnp.float32)
         moved = {}
-        for side, x in self._tokens(bases, keys, tap.v).items():
+        for side, x in self._tokens(layout, bases, tap).items():
             lead, tail = self._columns(bases, store, side)
             new = self._update(lead, tail, x, weight, self.eta, self.iterations)
             moved[f"{side}_basis"] = self._settle(lead, new)
@@ -177,15 +171,15 @@ class StreamingKV(GroupedProjections):
     def adapt(self, layout, bases, store, tokens, weight):
         if self.eta_dec == 0:
             return store
-        positions = tokens[0].positions
-        interval = positions // self.step
+        (one,) = tokens
+        interval = one.positions // self.step
         first = interval[:, :1]
         count = jnp.max(jnp.where(weight > 0, interval - first, 0)) + 1
         if self.learn_from == "token":
-            weight = weight * (positions % self.step == 0)
+            weight = weight * (one.positions % self.step == 0)
         moved, coefficients, held = {}, {}, store.tokens
         fed = jnp.any(weight > 0, axis=1)[:, None, None, None]  # settling alone moves the basis of a waiting row a little
-        for side, x in self._tokens(bases, *self.sides(tokens)).items():
+        for side, x in self._tokens(layout, bases, one).items():
             lead, old = self._columns(bases, store, side)
 
             def learn(i, tail, lead=lead, x=x):
@@ -199,12 +193,12 @@ class StreamingKV(GroupedProjections):
             coefficients[side] = stored
         return dataclasses.replace(store, tokens=dataclasses.replace(held, **coefficients), **moved)
 
-    def _tokens(self, bases: PaluBases, k: jax.Array, v: jax.Array) -> dict[str, jax.Array]:
+    def _tokens(self, layout: Layout, bases: PaluBases, tokens: Tokens | Taps) -> dict[str, jax.Array]:
         """Centred tokens of each side by group `[B, J, T, W]`, float32."""
-        groups = self.view(bases).k.shape[0]
+        start = self.frame(layout.spec, bases, None)
         return {
-            side: x.astype(jnp.float32).reshape(*x.shape[:2], groups, -1).swapaxes(1, 2)
-            for side, x in zip(SIDES, self.centred(bases, k, v), strict=True)
+            side: x.astype(jnp.float32).reshape(*x.shape[:2], len(start.k), -1).swapaxes(1, 2)
+            for side, x in zip(SIDES, start.centred(*self.sides(tokens)), strict=True)
         }
 
     def _columns(self, bases: PaluBases, store, side: str) -> tuple[jax.Array, jax.Array]:
@@ -239,7 +233,8 @@ class StreamingKV(GroupedProjections):
         for own, group in zip(bases, cache.groups, strict=True):
             store = group.store
             one = jax.tree.map(lambda x: x[row : row + 1], {"k": store.k_basis, "v": store.v_basis})
-            read = self.bases_of(own, dataclasses.replace(store, k_basis=one["k"], v_basis=one["v"]))
+            alone = dataclasses.replace(store, k_basis=one["k"], v_basis=one["v"])
+            read = self.frame(cache.layout.spec, own, alone)
             k, v = (u[0] if u.ndim == 4 else u for u in (read.k, read.v))
             out.append(own._replace(k=k.astype(own.k.dtype), v=v.astype(own.v.dtype), k_tail=one["k"][0],
                                     v_tail=one["v"][0]))

@@ -2,14 +2,15 @@
 
 import dataclasses
 import math
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
-from lowrank_kv_jax.codecs.lowrank import LowRank
+from lowrank_kv_jax.codecs.lowrank_fields import LowRankFields
+from lowrank_kv_jax.codecs.principal import check_shapes, leading_bases, query_moments
 from lowrank_kv_jax.estimators.moments import Moments, head_blocks
 
 GAMMAS = ("unit", "sqrt_rank", "calibrated")
@@ -32,7 +33,7 @@ class SubspaceBases(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Subspace(LowRank):
+class Subspace(LowRankFields):
     """Abstract. Bases from keys and values alone (without the queries), and a factor gamma on the logits.
 
     Attributes:
@@ -51,53 +52,51 @@ class Subspace(LowRank):
         if self.gamma not in GAMMAS:
             raise ValueError(f"gamma={self.gamma!r}: allowed are {', '.join(GAMMAS)}")
 
-    def layer_moments(self, spec, moments):
-        keys = "k_pre" if self.rope == "pre" else "k"
-        if self.heads == "joint":
-            return getattr(moments, keys)[:, None], moments.v[:, None]
-        return moments.per_head(keys, spec.kv_heads), moments.per_head("v", spec.kv_heads)
+    def check_bases(self, spec, bases):
+        check_shapes(self, spec, bases)
 
-    def fit(self, spec, moments):
-        sides = self.layer_moments(spec, moments)
-        queries, keys = self._gamma_moments(spec, moments)
-        out = []
-        for layer, (k, v) in enumerate(super().fit(spec, moments)):
-            energy = [
-                jnp.asarray(np.einsum("jwr,jwx,jxr->jr", u, side[layer], u) / moments.tokens, jnp.float32)
-                for u, side in zip((k, v), sides, strict=True)
-            ]
-            gain = least_squares_gamma(k, queries[layer], keys[layer]) - 1
-            out.append(SubspaceBases(k, v, *energy, jnp.asarray(gain, jnp.float32)))
-        return tuple(out)
-
-    def fit_key(self, spec):
-        return super().fit_key(spec) | {"fit": "pca of k and v, and gamma"}
-
-    def _gamma_moments(self, spec: AttentionSpec, moments: Moments) -> tuple[np.ndarray, np.ndarray]:
-        """Second moments of queries `[L, K, D, D]`, and of keys as they are coded `[L, J, W, W]`."""
-        queries, keys = ("q_pre", "k_pre") if self.rope == "pre" else ("q", "k")
-        each = self.basis_heads(spec) == spec.kv_heads
-        return moments.per_head(queries, spec.kv_heads), (
-            moments.per_head(keys, spec.kv_heads) if each else getattr(moments, keys)[:, None]
-        )
-
-    def gammas(self, spec: AttentionSpec, bases: SubspaceBases) -> jax.Array:
-        """gamma of each kv head, float32 `[K]`."""
+    def gammas(self, spec: AttentionSpec, bases: SubspaceBases) -> jax.Array | None:
+        """gamma of each kv head, float32 `[K]`; None where it is 1."""
+        if self.gamma == "unit":
+            return None
         if self.gamma == "calibrated":
             return 1 + bases.gain.astype(jnp.float32)
-        width = spec.kv_heads // self.basis_heads(spec) * spec.head_dim
-        return jnp.full((spec.kv_heads,), 1.0 if self.gamma == "unit" else math.sqrt(bases.k.shape[-1] / width))
+        return jnp.full((spec.kv_heads,), math.sqrt(bases.k.shape[-1] / self.width(spec)))
 
-    def scaled(self, spec, bases, q):
-        if self.gamma == "unit":
-            return q
-        return q * jnp.repeat(self.gammas(spec, bases), spec.group_size)[:, None].astype(q.dtype)
 
-    def as_seen(self, spec: AttentionSpec, bases: SubspaceBases, k: jax.Array) -> jax.Array:
-        """Rebuilt keys `[B, K, S, D]` times gamma: what the queries see."""
-        if self.gamma == "unit":
-            return k
-        return k * self.gammas(spec, bases)[:, None, None]
+def fit_subspaces(
+    codec: Subspace, spec: AttentionSpec, moments: Moments, k: np.ndarray, v: np.ndarray
+) -> tuple[SubspaceBases, ...]:
+    """Of each layer the principal directions of second moments `[L, J, W, W]`, float32."""
+    codec.validate(spec)
+    queries, keys = gamma_moments(codec, spec, moments)
+    out = []
+    for layer, bases in enumerate(leading_bases(codec, spec, k, v)):
+        energy = [
+            jnp.asarray(np.einsum("jwr,jwx,jxr->jr", u, side[layer], u) / moments.tokens, jnp.float32)
+            for u, side in zip(bases, (k, v), strict=True)
+        ]
+        out.append(SubspaceBases(*bases, *energy, gain_of(bases[0], queries[layer], keys[layer])))
+    return tuple(out)
+
+
+def subspace_key(codec: Subspace, spec: AttentionSpec) -> dict[str, Any]:
+    """What decides the outcome of `fit_subspaces`."""
+    return {"fit": "pca of k and v, and gamma", "rope": codec.rope, "heads": codec.heads, **codec.rank_key(spec)}
+
+
+def gamma_moments(codec: Subspace, spec: AttentionSpec, moments: Moments) -> tuple[np.ndarray, np.ndarray]:
+    """Second moments of queries `[L, K, D, D]`, and of keys as they are coded `[L, J, W, W]`."""
+    keys = "k_pre" if codec.rope == "pre" else "k"
+    each = codec.basis_heads(spec) == spec.kv_heads
+    return query_moments(codec, spec, moments), (
+        moments.per_head(keys, spec.kv_heads) if each else getattr(moments, keys)[:, None]
+    )
+
+
+def gain_of(basis: jax.Array, queries: np.ndarray, keys: np.ndarray) -> jax.Array:
+    """`least_squares_gamma` less 1, float32 `[K]`."""
+    return jnp.asarray(least_squares_gamma(np.asarray(basis), queries, keys) - 1, jnp.float32)
 
 
 def least_squares_gamma(basis: np.ndarray, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:

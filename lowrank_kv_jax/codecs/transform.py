@@ -8,13 +8,11 @@ import bisect
 import dataclasses
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.attention.blockwise import spread_heads
 from lowrank_kv_jax.attention.partial import AttnPartial
-from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.attention.spec import AttentionSpec
+from lowrank_kv_jax.codecs.frame import Frame, around
 from lowrank_kv_jax.codecs.transform_bases import (
     Side,
     TransformBases,
@@ -30,14 +28,13 @@ from lowrank_kv_jax.codecs.transform_metrics import METRICS, Metric
 from lowrank_kv_jax.estimators.bit_allocation import allocate, ladder
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.estimators.rank_for_bytes import state_bytes
-from lowrank_kv_jax.method import Layout, register
+from lowrank_kv_jax.method import register
 from lowrank_kv_jax.method.accounting import full_cache_bytes
 from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, codes_of
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.segments import coded as coded_tokens
-from lowrank_kv_jax.storage.basis import expand_values, fold_query, project, reconstruct
-from lowrank_kv_jax.storage.positions import PerHead, Runs
+from lowrank_kv_jax.storage.basis import expand_values, fold_query
 from lowrank_kv_jax.storage.state import state
 from lowrank_kv_jax.storage.water_filled import empty_water_filled
 
@@ -177,10 +174,7 @@ class Transform(TokenCodec):
     # ---- the contract -------------------------------------------------------------------------------------------
 
     def ends(self, layout, bases):
-        return Ends(self.sinks, self.recent)
-
-    def exact_ends(self):
-        return self.sinks, self.recent
+        return Ends(self.sinks, self.recent, asked=(self.sinks, self.recent))
 
     def settled(self, layout, bases, weigh):
         """The bits of `smaller`: the same rung for every layer, found by what a token takes on average.
@@ -219,76 +213,45 @@ class Transform(TokenCodec):
 
         return Transformed(coded_tokens.without_tokens(side(0), side(1), positions))
 
-    def learn(self, layout, bases, store, taps, lengths, weight):
-        return store
-
-    def adapt(self, layout, bases, store, tokens, weight):
-        return store
+    def frame(self, bases: TransformBases, store: Transformed) -> Frame:
+        """What the codes of `store` are read in: steps are folded into it."""
+        k, v = (runs_in(store, side) for side in SIDES)
+        return Frame(decoder(bases, "k", k), decoder(bases, "v", v), bases.k_mean, bases.v_mean,
+                     encoder(bases, "k", k), encoder(bases, "v", v))
 
     def encode(self, layout, bases, store, tokens):
         (one,) = tokens
-        out = []
-        for side, x in (("k", one.k_pre if self.rope == "pre" else one.k), ("v", one.v)):
-            mean, x = getattr(bases, f"{side}_mean"), x.astype(jnp.float32)
-            x = x if mean is None else x - mean.astype(jnp.float32)
-            out.append(project(encoder(bases, side, runs_in(store, side)), x))
-        return out[0], out[1]
+        k, v = (x.astype(jnp.float32) for x in (one.k_pre if self.rope == "pre" else one.k, one.v))
+        return self.frame(bases, store).code(k, v)
 
     def decode(self, layout, bases, store, k, v, positions, index):
-        return self._keys(layout, bases, store, k, positions), self._rebuilt(layout, bases, store, "v", v, positions)
+        frame, (k, v) = self.frame(bases, store), (x.astype(jnp.float32) for x in (k, v))
+        keys = frame.keys(layout.spec, self.rope, k, positions)
+        return keys, frame.at(positions).rebuild("v", v, layout.spec.kv_heads)
 
     def attend(self, layout, bases, store, q, positions, place):
-        spec, tokens = layout.spec, coded_tokens.cached_tokens(store.tokens)
+        spec, tokens, frame = layout.spec, coded_tokens.cached_tokens(store.tokens), self.frame(bases, store)
         common: dict[str, Any] = dict(scale=spec.scale, q_positions=positions, causal=False, window=place.window)
         if self.rope == "post" or spec.rope is None:
-            folded = fold_query(decoder(bases, "k", runs_in(store, "k")), q, spec.kv_heads)
-            out, lse = coefficient_attention(folded, tokens, **common)
-            if bases.k_mean is not None:  # one number a query and head: it shifts the logits of all these tokens alike
-                mean = jnp.repeat(bases.k_mean.astype(jnp.float32), spec.group_size, axis=0)
+            out, lse = coefficient_attention(fold_query(frame.k, q, spec.kv_heads), tokens, **common)
+            if frame.k_mean is not None:  # one number a query and head: it shifts the logits of all these tokens alike
+                mean = jnp.repeat(frame.k_mean.astype(jnp.float32), spec.group_size, axis=0)
                 lse = lse + spec.scale * jnp.einsum("btnd,nd->btn", q.astype(jnp.float32), mean)
         else:
             out, lse = rotary_coefficient_attention(
-                q, tokens, self._decoder(bases, store, "k", tokens.positions), rope=spec.rope, kv_heads=spec.kv_heads,
-                key_mean=bases.k_mean, **common,
+                q, tokens, frame.at(tokens.positions).k, rope=spec.rope, kv_heads=spec.kv_heads, key_mean=frame.k_mean,
+                **common,
             )
-        out = expand_values(decoder(bases, "v", runs_in(store, "v")), out, spec.kv_heads)
-        if bases.v_mean is not None:
-            mean = jnp.repeat(bases.v_mean.astype(out.dtype), spec.group_size, axis=0)
-            out = jnp.where(jnp.isneginf(lse)[..., None], out, out + mean)  # an empty part stays zero
-        return AttnPartial(out, lse)
+        return AttnPartial(around(expand_values(frame.v, out, spec.kv_heads), lse, frame.v_mean), lse)
 
     def logits(self, layout, bases, store, q, place):
-        where = store.tokens.positions
-        if bases.k_mean is None and (self.rope == "post" or layout.spec.rope is None):
-            return Logits(fold_query(decoder(bases, "k", runs_in(store, "k")), q, layout.spec.kv_heads), store.tokens.k)
-        return Logits(q, self._keys(layout, bases, store, codes_of(store)[0], where))
-
-    def _keys(self, layout: Layout, bases: TransformBases, store: Transformed, codes, positions: Runs | PerHead):
-        """Keys after RoPE `[B, K, S, D]`."""
-        spec, k = layout.spec, self._rebuilt(layout, bases, store, "k", codes, positions)
-        if self.rope == "post" or spec.rope is None:
-            return k
-        return rotate(k, *rope_angles(spec.rope, spread_heads(_positions_of(positions, codes.shape[2]), spec.kv_heads)))
-
-    def _rebuilt(self, layout: Layout, bases: TransformBases, store: Transformed, side: str, codes, positions):
-        """Keys as they are coded, or values `[B, K, S, D]`, float32."""
-        basis = self._decoder(bases, store, side, positions)
-        x, mean = reconstruct(basis, codes.astype(jnp.float32), layout.spec.kv_heads), getattr(bases, f"{side}_mean")
-        return x if mean is None else x + mean.astype(jnp.float32)[:, None]
-
-    def _decoder(self, bases: TransformBases, store: Transformed, side: str, positions: Runs | PerHead) -> jax.Array:
-        """Of packed tokens one basis over all heads, of which each slot needs its owner's."""
-        basis = decoder(bases, side, runs_in(store, side))
-        if isinstance(positions, Runs) or positions.owner is None:
-            return basis
-        return basis.reshape(1, -1, basis.shape[-1])
+        spec, frame = layout.spec, self.frame(bases, store)
+        if frame.k_mean is None and (self.rope == "post" or spec.rope is None):
+            return Logits(fold_query(frame.k, q, spec.kv_heads), store.tokens.k)
+        codes = codes_of(store)[0].astype(jnp.float32)
+        return Logits(q, frame.keys(spec, self.rope, codes, store.tokens.positions))
 
 
 def runs_in(store: Transformed, side: str) -> Any:
     """Widths of the stored keys or values; None of floats."""
     return getattr(getattr(store.tokens, side), "runs", None)
-
-
-def _positions_of(positions: Runs | PerHead, size: int) -> jax.Array:
-    """`[B, 1 or J, S]`."""
-    return positions.position if isinstance(positions, PerHead) else positions.at(jnp.arange(size))[:, None]

@@ -45,12 +45,6 @@ class Full(TokenCodec):
         buffer = jnp.zeros((*shape, layout.spec.head_dim), jnp.dtype(layout.dtype))
         return Verbatim(Exact(buffer, jnp.zeros_like(buffer), jnp.zeros((layout.batch,), jnp.int32), positions))
 
-    def learn(self, layout, bases, store, taps, lengths, weight):
-        return store
-
-    def adapt(self, layout, bases, store, tokens, weight):
-        return store
-
     def encode(self, layout, bases, store, tokens):
         (one,) = tokens
         k, v = (narrow(x.swapaxes(1, 2), layout.dtype) for x in (one.k, one.v))

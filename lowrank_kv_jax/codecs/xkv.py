@@ -12,7 +12,6 @@ from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.codecs import xkv_latents
 from lowrank_kv_jax.codecs.layer_groups import (
     SPLIT_MULTIPLE,
-    LayerGroup,
     Ranks,
     read_table,
     resolve_pair,
@@ -24,7 +23,8 @@ from lowrank_kv_jax.estimators.rank import rank_multiple, resolve_rank
 from lowrank_kv_jax.estimators.rank_for_bytes import largest_rank
 from lowrank_kv_jax.estimators.subspace_iteration import gram, leading_subspace
 from lowrank_kv_jax.method import Layout, register
-from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, codes_of, fill_tokens_of
+from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, codes_of, take_tokens_in
+from lowrank_kv_jax.method.group import LayerGroup
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.selections.landmarks import Landmarks
@@ -177,19 +177,15 @@ class XKV(TokenCodec):
 
     # ---- the contract --------------------------------------------------------------------------------------
 
-    def group_size(self, bases):
-        return bases.layers
-
     def ends(self, layout, bases):
-        return Ends(self.sinks, self.recent, flushes=self.recompress is not None, wait=self.recompress or 0)
-
-    def exact_ends(self):
-        return self.sinks, self.recent
+        return Ends(self.sinks, self.recent, flushes=self.recompress is not None, wait=self.recompress or 0,
+                    asked=(self.sinks, self.recent))
 
     @property
     def lays_out(self):
         return self.recompress is not None
 
+    @property
     def reading(self):
         return None if self.rebuild is None else Landmarks(self.rebuild, self.rebuild_block)
 
@@ -243,11 +239,12 @@ class XKV(TokenCodec):
         keys, values = (side_by_side([getattr(x, name) for x in tokens]) for name in ("k_pre", "v"))
         return project(read_basis(store.k_basis), keys), project(read_basis(store.v_basis), values)
 
-    def fill(self, layout, bases, store, tokens, counts, seen, positions):
+    def take_in(self, layout, bases, store, tokens, counts, seen, positions=None):
         if layout.spec.latent is not None:
             return xkv_latents.fill(layout, store, tokens, counts, positions)
-        positions = Runs(positions.start[:, :1], positions.jump[:, :1])  # what is appended follows it
-        return fill_tokens_of(self, layout, bases, store, tokens, counts, positions)
+        if positions is not None:
+            positions = Runs(positions.start[:, :1], positions.jump[:, :1])  # what is appended follows it
+        return take_tokens_in(self, layout, bases, store, tokens, counts, positions)
 
     def adapt(self, layout, bases, store, tokens, weight):
         """A basis for the stored coefficients, which are carried over, and the new tokens."""

@@ -13,7 +13,7 @@ from lowrank_kv_jax.method.budget import Room
 from lowrank_kv_jax.method.choice import compact as compact
 from lowrank_kv_jax.method.choice import ranks
 from lowrank_kv_jax.method.choice import take_slots as take_slots
-from lowrank_kv_jax.method.head_budgets import head_budgets
+from lowrank_kv_jax.method.head_budgets import HeadShares, head_budgets
 from lowrank_kv_jax.segments.coded import owned_rows as owned_rows
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.positions import PerHead
@@ -94,16 +94,12 @@ def joined_codes(old: jax.Array, new: jax.Array, room: Room) -> jax.Array:
     return jnp.concatenate([old, narrow(pack(new) if room.packed else new, old.dtype)], axis=2)
 
 
-def best(
-    found: Candidates, score: jax.Array, tokens: int, heads: int, allocation: tuple[int, float, str] | None
-) -> jax.Array:
+def best(found: Candidates, score: jax.Array, tokens: int, heads: int, shares: HeadShares) -> jax.Array:
     """Which candidates stay, bool `[B, J, S]`: `tokens` of each unit, or of packed heads as many as they are given."""
     score = jnp.where(found.valid, score, -jnp.inf)
     if found.owner is None:
         return found.valid & (ranks(score) < tokens)
-    assert allocation is not None
-    floor, share, kind = allocation
-    budgets = head_budgets(score[:, 0], found.owner[:, 0], heads, tokens, floor, share, kind)
+    budgets = head_budgets(score[:, 0], found.owner[:, 0], heads, tokens, shares)
     most = jnp.take_along_axis(budgets[:, None], found.owner.astype(jnp.int32), axis=2)
     return found.valid & (ranks(score[:, 0], found.owner[:, 0], heads)[:, None] < most)
 

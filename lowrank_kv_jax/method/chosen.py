@@ -9,11 +9,13 @@ from lowrank_kv_jax.method import candidates as pool
 from lowrank_kv_jax.method import voting
 from lowrank_kv_jax.method.budget import Room
 from lowrank_kv_jax.method.codec import Tokens, codes_of, hold
+from lowrank_kv_jax.method.head_budgets import HeadShares
 from lowrank_kv_jax.method.in_order import oldest
 from lowrank_kv_jax.segments import exact as exact_tokens
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.positions import PerHead
 from lowrank_kv_jax.summaries import moments as moment_summary
+from lowrank_kv_jax.summaries.residuals import residual_norms
 
 
 def compress(machine, layout, bases, state, taps, lengths):
@@ -53,7 +55,7 @@ def _select_prompt(machine, layout, bases, state, taps, lengths, votes, middle):
             weight = jnp.broadcast_to(middle[:, None], votes.shape)
             sums = [moment_summary.update(s, k, v, weight) for s, (k, v) in zip(sums, exact, strict=True)]
         pairs = [(pool.pack(k), pool.pack(v)) if room.packed else (k, v) for k, v in exact]
-        score = _informed(machine, layout, room, score, sums, pairs, found.owner)
+        score = _informed(layout, room, score, sums, pairs, found.owner)
     kept = _best(machine, layout, bases, room, found, score)
     picked = pool.Picked.of(found, kept, state.store.tokens.k.shape[2], heads)
     stays = pool.of_heads(kept, size, heads, packed=room.packed)
@@ -91,7 +93,7 @@ def refresh(machine, layout, bases, state):
     if rule.statistics:
         where = PerHead(found.position, found.owner, spec.kv_heads)
         pairs = [codec.decode(layout, bases.codec, store, k, v, where, i) for i in range(len(state.gone))]
-        score = _informed(machine, layout, room, score, state.gone, pairs, found.owner)
+        score = _informed(layout, room, score, state.gone, pairs, found.owner)
     waits = (counts == 0)[:, None, None]  # what was chosen stays, though budgets of heads were rounded
     kept = jnp.where(waits, found.valid, _best(machine, layout, bases, room, found, score))
     picked = pool.Picked.of(found, kept, store.tokens.k.shape[2], spec.kv_heads)
@@ -109,24 +111,24 @@ def refresh(machine, layout, bases, state):
 def _best(machine, layout, bases, room: Room, found: pool.Candidates, score) -> jax.Array:
     """Which candidates stay, bool `[B, J, S]`."""
     ends, rule = machine.ends_of(layout, bases), machine.selection
-    allocation = rule.allocation_of(room.tokens, ends.sinks, ends.recent) if room.packed else None
-    return pool.best(found, score, room.tokens, layout.spec.kv_heads, allocation)
+    shares = HeadShares(rule.allocation, rule.alpha, ends.sinks + ends.recent)
+    return pool.best(found, score, room.tokens, layout.spec.kv_heads, shares)
 
 
-def _informed(machine, layout, room: Room, score, sums, pairs, owner):
+def _informed(layout, room: Room, score, sums, pairs, owner):
     """The score in the light of each layer's moments, summed over layers and over the heads of a unit.
 
     Args:
         pairs: of each layer keys after RoPE and values `[B, K, S, D]`, or `[B, 1, S, D]` of packed tokens.
     """
-    rule, scale, total = machine.selection, layout.spec.scale, 0.0
+    scale, total = layout.spec.scale, 0.0
     for own, (k, v) in zip(sums, pairs, strict=True):
         if room.packed:
             k, v = (pool.owned_rows(x, owner) for x in (k, v))
-            total = total + rule.informed(score, own, k, v, owner, scale)
+            total = total + score * residual_norms(own, k, v, owner, scale)
         else:
             each = jnp.repeat(score, k.shape[1] // score.shape[1], axis=1)
-            each = rule.informed(each, own, k, v, None, scale)
+            each = each * residual_norms(own, k, v, None, scale)
             total = total + each.reshape(*score.shape[:2], -1, score.shape[2]).sum(2)
     return total
 

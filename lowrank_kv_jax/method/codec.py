@@ -29,6 +29,8 @@ class Ends:
         flushes: whether appended tokens ever leave.
         unit: they leave in whole groups of so many.
         wait: they leave once so many have gathered; 0 at every refresh.
+        ahead: tokens behind those that leave that the codec wants to see too.
+        asked: sinks and recent tokens that stay exact behind a selection too, whatever that keeps itself.
     """
 
     sinks: int
@@ -37,6 +39,8 @@ class Ends:
     flushes: bool = True
     unit: int = 1
     wait: int = 0
+    ahead: int = 0
+    asked: tuple[int, int] = (0, 0)
 
     def everything(self, layout: Layout) -> bool:
         """Whether nothing ever comes to lie between the ends."""
@@ -108,18 +112,12 @@ class Codec(Part):
     implied: ClassVar[bool] = False
     """Whether a composition without a codec means this one."""
 
-    def group_size(self, bases: Any) -> int:
-        """Layers of a group."""
-        del bases
-        return 1
+    reading: ClassVar[Reading | None] = None
+    """The reading that belongs to the codec itself."""
 
     @abc.abstractmethod
     def ends(self, layout: Layout, bases: Any) -> Ends:
-        """Exact tokens of a cache of this codec alone."""
-
-    def reading(self) -> Reading | None:
-        """The reading that belongs to the codec itself."""
-        return None
+        """Exact tokens of a cache of this codec alone, and those that it asks of a selection."""
 
     def apart(self, store: Any) -> jax.Array | None:
         """Pages that `attend` reads by itself where only some pages of the store are read, bool `[B, U, C]` of C pages.
@@ -128,11 +126,6 @@ class Codec(Part):
         """
         del store
         return None
-
-    def ahead(self, layout: Layout) -> int:
-        """Tokens behind those to be coded that `fill` and `extend` see too."""
-        del layout
-        return 0
 
     def settled(self, layout: Layout, bases: Any, weigh: Callable[[Layout, Any], Any]) -> Any:
         """The bases with everything settled that follows from a wanted size.
@@ -144,40 +137,40 @@ class Codec(Part):
         return bases
 
     @abc.abstractmethod
-    def empty(self, layout: Layout, bases: Any, size: int) -> Any:
-        """An empty store with room for `size` tokens, or None."""
+    def empty(self, layout: Layout, bases: Any, size: int, positions: PerHead | None = None) -> Any:
+        """An empty store with room for `size` tokens, of each unit or packed, or None.
 
-    @abc.abstractmethod
+        Args:
+            positions: of tokens that are selected, packed where they have an owner; by default those of a run. Storage
+                that rounds `size` up to whole tiles pads them.
+        """
+
     def learn(
         self, layout: Layout, bases: Any, store: Any, taps: tuple[Taps, ...], lengths: jax.Array, weight: jax.Array
     ) -> Any:
-        """Move an empty store's bases towards a prompt.
+        """Move an empty store's bases towards a prompt. Default: they do not move.
 
         Args:
             taps: of each layer, T = layout.prompt.
             lengths: int32 `[B]`.
             weight: float32 `[B, T]`, 1 for the tokens that will be coded.
         """
+        del layout, bases, taps, lengths, weight
+        return store
 
     @abc.abstractmethod
-    def fill(
+    def take_in(
         self, layout: Layout, bases: Any, store: Any, tokens: tuple[Tokens, ...], counts: jax.Array, seen: jax.Array,
-        positions: Runs,
+        positions: Runs | None = None,
     ) -> Any:
-        """Code a prompt's tokens.
+        """Code a prompt's tokens, or those that leave the exact ends, behind what is stored; bases may move before.
 
         Args:
             tokens: of each layer `[B, T, ...]`.
             counts: int32 `[B]`, how many of the first to code.
             seen: int32 `[B]`, how many of the T there are, those ahead included.
-            positions: of the store's slots.
+            positions: of the store's slots, with a prompt's tokens alone.
         """
-
-    @abc.abstractmethod
-    def extend(
-        self, layout: Layout, bases: Any, store: Any, tokens: tuple[Tokens, ...], counts: jax.Array, seen: jax.Array
-    ) -> Any:
-        """Code tokens that leave the exact ends, behind those that are stored; bases may move before. See `fill`."""
 
     @abc.abstractmethod
     def attend(
@@ -198,27 +191,12 @@ class TokenCodec(Codec):
     The kv heads of a group's layers fall into U units that share a code: every head its own, groups of heads, or all.
     """
 
-    @property
-    def lays_out(self) -> bool:
-        """Whether it arranges the prompt's tokens by itself, so that none may be left out before."""
-        return False
+    lays_out: ClassVar[bool] = False
+    """Whether it arranges the prompt's tokens by itself, so that none may be left out before."""
 
     @abc.abstractmethod
     def units(self, spec: AttentionSpec, bases: Any) -> int:
         """U; it divides the kv heads."""
-
-    def exact_ends(self) -> tuple[int, int]:
-        """Sinks and recent tokens that it asks of a selection to keep exact."""
-        return 0, 0
-
-    @abc.abstractmethod
-    def empty(self, layout: Layout, bases: Any, size: int, positions: PerHead | None = None) -> Any:
-        """An empty store with room for `size` tokens of each unit, or packed where `positions` have an owner.
-
-        Args:
-            positions: of tokens that are selected; by default those of a run. Storage that rounds `size` up to whole
-                tiles pads them.
-        """
 
     @abc.abstractmethod
     def encode(
@@ -226,12 +204,13 @@ class TokenCodec(Codec):
     ) -> tuple[jax.Array, jax.Array]:
         """Codes of keys and values `[B, U, T, R]`, before storage rounds them."""
 
-    @abc.abstractmethod
     def adapt(self, layout: Layout, bases: Any, store: Any, tokens: tuple[Tokens, ...], weight: jax.Array) -> Any:
         """Move the store's bases towards tokens that are about to be coded; `weight` `[B, T]` is 0 where there is none.
 
-        What is stored already is transported.
+        What is stored already is transported. Default: bases do not move.
         """
+        del layout, bases, tokens, weight
+        return store
 
     @abc.abstractmethod
     def decode(
@@ -246,23 +225,21 @@ class TokenCodec(Codec):
     def logits(self, layout: Layout, bases: Any, store: Any, q: jax.Array, place: Place) -> Logits:
         """What the logits of one layer's queries over the stored tokens are products of, for votes."""
 
-    def fill(self, layout, bases, store, tokens, counts, seen, positions):
+    def take_in(self, layout, bases, store, tokens, counts, seen, positions=None):
         del seen
-        return fill_tokens_of(self, layout, bases, store, tokens, counts, positions)
-
-    def extend(self, layout, bases, store, tokens, counts, seen):
-        del seen
-        weight = jnp.arange(tokens[0].k.shape[1])[None] < counts[:, None]
-        store = self.adapt(layout, bases, store, tokens, weight.astype(jnp.float32))
-        codes = self.encode(layout, bases, store, tokens)
-        return dataclasses.replace(store, tokens=coded_tokens.append(store.tokens, *codes, counts))
+        return take_tokens_in(self, layout, bases, store, tokens, counts, positions)
 
 
-def fill_tokens_of(codec: TokenCodec, layout, bases, store, tokens, counts, positions) -> Any:
-    """`fill` of a codec of one token at a time."""
-    if not tokens[0].k.shape[1]:
-        return dataclasses.replace(store, tokens=dataclasses.replace(store.tokens, positions=positions))
-    return hold(store, *codec.encode(layout, bases, store, tokens), counts, positions)
+def take_tokens_in(codec: TokenCodec, layout, bases, store, tokens, counts, positions: Runs | None) -> Any:
+    """`take_in` of a codec of one token at a time."""
+    if positions is not None:
+        if not tokens[0].k.shape[1]:
+            return dataclasses.replace(store, tokens=dataclasses.replace(store.tokens, positions=positions))
+        return hold(store, *codec.encode(layout, bases, store, tokens), counts, positions)
+    weight = jnp.arange(tokens[0].k.shape[1])[None] < counts[:, None]
+    store = codec.adapt(layout, bases, store, tokens, weight.astype(jnp.float32))
+    codes = codec.encode(layout, bases, store, tokens)
+    return dataclasses.replace(store, tokens=coded_tokens.append(store.tokens, *codes, counts))
 
 
 def hold(store: Any, k: jax.Array, v: jax.Array, counts: jax.Array, positions: Runs | PerHead) -> Any:

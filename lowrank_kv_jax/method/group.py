@@ -1,5 +1,6 @@
 """What a group of layers holds, and what the parts of a method know of it."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -28,6 +29,20 @@ class GroupState:
     far_votes: jax.Array | None = leaf("batch", "kv_heads", "tokens", kind="indices")
     gone: tuple[moment_summary.MomentSums, ...]
     marks: tuple[Any, ...] = ()
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class LayerGroup:
+    """What a codec that works across layers is told of one of its groups, in the place of calibrated bases; no array.
+
+    Attributes:
+        layers: number of layers; the last group of a model may have fewer.
+        ranks: of its bases, where the fields of the codec settle them.
+    """
+
+    layers: int
+    ranks: Any = None
 
 
 @state

@@ -1,5 +1,7 @@
 """Budgets of heads that follow where a layer's attention lies (Feng et al., 2024, "Ada-KV")."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -8,8 +10,30 @@ from lowrank_kv_jax.method.choice import head_counts, ranks
 ALLOCATIONS = ("official", "kvpress", "uniform")
 
 
+class HeadShares(NamedTuple):
+    """How heads share what a layer keeps.
+
+    Attributes:
+        allocation: "official": c_h of the best K * budget of all heads are head h's, which keeps
+            round(c_h (1 - alpha) + floor) (algorithm 2 of the official code; sums differ from K * budget by rounding);
+            "kvpress": the best `floor` of each head, and then the best of all heads; "uniform": the budget each.
+        alpha: share of the budget that is given out evenly.
+        ends: exact tokens, which count among those that a head is sure of in "kvpress".
+    """
+
+    allocation: str
+    alpha: float
+    ends: int
+
+    def floor(self, budget: int) -> int:
+        """Tokens that every head keeps, of `budget` on average."""
+        if self.allocation == "kvpress":
+            return max(int((budget + self.ends) * self.alpha) - self.ends, 0)
+        return int(budget * self.alpha)
+
+
 def head_budgets(
-    scores: jax.Array, owners: jax.Array, heads: int, budget: int, floor: int, share: float, allocation: str
+    scores: jax.Array, owners: jax.Array, heads: int, budget: int, shares: HeadShares
 ) -> jax.Array:
     """How many candidates each head keeps.
 
@@ -18,16 +42,11 @@ def head_budgets(
         owners: int `[B, S]`, the head of each.
         heads: K.
         budget: tokens a head keeps on average.
-        floor: tokens that every head keeps.
-        share: "official": the share of a budget that is given out evenly, alpha.
-        allocation: "official": c_h of the best K * budget of all heads are head h's, which keeps
-            round(c_h (1 - alpha) + floor) (algorithm 2 of the official code; sums differ from K * budget by rounding);
-            "kvpress": the best `floor` of each head, and then the best of all heads; "uniform": `budget` each.
 
     Returns:
         int32 `[B, K]`, never less than a head has where everything fits.
     """
-    valid = scores > -jnp.inf
+    valid, allocation, floor = scores > -jnp.inf, shares.allocation, shares.floor(budget)
     total = heads * budget
     if allocation == "uniform":
         return jnp.full((scores.shape[0], heads), budget, jnp.int32)
@@ -36,6 +55,6 @@ def head_budgets(
     best = head_counts(valid & (ranks(scores) < total), owners, heads)
     if allocation == "kvpress":
         return best
-    even = jnp.round(best * (1 - share) + floor).astype(jnp.int32)
+    even = jnp.round(best * (1 - shares.alpha) + floor).astype(jnp.int32)
     everything = head_counts(valid, owners, heads)
     return jnp.where(everything.sum(-1, keepdims=True) <= total, everything, even)

@@ -26,14 +26,14 @@ def compress(machine: Any, layout, bases, state, taps, lengths):
     slots = jnp.arange(layout.prompt, dtype=jnp.int32)[None]
     weight = (slots >= ends.sinks) & (slots < ends.sinks + counts[:, None])
     store = codec.learn(layout, bases.codec, state.store, taps, lengths, weight.astype(jnp.float32))
-    end = min(layout.prompt, max(layout.prompt - ends.recent, ends.sinks) + codec.ahead(layout))
+    end = min(layout.prompt, max(layout.prompt - ends.recent, ends.sinks) + ends.ahead)
     part = slice(ends.sinks, max(end, ends.sinks))
     tokens = tuple(Tokens(tap.k[:, part], tap.k_pre[:, part], tap.v[:, part], slots[:, part]) for tap in taps)
     zero = jnp.zeros_like(counts)
     after = zero + (ends.recent if ends.first > ends.sinks else 0)
     where = Runs(jnp.stack([zero, counts], axis=1), jnp.stack([zero + ends.sinks, after], axis=1))
     seen = jnp.clip(lengths - ends.sinks, 0, part.stop - part.start)
-    store = codec.fill(layout, bases.codec, store, tokens, counts, seen, where)
+    store = codec.take_in(layout, bases.codec, store, tokens, counts, seen, where)
     marks = marked(machine, state.marks, tokens, zero, counts)
     return dataclasses.replace(state, ends=exact, store=store, marks=marks)
 
@@ -52,13 +52,12 @@ def refresh(machine, layout, bases, state):
     if ends.wait:  # rows that have not gathered enough wait on
         length = state.ends[0].length
         stay = jnp.where(length >= ends.sinks + ends.recent + ends.wait, stay, length)
-    ahead = codec.ahead(layout)
-    tokens = tuple(oldest(layout, part, ends.first, most + ahead) for part in state.ends)
+    tokens = tuple(oldest(layout, part, ends.first, most + ends.ahead) for part in state.ends)
     flushed = [exact_tokens.flush(part, ends.first, stay, most, ends.unit) for part in state.ends]
     counts = flushed[0][1].counts
     seen = jnp.clip(state.ends[0].length - ends.first, 0, tokens[0].k.shape[1])
     start = state.store.tokens.length if state.marks else None
-    store = codec.extend(layout, bases.codec, state.store, tokens, counts, seen)
+    store = codec.take_in(layout, bases.codec, state.store, tokens, counts, seen)
     marks = marked(machine, state.marks, tokens, start, counts)
     return dataclasses.replace(state, ends=tuple(part for part, _ in flushed), store=store, marks=marks)
 

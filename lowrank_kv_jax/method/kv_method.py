@@ -2,13 +2,12 @@
 
 import abc
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from lowrank_kv_jax.attention.partial import AttnPartial
-from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
+from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.method.layout import Layout, Place
 from lowrank_kv_jax.method.part import Part
 
@@ -20,14 +19,6 @@ class KVMethod(Part):
     Three kinds of thing are kept apart: the method itself (static configuration, hashable by value), `bases`
     (read-only arrays from calibration) and `state` (donated, threaded through jit). All functions are traceable.
     """
-
-    @abc.abstractmethod
-    def group_bases(self, spec: AttentionSpec, bases: Sequence[Any] | None) -> tuple[Any, ...]:
-        """What the functions below take of each group, from what `fit` returned or None.
-
-        Raises:
-            ValueError: their number is wrong, or they are not of this configuration.
-        """
 
     @abc.abstractmethod
     def init(self, layout: Layout, bases: Any) -> Any:

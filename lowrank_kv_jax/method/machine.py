@@ -19,7 +19,7 @@ from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.method import chosen, in_order, pages, voting
 from lowrank_kv_jax.method.budget import Room, selected_tokens, tokens_for_bytes
 from lowrank_kv_jax.method.codec import Codec, Ends
-from lowrank_kv_jax.method.group import GroupBases, GroupState
+from lowrank_kv_jax.method.group import GroupBases, GroupState, LayerGroup
 from lowrank_kv_jax.method.kv_method import KVMethod
 from lowrank_kv_jax.method.layout import Layout, tail_limit
 from lowrank_kv_jax.method.reading import Reading
@@ -119,6 +119,11 @@ class Machine(KVMethod):
         return keys[0] if keys else self.codec.fit_key(spec)
 
     def group_bases(self, spec, bases: Sequence[Any] | None) -> tuple[GroupBases, ...]:
+        """What the functions below take of each group, from what `fit` returned or None.
+
+        Raises:
+            ValueError: their number is wrong, or they are not of this configuration.
+        """
         groups, rule = self.layer_groups(spec), self.selection
         dense = 0 if self.standing_reading is None else self.standing_reading.dense_layers
         of_codec = self.codec.default_bases(spec)
@@ -150,7 +155,7 @@ class Machine(KVMethod):
             return bases
         if self.selection is not None and (self._fitted == [self.selection] or not self.codec.calibrated):
             return GroupBases(None, (bases,), self.selection.calibrated)
-        return GroupBases(bases, (None,) * self.codec.group_size(bases))
+        return GroupBases(bases, (None,) * (bases.layers if isinstance(bases, LayerGroup) else 1))
 
     # ---- shapes -------------------------------------------------------------------------------------------------
 
@@ -161,19 +166,19 @@ class Machine(KVMethod):
             return Ends(self.reading.sinks, self.reading.recent)
         if rule is None:
             return self.codec.ends(layout, bases.codec)
-        sinks, recent = self.codec.exact_ends()
+        sinks, recent = self.codec.ends(layout, bases.codec).asked
         flushes = rule.decoding == "evict"
         return Ends(max(rule.sinks, sinks), max(rule.recent_tokens(layout), recent), flushes=flushes)
 
     @property
     def standing(self) -> Summary | None:
         """The summary, be it of the composition or of the selection."""
-        return self.summary or (None if self.selection is None else self.selection.summary())
+        return self.summary or (None if self.selection is None else self.selection.summary)
 
     @property
     def standing_reading(self) -> Reading | None:
         """The reading, be it of the composition or of the codec."""
-        return self.reading or self.codec.reading()
+        return self.reading or self.codec.reading
 
     def room(self, layout: Layout, bases: GroupBases) -> Room:
         """Selected tokens of a group, and how their buffers lie."""
@@ -228,7 +233,7 @@ class Machine(KVMethod):
         if room.tokens:
             store = self.codec.empty(layout, bases.codec, room.slots, room.nowhere(layout))
         near = far = None
-        if rule.votes:
+        if self._votes:
             near = jnp.zeros((layout.batch, spec.kv_heads, exact.k.shape[2]), jnp.float32)
             far = None if store is None else jnp.zeros(store.tokens.positions.position.shape, jnp.float32)
         gone = (self._empty_moments(layout),) * layers if self._order else ()
@@ -240,6 +245,12 @@ class Machine(KVMethod):
         if self.standing is not None:
             return self.standing.order
         return None if self.selection is None else self.selection.statistics
+
+    @property
+    def _votes(self) -> bool:
+        """Whether decoded queries vote."""
+        rule = self.selection
+        return rule is not None and rule.decoding == "evict" and not rule.keeps_none
 
     def _empty_moments(self, layout: Layout) -> moment_summary.MomentSums:
         assert self._order is not None
@@ -253,7 +264,6 @@ class Machine(KVMethod):
         if self.selection is None:
             state = in_order.compress(self, layout, bases, state, taps, lengths)
         else:
-            self.selection.check_prompt(layout)
             state = chosen.compress(self, layout, bases, state, taps, lengths)
         if self.watch is not None:
             self.watch(layout, bases.codec, state, taps, lengths)
@@ -301,7 +311,7 @@ class Machine(KVMethod):
         return parts
 
     def observe(self, layout, bases, state, q, lse, positions, place):
-        if self.selection is None or not self.selection.votes:
+        if not self._votes:
             return state
         return voting.observe(self, layout, self.of_group(bases), state, q, lse, positions, place)
 

@@ -28,6 +28,11 @@ class Part(abc.ABC):
     calibrated: ClassVar[bool] = False
     """Whether `fit` must have been called: `bases` is then required."""
 
+    reads: ClassVar[frozenset[str]] = frozenset({"moments"})
+    """What `fit` reads of a calibration text, each at its price: "moments" (second moments of the taps), "fisher"
+    (information of the projections, a backward pass), "votes" (of a second reading) and "sensitivity" (of the loss to
+    keys and values, a backward pass)."""
+
     latents: ClassVar[bool] = False
     """Whether it can hold the cache of latent attention (MLA), whose keys are their own values."""
 
@@ -63,13 +68,6 @@ class Part(abc.ABC):
     def validate(self, spec: AttentionSpec) -> None:
         """Raise ValueError, naming field, value and what is allowed, where the configuration does not suit a model."""
         del spec
-
-    @property
-    def reads(self) -> frozenset[str]:
-        """What `fit` reads of a calibration text, each at its price: "moments" (second moments of the taps), "fisher"
-        (information of the projections, a backward pass), "votes" (of a second reading) and "sensitivity" (of the loss to
-        keys and values, a backward pass)."""
-        return frozenset({"moments"})
 
     def fit(self, spec: AttentionSpec, moments: Any) -> tuple[Any, ...]:
         """Bases of each group from calibration `Moments`; `default_bases` where none are needed."""

@@ -23,6 +23,9 @@ class Selection(Part):
     sinks = 0
     """First tokens that stay."""
 
+    recent = 0
+    """Last tokens that stay; None is a rule's own choice, see `recent_tokens`."""
+
     budget_bytes = None
     """Bytes of a row of the whole cache, which decide how many tokens stay; None: `tokens` does."""
 
@@ -36,7 +39,13 @@ class Selection(Part):
     """Whether nothing stays between sinks and recent tokens."""
 
     adaptive: ClassVar[bool] = False
-    """Whether heads have budgets of their own."""
+    """Whether heads have budgets of their own, by `allocation` and `alpha`."""
+
+    allocation = "uniform"
+    """How heads share a layer's budget, see `method.head_budgets`; only read of adaptive rules."""
+
+    alpha = 0.0
+    """Share of the budget that every head is sure of."""
 
     decay = 1.0
     """Share of the votes that survives a refresh."""
@@ -48,7 +57,11 @@ class Selection(Part):
     """What `statistics` of a prompt's first eviction are: "literal", of nothing; "informed", of all candidates."""
 
     statistics: ClassVar[str | None] = None
-    """Order of the moment statistics that the rule itself reads, with or without a summary; None: none."""
+    """Order of the moments of the evicted by whose residuals scores are weighed (`summaries.residuals`), with or without
+    a summary; None: they are not."""
+
+    summary: ClassVar[Summary | None] = None
+    """The summary of what it evicts that belongs to the rule itself."""
 
     # ---- budgets ------------------------------------------------------------------------------------------------
 
@@ -56,42 +69,26 @@ class Selection(Part):
     def tokens(self, layout: Layout) -> int:
         """Tokens that a kv head keeps, the exact ends included; not asked where bytes decide."""
 
-    @abc.abstractmethod
     def recent_tokens(self, layout: Layout) -> int:
-        """Last tokens that stay."""
+        """Last tokens that stay. Default: `recent`."""
+        del layout
+        return self.recent or 0
 
     def of_layer(self, tokens: int, room: int, bases: Any) -> int:
         """Selected tokens of one layer, of at most `room`, where every layer has `tokens` on average."""
         del room, bases
         return tokens
 
-    def allocation_of(self, tokens: int, sinks: int, recent: int) -> tuple[int, float, str]:
-        """floor, share and kind of `method.head_budgets`; only asked of adaptive rules."""
-        raise NotImplementedError(type(self).__name__)
-
-    def check_prompt(self, layout: Layout) -> None:
-        """Raise ValueError where a prompt is too short to select from."""
-
     # ---- scores -------------------------------------------------------------------------------------------------
-
-    @property
-    def votes(self) -> bool:
-        """Whether decoded queries vote."""
-        return self.decoding == "evict"
-
-    def summary(self) -> Summary | None:
-        """The summary of what it evicts that belongs to the rule itself."""
-        return None
 
     @abc.abstractmethod
     def prompt_scores(self, layout: Layout, tap: Taps, lengths: jax.Array) -> jax.Array:
-        """Scores float32 `[B, K, S]` of the prompt's tokens, those beyond `lengths` zero; high ones stay."""
+        """Scores float32 `[B, K, S]` of the prompt's tokens, those beyond `lengths` zero; high ones stay.
+
+        Raises:
+            ValueError: a prompt that is too short to select from.
+        """
 
     def vote(self, p: jax.Array, positions: jax.Array) -> jax.Array:
         """Votes `[B, J, S]` of decoded queries from probabilities `[B, J, T, G, S]`."""
         return total_attention(p, positions)
-
-    def informed(self, score: jax.Array, evicted, k, v, owner, scale: float) -> jax.Array:
-        """The score `[B, J, S]` in the light of `statistics`."""
-        del evicted, k, v, owner, scale
-        return score

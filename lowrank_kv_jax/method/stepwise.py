@@ -15,6 +15,7 @@ from lowrank_kv_jax.method.in_order import oldest
 from lowrank_kv_jax.segments import exact as exact_tokens
 from lowrank_kv_jax.storage.bits import Bits, bits_of
 from lowrank_kv_jax.storage.positions import PerHead
+from lowrank_kv_jax.summaries.residuals import residual_norms
 
 
 def evict_one(method: Any, layout, bases, state, q: jax.Array, counts: jax.Array):
@@ -46,7 +47,7 @@ def _evict(method, layout, bases, state, q):
         exact_k, exact_v = (pool.owned_rows(x, found.owner) for x in (exact_k, exact_v))
     score = _alpha(spec, state.ends[0], found, exact_k, q)
     if rule.statistics:
-        score = rule.informed(score, state.gone[0], exact_k, exact_v, found.owner, spec.scale)
+        score = score * residual_norms(state.gone[0], exact_k, exact_v, found.owner, spec.scale)
     if not room.packed:
         score = score.reshape(*found.valid.shape[:2], -1, score.shape[-1]).sum(2)
     kept = _all_but_the_worst(found, score, heads, room.tokens)

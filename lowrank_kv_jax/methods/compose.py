@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from lowrank_kv_jax.method import REGISTRY, KVMethod, Part
+from lowrank_kv_jax.method import REGISTRY, Part
 from lowrank_kv_jax.method.codec import Codec
 from lowrank_kv_jax.method.machine import Machine
 from lowrank_kv_jax.method.reading import Reading
@@ -13,9 +13,9 @@ from lowrank_kv_jax.summaries.component import Summary
 VERBATIM = "full"  # the codec of a composition that names none
 
 
-def machine_of(part: Part) -> KVMethod:
+def machine_of(part: Part) -> Machine:
     """A codec, a selection or a reading alone as a method; a method is itself."""
-    if isinstance(part, KVMethod):
+    if isinstance(part, Machine):
         return part
     if part.stage == "codec":
         return Machine(part)  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ class Impossible:
 IMPOSSIBLE = (
     Impossible(
         "the summary is given twice", "the selection keeps moments already",
-        lambda m: m.summary and m.selection.summary() is not None,
+        lambda m: m.summary and m.selection.summary is not None,
     ),
     Impossible(
         "selection and summary differ in their order", "one reads the other's statistics: give both the same order",
@@ -107,7 +107,7 @@ IMPOSSIBLE = (
     ),
     Impossible(
         "the reading is given twice", "the codec reads some of its tokens already",
-        lambda m: m.reading and m.codec.reading(),
+        lambda m: m.reading and m.codec.reading,
     ),
 )
 """The one table of refusals; a new entry needs a reason that no contract could lift."""

@@ -30,12 +30,6 @@ class Adaptive(Windowing):
     def adaptive(self):
         return True
 
-    def allocation_of(self, tokens, sinks, recent):
-        if self.allocation == "kvpress":  # the window counts among the sure ones there
-            ends = sinks + recent
-            return max(int((tokens + ends) * self.alpha) - ends, 0), self.alpha, self.allocation
-        return int(tokens * self.alpha), self.alpha, self.allocation
-
 
 @register("adakv")
 @dataclasses.dataclass(frozen=True)

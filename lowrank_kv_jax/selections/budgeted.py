@@ -57,9 +57,6 @@ class Budgeted(Selection):
     def tokens(self, layout):
         return kept_tokens(self.budget, self.keep, layout, self.sinks + (self.recent or 0) + 1)
 
-    def recent_tokens(self, layout):
-        return self.recent or 0
-
 
 def kept_tokens(budget: int | None, keep: float | None, layout: Layout, least: int) -> int:
     """Tokens that `budget` or `keep` stand for."""

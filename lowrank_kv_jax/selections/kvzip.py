@@ -79,9 +79,6 @@ class KVzip(Budgeted):
     def of_layer(self, tokens, room, bases):
         return int(tokens * bases.share) if self.layered and tokens < room else tokens
 
-    def allocation_of(self, tokens, sinks, recent):
-        return 0, 0.0, self.allocation
-
     def prompt_scores(self, layout, tap, lengths):
         if tap.reread is None:
             raise ValueError("kvzip: the taps hold no votes of a second reading; use prefill or prefill_many")

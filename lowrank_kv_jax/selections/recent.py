@@ -35,10 +35,6 @@ class RecentOnly(Selection):
         if self.budget is not None and self.budget <= self.sinks:
             raise ValueError(f"budget={self.budget!r}: must exceed the {self.sinks} sinks")
 
-    @property
-    def votes(self) -> bool:
-        return False
-
     def tokens(self, layout):
         return kept_tokens(self.budget, self.keep, layout, self.sinks + 1)
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.selections.budgeted import Budgeted
-from lowrank_kv_jax.selections.window_scores import GROUPS, POOLS, window_scores
+from lowrank_kv_jax.selections.window_scores import GROUPS, POOLS, chunked, window_scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,9 @@ class Windowing(Budgeted):
     kernel: int = 5
     group: str = "after"
     decay: float = 0.9
+
+    chunk: ClassVar[int] = 1
+    """Adjacent tokens of the prompt that share a score; a field of selections that have it."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"recent": 32, "pool": "avg", "kernel": 5, "decoding": "keep"},
@@ -54,15 +57,14 @@ class Windowing(Budgeted):
         """Length of the observation window."""
         return self.window if self.window is not None else self.recent or 0
 
-    def check_prompt(self, layout):
+    def prompt_scores(self, layout, tap, lengths):
         if self.voters > layout.prompt:
             raise ValueError(f"window={self.voters}: longer than the prompt of {layout.prompt} tokens (padded)")
-
-    def prompt_scores(self, layout, tap, lengths):
-        return window_scores(
+        scores = window_scores(
             tap.q, tap.k, lengths, layout.spec.scale, window=self.voters, excluded=self.recent or 0, pool=self.pool,
             kernel=self.kernel, group=self.group,
         )
+        return chunked(scores, self.chunk)
 
 
 @register("snapkv")

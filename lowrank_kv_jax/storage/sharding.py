@@ -37,7 +37,7 @@ def make_mesh(text: str) -> Mesh:
     return Mesh(np.array(devices[:needed]).reshape(tuple(sizes.values())), MESH_AXES)
 
 
-def _devices(threads: int) -> list[jax.Device]:
+def _devices(threads: int) -> list[Any]:
     """All devices; those simulated on a CPU share a pool of at least so many threads.
 
     They meet in collectives on it: with fewer threads than collectives under way they wait for ever. The pool has a

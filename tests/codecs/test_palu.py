@@ -129,8 +129,9 @@ def test_joint_latents_keep_more_than_those_of_heads_alone():
     for group in (1, 2, 4):
         method, bases = fitted(f"palu:rank=0.5,head_group={group},mean=false")
         state = machine_of(method).init(layout_of(), bases[0])
-        codes = method.coefficients(bases[0], state.store, taps.k_pre, taps.v)
-        close = method.rebuild(bases[0], "v", codes[1], PLAIN.kv_heads).swapaxes(1, 2)
+        frame = method.frame(PLAIN.attention, bases[0], state.store)
+        codes = frame.code(taps.k_pre, taps.v)
+        close = frame.rebuild("v", codes[1], PLAIN.kv_heads).swapaxes(1, 2)
         lost.append(float(jnp.sum((taps.v - close) ** 2)))
     assert lost[0] > lost[1] > lost[2] > 0
 
@@ -266,9 +267,10 @@ def test_a_bias_is_an_affine_mean():
         method = parse_method(f"palu:rank=0.125,mean={mean}")
         bases = method.fit(BIASED.attention, moments)
         state = machine_of(method).init(layout_of(), bases[0])
-        codes = method.coefficients(bases[0], state.store, taps.k_pre, taps.v)
+        frame = method.frame(BIASED.attention, bases[0], state.store)
+        codes = frame.code(taps.k_pre, taps.v)
         for side, x, code in zip("kv", (taps.k_pre, taps.v), codes, strict=True):
-            close = method.rebuild(bases[0], side, code, BIASED.kv_heads).swapaxes(1, 2)
+            close = frame.rebuild(side, code, BIASED.kv_heads).swapaxes(1, 2)
             lost[mean, side] = float(jnp.sum((x - close) ** 2))
     assert lost["true", "k"] < 0.95 * lost["false", "k"] and lost["true", "v"] < 0.95 * lost["false", "v"]
     assert parse_method("palu:rank=0.125").fit(BIASED.attention, moments)[0].k_mean is not None
@@ -346,7 +348,7 @@ def test_normed_keys_are_coded_but_not_folded():
     method, bases = fitted("palu:rank=1.0", QWEN)
     taps = next(iterate_taps(QWEN, model(QWEN).params, prompts(1, 24)))
     codes = project(bases[0].k, taps.k_pre)
-    np.testing.assert_allclose(method.rebuild(bases[0], "k", codes, 4).swapaxes(1, 2), taps.k_pre, atol=1e-5)
+    np.testing.assert_allclose(method.frame(QWEN.attention, bases[0], None).rebuild("k", codes, 4).swapaxes(1, 2), taps.k_pre, atol=1e-5)
     with pytest.raises(ValueError, match="norm of the keys stands between"):
         fold_layer(QWEN.attention, model(QWEN).params["layers"][0]["attention"], bases[0])
 

@@ -128,8 +128,9 @@ def lost(method, bases, cache, config, tokens, layer=0):
     """Energy of the prompt's values that the latents of a layer lose."""
     taps = list(itertools.islice(iterate_taps(config, model(config).params, tokens), layer + 1))[-1]
     own, state = bases[layer], cache.groups[layer]
-    _, code = method.coefficients(own, state.store, taps.k_pre, taps.v)
-    close = method.rebuild(method.bases_of(own, state.store), "v", code, config.kv_heads).swapaxes(1, 2)
+    frame = method.frame(config.attention, own, state.store)
+    _, code = frame.code(taps.k_pre, taps.v)
+    close = frame.rebuild("v", code, config.kv_heads).swapaxes(1, 2)
     return float(jnp.sum((taps.v - close) ** 2))
 
 
@@ -250,7 +251,7 @@ def test_a_prompt_starts_anew_unless_what_was_learned_is_carried_over(form, tmp_
         for layer, state in enumerate(fresh.groups):
             first = bases[layer].v[..., -8:] if expected is None else expected.groups[layer].store.v_basis[1]
             np.testing.assert_array_equal(state.store.v_basis[0], first)
-            read = method.bases_of(start[layer], state.store).v
+            read = method.frame(PLAIN.attention, start[layer], state.store).v
             assert np.abs(np.asarray(read) - np.asarray(bases[layer].v)).max() > 0.01 or expected is None or form == "encoder"
     _, _, again, _ = compressed(spec, tokens=prompts(seed=2))
     _, _, onwards, _ = compressed(spec, tokens=prompts(seed=2), bases=carried)

@@ -74,7 +74,7 @@ def test_attention_over_codes_equals_the_oracle(spec):
     @jax.jit
     def through(bases, q, tokens):
         store = method.empty(LAYOUT, bases, SIZE)
-        store = method.fill(LAYOUT, bases, store, (tokens,), counts, counts, where)
+        store = method.take_in(LAYOUT, bases, store, (tokens,), counts, counts, where)
         return store, method.attend(LAYOUT, bases, store, q, at, Place()), method.logits(LAYOUT, bases, store, q, Place())
 
     store, part, votes = through(bases, q, tokens)

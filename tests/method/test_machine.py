@@ -153,12 +153,6 @@ def toys():
             none, gaps = jnp.zeros((layout.batch,), jnp.int32), jnp.zeros((layout.batch, 2), jnp.int32)
             return Halves(Exact(buffer, buffer, none, lkv_runs(gaps) if positions is None else positions))
 
-        def learn(self, layout, bases, store, taps, lengths, weight):
-            return store
-
-        def adapt(self, layout, bases, store, tokens, weight):
-            return store
-
         def encode(self, layout, bases, store, tokens):
             return tokens[0].k.swapaxes(1, 2) / 2, tokens[0].v.swapaxes(1, 2) / 2
 

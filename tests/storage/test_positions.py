@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
-from lowrank_kv_jax.codecs.lowrank import Bases
+from lowrank_kv_jax.codecs.principal import Bases
 from lowrank_kv_jax.method import REGISTRY, Layout, Place
 from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.segments import exact as exact_tokens

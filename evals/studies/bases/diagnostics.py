@@ -162,8 +162,8 @@ def adaptation_table(
     fitted = []
     for method in methods:
         method = parse_method(method) if isinstance(method, str) else method
-        if not method.rebuilds:
-            raise ValueError(f"method {method.name!r} has no basis to diagnose; give a low-rank one")
+        if not (method.rebuilds and method.per_token):
+            raise ValueError(f"method {method.name!r} has no one basis of a layer to diagnose; give a low-rank one")
         method.validate(model.config.attention)
         bases = fit_bases(model, method, calibration, jnp.float32) if method.calibrated else None
         fitted.append((method, bases))
@@ -194,10 +194,10 @@ def _adaptation_rows(model, text: str, tokens: np.ndarray, fitted, bar: Progress
 def _losses(model, method: Any, own: Any, store: Any, taps: Taps, side: str) -> dict[str, np.ndarray]:
     """Metrics `[J]` of one layer and window."""
     keys = taps.k_pre if method.rope == "pre" else taps.k
-    x, used = taps.v if side == "v" else keys, method.bases_of(own, store)
-    codes = dict(zip(("k", "v"), method.coefficients(own, store, keys, taps.v), strict=True))
-    rebuilt = np.asarray(method.rebuild(used, side, codes[side], model.config.kv_heads)[0])
-    basis = getattr(used, side)
+    x, frame = taps.v if side == "v" else keys, method.frame(model.config.attention, own, store)
+    codes = dict(zip(("k", "v"), frame.code(keys, taps.v), strict=True))
+    rebuilt = np.asarray(frame.rebuild(side, codes[side], model.config.kv_heads)[0])
+    basis = getattr(frame, side)
     basis = np.asarray(basis[0] if basis.ndim == 4 else basis, np.float64)
     by_basis = np.asarray(x[0]).reshape(len(x[0]), len(basis), -1).swapaxes(0, 1)
     moment = second_moment(by_basis)

@@ -52,8 +52,8 @@ def reconstruction(
         ValueError: a method without coefficients in bases.
     """
     for spec, method in methods.items():
-        if not method.rebuilds:
-            raise ValueError(f"{spec}: codes no tokens in a basis")
+        if not (method.rebuilds and method.per_token):
+            raise ValueError(f"{spec}: codes no tokens in one basis of a layer")
     own = {spec: bases.get(spec) or method.default_bases(model.config.attention) for spec, method in methods.items()}
     found: dict[tuple[str, str, int, str], list[np.ndarray]] = {}
     steps = sum(len(tokens) for tokens in texts.values()) * model.config.num_layers
@@ -72,17 +72,17 @@ def reconstruction(
 
 def _measure(method, layout, bases, taps) -> jax.Array:
     state = compress_group(method, layout, bases, (taps,), jnp.full((1,), layout.prompt, jnp.int32))
-    return _compare(method, bases, state.store, taps, layout.spec.kv_heads)
+    return _compare(method, layout.spec, bases, state.store, taps)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))
-def _compare(method, bases, store, taps, kv_heads: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _compare(method, spec, bases, store, taps) -> jax.Array:
     """Cosine, explained variance and lost energy of keys and values, `[2, 3]`."""
     exact = (taps.k_pre if method.rope == "pre" else taps.k, taps.v)
-    use, out = method.bases_of(bases, store), []
-    codes = method.coefficients(bases, store, *(x.astype(jnp.float32) for x in exact))
+    frame, out = method.frame(spec, bases, store), []
+    codes = frame.code(*(x.astype(jnp.float32) for x in exact))
     for side, x, code in zip(("k", "v"), exact, codes, strict=True):
-        close = method.rebuild(use, side, code, kv_heads)[0].swapaxes(0, 1).reshape(x.shape[1], -1)
+        close = frame.rebuild(side, code, spec.kv_heads)[0].swapaxes(0, 1).reshape(x.shape[1], -1)
         x = x[0].reshape(close.shape).astype(jnp.float32)
         norms = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(close, axis=-1)
         cosine = jnp.mean(jnp.sum(x * close, axis=-1) / jnp.maximum(norms, 1e-30))

@@ -1,0 +1,89 @@
+"""What the coefficients of a layer are read in."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lowrank_kv_jax.attention.blockwise import spread_heads
+from lowrank_kv_jax.attention.rope import rope_angles, rotate
+from lowrank_kv_jax.attention.spec import AttentionSpec
+from lowrank_kv_jax.storage.basis import project, reconstruct
+from lowrank_kv_jax.storage.positions import PerHead, Runs
+
+
+class Frame(NamedTuple):
+    """Bases, and where a codec has them means, a factor on the logits, and encoders that are not the decoders.
+
+    Attributes:
+        k, v: `[J, W, R]`, or of each row `[B, J, W, R]`; x^ = C U^T + mean.
+        k_mean, v_mean: `[K, D]`, taken off before tokens are coded; None where there are none.
+        k_encoder, v_encoder: what codes in the place of `k` and `v`; None where they do.
+        gamma: factor of each kv head on the logits, float32 `[K]`; None is 1.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    k_mean: jax.Array | None = None
+    v_mean: jax.Array | None = None
+    k_encoder: jax.Array | None = None
+    v_encoder: jax.Array | None = None
+    gamma: jax.Array | None = None
+
+    def centred(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values `[B, T, K, D]` without their means."""
+        return _minus(k, self.k_mean), _minus(v, self.v_mean)
+
+    def code(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Coefficients `[B, J, T, R]` of keys and values `[B, T, K, D]`."""
+        k, v = self.centred(k, v)
+        return (project(self.k if self.k_encoder is None else self.k_encoder, k),
+                project(self.v if self.v_encoder is None else self.v_encoder, v))
+
+    def rebuild(self, side: str, coefficients: jax.Array, kv_heads: int) -> jax.Array:
+        """Keys ("k") or values ("v") `[B, K, T, D]` from coefficients `[B, J, T, R]`."""
+        rebuilt, mean = reconstruct(getattr(self, side), coefficients, kv_heads), getattr(self, f"{side}_mean")
+        return rebuilt if mean is None else rebuilt + mean.astype(rebuilt.dtype)[:, None]
+
+    def keys(self, spec: AttentionSpec, rope: str, coefficients: jax.Array, positions: Runs | PerHead) -> jax.Array:
+        """Keys after RoPE `[B, K, T, D]` from coefficients of keys before it (`rope` "pre") or after it ("post")."""
+        keys = self.at(positions).rebuild("k", coefficients, spec.kv_heads)
+        if rope == "post" or spec.rope is None:
+            return keys
+        where = positions.at(jnp.arange(keys.shape[2]))[:, None] if isinstance(positions, Runs) else positions.position
+        return rotate(keys, *rope_angles(spec.rope, spread_heads(where, spec.kv_heads)))
+
+    def at(self, positions: Runs | PerHead) -> "Frame":
+        """For rebuilding tokens there; of packed ones one basis over all heads, of which each slot needs its owner's."""
+        if isinstance(positions, Runs) or positions.owner is None:
+            return self
+        return self._replace(k=one_below_the_other(self.k), v=one_below_the_other(self.v))
+
+
+def _minus(x: jax.Array, mean: jax.Array | None) -> jax.Array:
+    return x if mean is None else x - mean.astype(x.dtype)
+
+
+def one_below_the_other(basis: jax.Array) -> jax.Array:
+    """Bases `[J, W, R]` or `[B, J, W, R]` of J heads as one of all heads, `[1, J * W, R]` or `[B, 1, J * W, R]`."""
+    return basis.reshape(*basis.shape[:-3], 1, -1, basis.shape[-1])
+
+
+def as_met(q: jax.Array, gamma: jax.Array | None) -> jax.Array:
+    """Queries `[B, T, N, D]` as they meet coded keys: times gamma `[K]`."""
+    if gamma is None:
+        return q
+    return q * jnp.repeat(gamma, q.shape[2] // len(gamma))[:, None].astype(q.dtype)
+
+
+def as_seen(k: jax.Array, gamma: jax.Array | None) -> jax.Array:
+    """Rebuilt keys `[B, K, S, D]` as the queries see them: times gamma `[K]`."""
+    return k if gamma is None else k * gamma[:, None, None]
+
+
+def around(out: jax.Array, lse: jax.Array, mean: jax.Array | None) -> jax.Array:
+    """Attended values `[B, T, N, D]` with the mean `[K, D]` that tokens were coded without."""
+    if mean is None:
+        return out
+    mean = jnp.repeat(mean.astype(out.dtype), out.shape[2] // len(mean), axis=0)
+    return jnp.where(jnp.isneginf(lse)[..., None], out, out + mean)  # an empty part stays zero

@@ -1,0 +1,105 @@
+"""Fields of the low-rank codecs, and what follows from them alone."""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
+from lowrank_kv_jax.estimators.rank import rank_for_energy, resolve_rank
+from lowrank_kv_jax.method.codec import Codec, Tokens
+from lowrank_kv_jax.storage.quantised import TOKEN_BITS
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRankFields(Codec):
+    """Abstract. Fields common to all low-rank methods.
+
+    Attributes:
+        rank: columns of a basis (int), or a fraction of its width (float): D per head, K * D joint.
+        rank_k, rank_v: override `rank` for keys or values.
+        energy: instead of `rank`: the smallest rank that keeps this share of the calibrated energy in every head of
+            the layer (OjaKV, A.2); only for methods whose bases are calibrated.
+        rope: "post" codes keys after RoPE and attends in coefficient space; "pre" codes them before (three to five
+            times more compressible) and rebuilds and rotates them on read.
+        heads: "per_head", or "joint" for one basis over all heads of the layer.
+        sinks, recent: exact tokens at both ends.
+        recent_of: "ring", the most recent tokens at any time, or "prompt", the prompt's last ones for good.
+        decoded: "coded", tokens that leave the recent window are coded too; "exact", whatever is appended after the
+            prompt stays exact.
+        order: "reduced" attends in coefficient space, "reconstruct" rebuilds keys and values block by block first
+            (both orders of OjaKV, A.3; keys coded before RoPE are always rebuilt).
+        bits: 8, 4 or 2 quantises the coefficients, a scale for each component of every 128 tokens; None keeps them in
+            the cache's dtype.
+    """
+
+    rank: int | float | None = 0.5
+    rank_k: int | float | None = None
+    rank_v: int | float | None = None
+    energy: float | None = None
+    rope: str = "post"
+    heads: str = "per_head"
+    sinks: int = 32
+    recent: int = 32
+    recent_of: str = "ring"
+    decoded: str = "coded"
+    order: str = "reduced"
+    bits: int | None = None
+
+    rebuilds: ClassVar[bool] = True
+
+    def __post_init__(self):
+        allowed = {
+            "rope": ("pre", "post"), "heads": ("per_head", "joint"), "recent_of": ("ring", "prompt"),
+            "decoded": ("coded", "exact"), "order": ("reduced", "reconstruct"),
+        }
+        for field, values in allowed.items():
+            if getattr(self, field) not in values:
+                raise ValueError(f"{field}={getattr(self, field)!r}: allowed are {', '.join(values)}")
+        if self.bits is not None and self.bits not in TOKEN_BITS:
+            raise ValueError(f"bits={self.bits!r}: allowed are None, {', '.join(map(str, TOKEN_BITS))}")
+        for field in ("sinks", "recent"):
+            if not isinstance(getattr(self, field), int) or getattr(self, field) < 0:
+                raise ValueError(f"{field}={getattr(self, field)!r}: must be an int of at least 0")
+        for field in ("rank", "rank_k", "rank_v"):
+            value = getattr(self, field)
+            if value is not None:
+                resolve_rank(field, value, width=np.iinfo(np.int32).max)
+        if self.energy is None and self.rank is None and (self.rank_k is None or self.rank_v is None):
+            raise ValueError("rank=None: give rank, or rank_k and rank_v, or energy")
+        if self.energy is not None:
+            if not self.calibrated:
+                raise ValueError(f"energy={self.energy!r}: only methods with calibrated bases choose ranks by energy")
+            rank_for_energy(np.ones(1), self.energy)
+
+    @abc.abstractmethod
+    def basis_heads(self, spec: AttentionSpec) -> int:
+        """J, the number of bases of a layer."""
+
+    def width(self, spec: AttentionSpec) -> int:
+        """W, the channels that a basis reads."""
+        return spec.kv_heads // self.basis_heads(spec) * spec.head_dim
+
+    def ranks(self, spec: AttentionSpec) -> tuple[int, int]:
+        """Ranks of keys and values that the fields ask for."""
+        fields = (("rank_k", self.rank_k), ("rank_v", self.rank_v))
+        named = [("rank", self.rank) if value is None else (field, value) for field, value in fields]
+        k, v = (resolve_rank(field, value, self.width(spec)) for field, value in named if value is not None)
+        return k, v
+
+    def rank_key(self, spec: AttentionSpec) -> dict[str, Any]:
+        """What of `fit_key` says which ranks there are."""
+        return {"energy": self.energy} if self.energy else dict(zip(("rank_k", "rank_v"), self.ranks(spec), strict=True))
+
+    def check_model(self, spec: AttentionSpec) -> None:
+        """What `validate` asks of a model for all of these fields. Raises ValueError."""
+        if self.energy is None:
+            self.ranks(spec)
+        if self.rope == "pre" and spec.rope is None:
+            raise ValueError("rope='pre': this model has no rotary embedding; use rope='post'")
+
+    def sides(self, tokens: Tokens | Taps) -> tuple[jax.Array, jax.Array]:
+        """Keys as they are coded, and values `[B, T, K, D]`."""
+        return tokens.k_pre if self.rope == "pre" else tokens.k, tokens.v
