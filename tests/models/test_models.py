@@ -43,6 +43,10 @@ def tiny_params(config):
     return jax.tree.map(draw, param_table(config))
 
 
+OPTIMISED = {"xla_backend_optimization_level": 3}
+"""One program of a layer: on a real model it runs far longer than it compiles."""
+
+
 def attend(spec, window, taps):
     """Plain exact attention of one layer, causal and windowed, float32 `[B, T, N, D]`."""
     query = jnp.arange(taps.q.shape[1])
@@ -55,15 +59,19 @@ def attend(spec, window, taps):
     return jnp.einsum("bnts,bsnd->btnd", weights, v)
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def forward(config, params, tokens):
     """float32 logits `[B, T, V]` of a whole sequence."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     x = models.embed(config, params, tokens)
     for window, layer in zip(config.windows, params["layers"], strict=True):
-        taps = models.block_taps(config, layer, x, positions)
-        x = models.block_output(config, layer, x, attend(config.attention, window, taps))
-    return models.unembed(config, params, x)
+        x = layer_forward(config, window, layer, x, positions)
+    return jax.jit(models.unembed, static_argnums=0)(config, params, x)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=OPTIMISED)
+def layer_forward(config, window, layer, x, positions):
+    taps = models.block_taps(config, layer, x, positions)
+    return models.block_output(config, layer, x, attend(config.attention, window, taps))
 
 
 @pytest.mark.parametrize("family", CONFIGS)
