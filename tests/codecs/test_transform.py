@@ -11,6 +11,7 @@ from helpers import PLAIN, bases_for, random_moments, softmax_attention
 
 import lowrank_kv_jax as lkv
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
+from lowrank_kv_jax.estimators.moments import Sensitivity
 from lowrank_kv_jax.generation.forward import make_layout
 from lowrank_kv_jax.method import Place
 from lowrank_kv_jax.method.accounting import full_cache_bytes
@@ -115,6 +116,29 @@ def test_more_bits_err_less_and_the_metric_favours_the_logits():
         d = oracle(bases, "k", tokens.k_pre, bases.widths.rungs[0][0]) - np.asarray(tokens.k_pre, np.float64)
         own.append(np.mean(d**2 * np.diagonal(moments.q_pre[0], axis1=1, axis2=2)))
     assert own[0] < own[1]
+
+
+def test_bits_go_where_errors_raise_the_loss():
+    moments = random_moments(PLAIN, means=True)
+    known = moments.sensitivity
+    side, layers = np.ones_like(known.v), SPEC.num_layers
+
+    def widths(k, v):
+        bases = Transform(bits=2.0).fit(SPEC, moments._replace(sensitivity=Sensitivity(k, k, v)))
+        return np.array([[sum(bits * count for bits, count in runs) for runs in own.widths.rungs[0]] for own in bases])
+
+    by_layer = side * np.array([100.0] + [1.0] * (layers - 1))[:, None, None]
+    found = widths(by_layer, by_layer)
+    assert (found[0] > found[1:]).all()
+    found = widths(side, 100 * side)
+    assert (found[:, 1] > found[:, 0]).all()
+    # of two heads that are alike in everything else, the one that matters errs less
+    weight = side * np.where(np.arange(SPEC.kv_heads) == 1, 100.0, 1.0)[:, None]
+    bases = Transform(bits=2.0).fit(SPEC, moments._replace(sensitivity=Sensitivity(weight, weight, weight)))[0]
+    _, tokens = tokens_like(moments, count=400)
+    error = (oracle(bases, "v", tokens.v, bases.widths.rungs[0][1]) - np.asarray(tokens.v, np.float64)) ** 2
+    relative = error.mean((0, 1, 3)) / np.asarray(tokens.v, np.float64).var((0, 1)).mean(-1)
+    assert relative[1] < 0.5 * np.delete(relative, 1).min()
 
 
 def test_bytes_meet_what_is_asked_for():
