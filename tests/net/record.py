@@ -45,6 +45,11 @@ TOLERANCE = 2e-4  # of logits of order 1
 
 NAMED_CHANGES: dict[str, str] = {
     "deep xkv:group=2,rank=10,*rebuild=32*": "the page of the last stored tokens is always among those that are read",
+    **{
+        f"kv8 {codec}:*+{selection}:*": "each group of heads that shares a latent chooses tokens of its own; all chose "
+        "together, while a cache was laid out and weighed for a choice by each group"
+        for codec in ("palu", "streamingkv") for selection in ("h2o", "scissorhands", "snapkv")
+    },
 }
 """Patterns of cases (as of --only) that differ from the record on purpose, and why."""
 
