@@ -10,7 +10,7 @@ from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.estimators.bit_allocation import Profile, steps_of
 from lowrank_kv_jax.estimators.moments import Moments, head_blocks
 from lowrank_kv_jax.storage.state import state, static
-from lowrank_kv_jax.storage.water_filled import WIDTHS, Runs, bytes_of, components_of
+from lowrank_kv_jax.storage.water_filled import WIDTHS, WidthRuns, bytes_of, components_of
 
 LEAST = 1e-5
 """Deviations below this share of a basis' largest count as much: a step must not be zero."""
@@ -142,7 +142,7 @@ def mean_bytes(profiles: list[Profile]) -> tuple[int, int]:
 # ---- as they are read
 
 
-def encoder(bases: TransformBases, side: str, runs: Runs | None) -> jax.Array:
+def encoder(bases: TransformBases, side: str, runs: WidthRuns | None) -> jax.Array:
     """`[J, W, R]`, float32: takes a token without its mean to its code, in units of the steps where there are `runs`."""
     basis, columns = _columns(bases, side, runs)
     weight = getattr(bases, f"{side}_weight")
@@ -151,7 +151,7 @@ def encoder(bases: TransformBases, side: str, runs: Runs | None) -> jax.Array:
     return basis / columns
 
 
-def decoder(bases: TransformBases, side: str, runs: Runs | None) -> jax.Array:
+def decoder(bases: TransformBases, side: str, runs: WidthRuns | None) -> jax.Array:
     """`[J, W, R]`, float32: what takes a code back, its transpose to the right."""
     basis, columns = _columns(bases, side, runs)
     weight = getattr(bases, f"{side}_weight")
@@ -160,7 +160,7 @@ def decoder(bases: TransformBases, side: str, runs: Runs | None) -> jax.Array:
     return basis * columns
 
 
-def _columns(bases: TransformBases, side: str, runs: Runs | None) -> tuple[jax.Array, jax.Array]:
+def _columns(bases: TransformBases, side: str, runs: WidthRuns | None) -> tuple[jax.Array, jax.Array]:
     """U, and what its columns are multiplied by `[J, 1, R]`: the steps."""
     basis = getattr(bases, side).astype(jnp.float32)
     if runs is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lowrank_kv_jax.storage.water_filled import WIDTHS, Runs, bytes_of
+from lowrank_kv_jax.storage.water_filled import WIDTHS, WidthRuns, bytes_of
 
 RANGE = 12.0
 """Deviations that 8 bits reach: inside of a text some tokens act as sinks, and lie 8 out along the first component of the
@@ -26,7 +26,7 @@ HALVINGS = 24  # of the interval that holds a price
 RUNGS = 128
 SHARED_AT = 2.0
 
-Profile = tuple[Runs, Runs]
+Profile = tuple[WidthRuns, WidthRuns]
 """Widths of a layer's keys and values."""
 Spectra = tuple[np.ndarray, np.ndarray]
 """Variances `[L, W]` of keys and values, of layers in order, largest first."""
@@ -41,8 +41,8 @@ def widths_at(variances: np.ndarray, price: float) -> np.ndarray:
     return np.array(_ALL)[np.argmin(cost, axis=-1)]
 
 
-def runs_of(widths: np.ndarray, wide: int = 0) -> Runs:
-    """Runs of whole bytes nearest to falling widths `[W]`; at least one byte.
+def runs_of(widths: np.ndarray, wide: int = 0) -> WidthRuns:
+    """WidthRuns of whole bytes nearest to falling widths `[W]`; at least one byte.
 
     Args:
         wide: first components that have 8 bits whatever their width is.
@@ -58,7 +58,7 @@ def runs_of(widths: np.ndarray, wide: int = 0) -> Runs:
     return tuple(runs) or ((1, min(8, total)),)
 
 
-def steps_of(runs: Runs) -> np.ndarray:
+def steps_of(runs: WidthRuns) -> np.ndarray:
     """Step of each component that has bits in units of its deviation, float64 `[R]`."""
     return np.concatenate([np.full(count, STEP[bits]) for bits, count in runs])
 
@@ -68,7 +68,7 @@ def bits_of(profile: Profile) -> int:
     return 8 * sum(map(bytes_of, profile))
 
 
-def error_of(variances: np.ndarray, runs: Runs) -> np.ndarray:
+def error_of(variances: np.ndarray, runs: WidthRuns) -> np.ndarray:
     """Predicted squared error `[L]` of components of `variances` `[L, W]`."""
     each = np.concatenate([np.full(count, DISTORTION[bits]) for bits, count in runs])
     return variances @ np.pad(each, (0, variances.shape[-1] - len(each)), constant_values=1.0)

@@ -15,7 +15,7 @@ from lowrank_kv_jax.storage.state import leaf, state, static, write_tokens
 WIDTHS = (8, 4, 2, 1)
 """Bits of a stored component; powers of two, so that none straddles a byte."""
 
-Runs = tuple[tuple[int, int], ...]
+WidthRuns = tuple[tuple[int, int], ...]
 """(bits, components) of each run, widest first; components without bits are not there."""
 
 
@@ -29,11 +29,11 @@ class WaterFilled:
     Attributes:
         codes: uint8 `[B, J, S, C]`, C = `bytes_of(runs)`. The n components of a run in b bits take m = ceil(n b / 8)
             bytes: component i has the bits from b * (i // m) on of byte i % m, so that a shift yields a stretch of them.
-        runs: see `Runs`.
+        runs: see `WidthRuns`.
     """
 
     codes: jax.Array = leaf("batch", "kv_heads", "tokens", None, kind="coefficients")
-    runs: Runs = static()
+    runs: WidthRuns = static()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,22 +60,22 @@ class WaterFilled:
         return dataclasses.replace(self, codes=packed if whole else self.codes.at[:, :, : packed.shape[2]].set(packed))
 
 
-def empty_water_filled(batch: int, heads: int, size: int, runs: Runs) -> WaterFilled:
+def empty_water_filled(batch: int, heads: int, size: int, runs: WidthRuns) -> WaterFilled:
     """Room for `size` tokens of each head."""
     return WaterFilled(jnp.zeros((batch, heads, size, bytes_of(runs)), jnp.uint8), runs)
 
 
-def components_of(runs: Runs) -> int:
+def components_of(runs: WidthRuns) -> int:
     """R."""
     return sum(count for _, count in runs)
 
 
-def bytes_of(runs: Runs) -> int:
+def bytes_of(runs: WidthRuns) -> int:
     """Bytes of a token: each run ends with a byte."""
     return sum(-(-count * bits // 8) for bits, count in runs)
 
 
-def pack(x: jax.Array, runs: Runs) -> jax.Array:
+def pack(x: jax.Array, runs: WidthRuns) -> jax.Array:
     """uint8 `[..., C]` of numbers `[..., R]` in units of their steps."""
     packed, begin = [], 0
     for bits, count in runs:
@@ -91,7 +91,7 @@ def pack(x: jax.Array, runs: Runs) -> jax.Array:
     return jnp.concatenate(packed, axis=-1)
 
 
-def unpack(packed: jax.Array, runs: Runs) -> jax.Array:
+def unpack(packed: jax.Array, runs: WidthRuns) -> jax.Array:
     """Numbers float32 `[..., R]` in units of their steps, of what `pack` returned: the middles of those steps."""
     parts, begin = [], 0
     for bits, count in runs:
