@@ -154,7 +154,7 @@ def test_the_adaptation_table_compares_bases_with_the_oracle():
 
 def test_methods_without_a_basis_cannot_be_compared():
     moments = helpers.random_moments(helpers.PLAIN)
-    with pytest.raises(ValueError, match="'full' has no basis"):
+    with pytest.raises(ValueError, match="'full' has no one basis"):
         diagnostics.adaptation_table(helpers.model(), moments, {}, [methods.Full()])
 
 
