@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus, token_windows
 from lowrank_kv_jax.calibration.fisher import collect_fisher
 from lowrank_kv_jax.calibration.layer_votes import collect_votes
 from lowrank_kv_jax.calibration.sensitivity import collect_sensitivity
-from lowrank_kv_jax.estimators.moments import Moments, layer_moments
+from lowrank_kv_jax.estimators.moments import Across, Moments, layer_moments, moments_across
 from lowrank_kv_jax.generation.forward import embed_tokens, layer_prefill
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.methods.parse import as_method
@@ -25,6 +25,7 @@ from lowrank_kv_jax.progress import ProgressBar
 from lowrank_kv_jax.storage.sharding import to_host
 
 _layer_moments = functools.partial(jax.jit, static_argnums=0)(layer_moments)
+_moments_across = jax.jit(moments_across)
 
 
 def iterate_taps(config: ModelConfig, params: Any, tokens: jax.Array) -> Iterator[Taps]:
@@ -41,7 +42,7 @@ def iterate_taps(config: ModelConfig, params: Any, tokens: jax.Array) -> Iterato
 
 def collect_moments(
     model: Any, tokens: np.ndarray, progress: bool = False, see: Callable[[int, Taps], None] | None = None,
-    sums: CheckpointedSums | None = None,
+    sums: CheckpointedSums | None = None, groups: Collection[tuple[int, ...]] = (),
 ) -> Moments:
     """Second moments of every layer's queries, keys and values, summed over windows of tokens.
 
@@ -53,6 +54,7 @@ def collect_moments(
         progress: show a progress bar.
         see: called with index and taps of every layer of every window, for what these moments do not hold.
         sums: goes on where a run that was killed left them; `see` is not called for the windows that it had finished.
+        groups: adjacent layers of which `Moments.across` is wanted.
 
     Returns:
         `Moments` of float64 arrays.
@@ -66,14 +68,19 @@ def collect_moments(
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     valid = jnp.ones(positions.shape, bool)
     sums = sums or CheckpointedSums(None, {})
-    begin = sums.load()
+    begin, longest = sums.load(), max(map(len, groups), default=0)
     with ProgressBar("calibrating", len(tokens) * config.num_layers, progress) as bar:
         bar.advance(begin * config.num_layers)
         for number, window in enumerate(tokens[begin:], begin + 1):
             layers: dict[str, list[np.ndarray]] = {}
+            recent: list[Taps] = []
             for layer, taps in enumerate(iterate_taps(config, model.params, window[None])):
                 if see is not None:
                     see(layer, taps)
+                recent = [*recent, taps._replace(q=None, x=None)][-longest:] if longest else []
+                for group in (own for own in groups if own[-1] == layer):
+                    for name, product in _moments_across(recent[-len(group):]).items():
+                        sums.add(_across_name(group, name), _finite(to_host(product).astype(np.float64), name, layer))
                 products = _layer_moments(config.attention, taps, positions, valid)
                 for name, product in products.items():
                     layers.setdefault(name, []).append(_finite(to_host(product).astype(np.float64), name, layer))
@@ -81,7 +88,15 @@ def collect_moments(
             for name, found in layers.items():
                 sums.add(name, np.stack(found))
             sums.save(number)
-    return Moments(tokens=tokens.size, **sums.arrays)  # type: ignore[arg-type]
+    across = {
+        group: Across(**{name: sums.arrays[_across_name(group, name)] for name in Across._fields}) for group in groups
+    }
+    of_layers = {name: array for name, array in sums.arrays.items() if name in Moments._fields}
+    return Moments(tokens=tokens.size, across=across or None, **of_layers)  # type: ignore[arg-type]
+
+
+def _across_name(group: tuple[int, ...], name: str) -> str:
+    return f"{name} of layers {group[0]} to {group[-1]}"
 
 
 def calibrate(
@@ -116,7 +131,7 @@ def calibrate(
     corpus = texts if isinstance(texts, Corpus) else load_corpus() if texts is None else Corpus.of(texts)
     length = min(length, model.config.context)
     tokens = token_windows(model.tokenizer, corpus.texts, length, windows, seed)
-    held = _checkpoints(model, tokens, resume)
+    held = _checkpoints(model, method, tokens, resume)
     moments = moments_for(model, [method], tokens, progress, held)
     bases = fit_bases(model, method, moments, dtype)
     for sums in held:
@@ -141,9 +156,13 @@ def moments_for(
     tokens = _checked_windows(model.config, tokens)
     of_moments, of_fisher = sums or (None, None)
     read = frozenset().union(*(method.reads for method in methods))
+    groups = {
+        group for method in methods if "across" in method.reads
+        for group in method.layer_groups(model.config.attention) if len(group) > 1
+    }
     moments = Moments(tokens.size, *5 * [None])  # type: ignore[arg-type]
     if "moments" in read:
-        moments = collect_moments(model, tokens, progress, sums=of_moments)
+        moments = collect_moments(model, tokens, progress, sums=of_moments, groups=sorted(groups))
     if "fisher" in read:
         moments = moments._replace(fisher=collect_fisher(model, tokens, progress, of_fisher))
     if "votes" in read:
@@ -153,9 +172,11 @@ def moments_for(
     return moments
 
 
-def _checkpoints(model: Any, tokens: np.ndarray, prefix: str | os.PathLike | None):
-    key = {"fingerprint": getattr(model, "fingerprint", None), "shape": list(tokens.shape),
+def _checkpoints(model: Any, method: Part, tokens: np.ndarray, prefix: str | os.PathLike | None):
+    key: dict[str, Any] = {"fingerprint": getattr(model, "fingerprint", None), "shape": list(tokens.shape),
            "sha256": hashlib.sha256(np.ascontiguousarray(tokens).tobytes()).hexdigest()}
+    if "across" in method.reads:
+        key["groups"] = [list(group) for group in method.layer_groups(model.config.attention)]
     return tuple(
         CheckpointedSums(None if prefix is None else f"{os.fspath(prefix)}.{kind}.npz", {"of": kind, **key})
         for kind in ("moments", "fisher")

@@ -13,16 +13,18 @@ import jax.numpy as jnp
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.codecs.frame import Frame, around
+from lowrank_kv_jax.codecs.layer_groups import stride_groups
 from lowrank_kv_jax.codecs.transform_bases import (
     Side,
     TransformBases,
     Widths,
+    by_unit,
     decoder,
     encoder,
     errors_of,
-    layer_bases,
-    mean_bytes,
+    group_bases,
     principal,
+    total_bytes,
 )
 from lowrank_kv_jax.codecs.transform_metrics import METRICS, Metric
 from lowrank_kv_jax.estimators.bit_allocation import allocate, ladder
@@ -34,7 +36,7 @@ from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, codes_of
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.segments import coded as coded_tokens
-from lowrank_kv_jax.storage.basis import expand_values, fold_query
+from lowrank_kv_jax.storage.basis import expand_values, fold_query, project
 from lowrank_kv_jax.storage.state import state
 from lowrank_kv_jax.storage.water_filled import empty_water_filled
 
@@ -43,7 +45,7 @@ SIDES = ("k", "v")
 
 @state
 class Transformed:
-    """Codes of a layer's tokens."""
+    """Codes of a group's tokens, which all of its layers share."""
 
     tokens: coded_tokens.Coded
 
@@ -63,6 +65,8 @@ class Transform(TokenCodec):
         rope: "pre" codes keys before RoPE, which compress better; "post" after it, which need not be rebuilt.
         heads: "joint", one basis for all heads of a layer; or "per_head", after which selections may give every head
             tokens of its own.
+        group: adjacent layers whose tokens are coded together, in one basis: the fewest bits for an error, and the most
+            work, as every layer reads the codes of its group. The last group of a model may be smaller.
         metric: what errors cost, of `transform_metrics`: "loss", what they add to the model's loss (calibration runs
             backward, too); "attention", errors of logits and relative errors of values; "plain", relative errors.
         sinks, recent: exact tokens at both ends.
@@ -76,6 +80,7 @@ class Transform(TokenCodec):
     bits_v: float | None = None
     rope: str = "pre"
     heads: str = "joint"
+    group: int = 1
     metric: str = "loss"
     sinks: int = 4
     recent: int = 32
@@ -96,7 +101,7 @@ class Transform(TokenCodec):
                 raise ValueError(f"{field}={value!r}: must lie above 0 and be at most 8, or be None")
         if self.smaller is not None and not self.smaller > 0:
             raise ValueError(f"smaller={self.smaller!r}: must be a positive number")
-        for field, least in (("sinks", 0), ("recent", 0), ("profiles", 1)):
+        for field, least in (("group", 1), ("sinks", 0), ("recent", 0), ("profiles", 1)):
             value = getattr(self, field)
             if type(value) is not int or value < least:
                 raise ValueError(f"{field}={value!r}: must be an int of at least {least}")
@@ -105,38 +110,43 @@ class Transform(TokenCodec):
 
     # ---- calibration --------------------------------------------------------------------------------------------
 
-    def groups(self, spec: AttentionSpec) -> int:
-        """J, the bases of a layer."""
-        return 1 if self.heads == "joint" else spec.kv_heads
+    def layer_groups(self, spec):
+        return stride_groups(spec.num_layers, self.group)
+
+    def validate(self, spec):
+        if self.group > spec.num_layers:
+            raise ValueError(f"group={self.group}: the model has {spec.num_layers} layers")
 
     def fit(self, spec: AttentionSpec, moments: Moments) -> tuple[TransformBases, ...]:
-        """Bases of each layer, float32.
+        """Bases of each group of layers, float32.
 
         Raises:
-            ValueError: moments without what `metric` reads.
+            ValueError: moments without what `metric` or `group` reads.
         """
-        keys = "k_pre" if self.rope == "pre" else "k"
+        keys, groups, units = "k_pre" if self.rope == "pre" else "k", self.layer_groups(spec), self.units(spec, None)
         metric = METRICS[self.metric](spec, moments, keys)
-        k = principal(spec, moments, keys, self.groups(spec), metric.k)
-        v = principal(spec, moments, "v", self.groups(spec), metric.v)
-        return tuple(layer_bases(k, v, layer, own) for layer, own in enumerate(self._widths(metric, k, v)))
+        k = [principal(spec, moments, keys, layers, units, metric.k) for layers in groups]
+        v = [principal(spec, moments, "v", layers, units, metric.v) for layers in groups]
+        return tuple(map(group_bases, k, v, self._widths(spec, metric, k, v)))
 
     @property
     def reads(self):
-        return frozenset({"moments", "sensitivity"} if self.metric == "loss" else {"moments"})
+        more = {"sensitivity"} if self.metric == "loss" else set()
+        return frozenset({"moments"} | more | ({"across"} if self.group > 1 else set()))
 
-    def _widths(self, metric: Metric, k: Side, v: Side) -> list[Widths]:
-        """Of each layer."""
-        bits = self.mean_bits
-        spectra = errors_of(k, metric.k_counts), errors_of(v, metric.v_counts)
+    def _widths(self, spec: AttentionSpec, metric: Metric, k: list[Side], v: list[Side]) -> list[Widths]:
+        """Of each group."""
+        groups, bits = self.layer_groups(spec), self.mean_bits
+        spectra = errors_of(k, groups, metric.k_counts), errors_of(v, groups, metric.v_counts)
+        components = spec.num_layers * spec.kv_heads * spec.head_dim // self.units(spec, None)
         if self.smaller is not None:
-            rungs = ladder(spectra, self.profiles)
-            means = tuple(map(mean_bytes, rungs))
-            return [Widths(tuple(own), means) for own in zip(*rungs, strict=True)]
-        if bits is None:
-            return [Widths((), ())] * len(k.variances)
-        found = allocate(spectra, bits, self.profiles, pooled=self.pooled)
-        return [Widths((profile,), (mean_bytes(found),)) for profile in found]
+            rungs = ladder(spectra, self.profiles, components)
+        elif bits is None:
+            rungs = []
+        else:
+            rungs = [allocate(spectra, bits, self.profiles, self.pooled, components)]
+        total = tuple(map(total_bytes, rungs))
+        return [Widths(len(layers), tuple(rung[i] for rung in rungs), total) for i, layers in enumerate(groups)]
 
     @property
     def mean_bits(self) -> tuple[float, float] | None:
@@ -150,7 +160,8 @@ class Transform(TokenCodec):
         return self.bits_k is None and self.bits_v is None
 
     def fit_key(self, spec):
-        key: dict[str, Any] = {"fit": "water-filled pca", "rope": self.rope, "heads": self.heads, "metric": self.metric}
+        key: dict[str, Any] = {"fit": "water-filled pca", "rope": self.rope, "heads": self.heads, "group": self.group,
+                               "metric": self.metric}
         if self.smaller is not None:
             return key | {"bits": "any", "profiles": self.profiles}
         if self.mean_bits is None:
@@ -160,12 +171,13 @@ class Transform(TokenCodec):
     def check_bases(self, spec, bases):
         if bases is None:
             return
-        groups, width = self.groups(spec), spec.kv_heads // self.groups(spec) * spec.head_dim
+        units = self.units(spec, bases)
+        width = bases.layers * spec.kv_heads // units * spec.head_dim
         for side in SIDES:
             found = getattr(bases, side).shape[:2]
-            if found != (groups, width):
+            if found != (units, width):
                 raise ValueError(f"bases.{side} has {found[0]} heads of width {found[1]}; {self.name} with these "
-                                 f"settings takes {groups} of {width}: calibrate for it")
+                                 f"settings takes {units} of {width}: calibrate for it")
         found = len(bases.widths.rungs)
         if not (found > 1 if self.smaller is not None else found == (self.mean_bits is not None)):
             raise ValueError(f"bases with {found} sets of widths: {self.name} with these settings takes none for floats, "
@@ -177,33 +189,39 @@ class Transform(TokenCodec):
         return Ends(self.sinks, self.recent, asked=(self.sinks, self.recent))
 
     def settled(self, layout, bases, weigh):
-        """The bits of `smaller`: the same rung for every layer, found by what a token takes on average.
+        """The bits of `smaller`: the same rung for every group, found by what a token takes on average.
 
         Raises:
             ValueError: no bits make the cache as small.
         """
         if self.smaller is None:
             return bases
-        rungs, means = bases.widths.rungs, bases.widths.mean
-        target = full_cache_bytes(layout.spec, layout.batch * layout.capacity) / layout.spec.num_layers / self.smaller
+        widths, share = bases.widths, bases.layers / layout.spec.num_layers
+        target = full_cache_bytes(layout.spec, layout.batch * layout.capacity) * share / self.smaller
 
-        def spent(rung: int) -> int:
-            mean = tuple(((8, count),) for count in means[rung])
-            return state_bytes(weigh(layout, bases._replace(widths=Widths((mean,), (means[rung],)))))
+        def with_bytes(count: int) -> int:  # of a token's keys, as of its values
+            runs = ((8, count),)
+            return state_bytes(weigh(layout, bases._replace(widths=Widths(bases.layers, ((runs, runs),), ((0, 0),)))))
 
-        rung = bisect.bisect_left(range(len(rungs)), True, key=lambda i: spent(i) <= target)
-        if rung == len(rungs):
+        none = 2 * with_bytes(1) - with_bytes(2)
+        each = (with_bytes(1) - none) / 2
+
+        def spent(rung: int) -> float:
+            return none + each * share * sum(widths.total[rung])
+
+        rung = bisect.bisect_left(range(len(widths.rungs)), True, key=lambda i: spent(i) <= target)
+        if rung == len(widths.rungs):
             raise ValueError(f"smaller={self.smaller}: a prompt of {layout.prompt} tokens (capacity {layout.capacity}) "
-                             f"is too short for it: with the fewest bits a layer takes {spent(rung - 1)} bytes of the "
-                             f"{int(target)} wanted, exact tokens included; use a smaller ratio, or fewer sinks and "
-                             "recent tokens")
-        return bases._replace(widths=Widths((rungs[rung],), (means[rung],)))
+                             f"is too short for it: with the fewest bits {bases.layers} layers take "
+                             f"{int(spent(rung - 1))} bytes of the {int(target)} wanted, exact tokens included; use a "
+                             "smaller ratio, or fewer sinks and recent tokens")
+        return bases._replace(widths=Widths(bases.layers, (widths.rungs[rung],), (widths.total[rung],)))
 
     def units(self, spec, bases):
-        return self.groups(spec)
+        return 1 if self.heads == "joint" else spec.kv_heads
 
     def empty(self, layout, bases, size, positions=None):
-        heads = self.groups(layout.spec) if positions is None or positions.owner is None else 1
+        heads = self.units(layout.spec, bases) if positions is None or positions.owner is None else 1
 
         def side(index: int) -> Any:
             if not bases.widths.rungs:
@@ -213,24 +231,29 @@ class Transform(TokenCodec):
 
         return Transformed(coded_tokens.without_tokens(side(0), side(1), positions))
 
-    def frame(self, bases: TransformBases, store: Transformed) -> Frame:
-        """What the codes of `store` are read in: steps are folded into it."""
-        k, v = (runs_in(store, side) for side in SIDES)
-        return Frame(decoder(bases, "k", k), decoder(bases, "v", v), bases.k_mean, bases.v_mean,
-                     encoder(bases, "k", k), encoder(bases, "v", v))
+    def frame(self, bases: TransformBases, store: Transformed, layer: int) -> Frame:
+        """What that layer of the group reads the codes of `store` in: steps are folded into it."""
+        k, v = (decoder(bases, side, runs_in(store, side), layer) for side in SIDES)
+        means = (None if mean is None else mean[layer] for mean in (bases.k_mean, bases.v_mean))
+        return Frame(k, v, *means)
 
     def encode(self, layout, bases, store, tokens):
-        (one,) = tokens
-        k, v = (x.astype(jnp.float32) for x in (one.k_pre if self.rope == "pre" else one.k, one.v))
-        return self.frame(bases, store).code(k, v)
+        def code(side: str, name: str):
+            x = jnp.stack([getattr(one, name) for one in tokens], axis=2).astype(jnp.float32)  # [B, T, G, K, D]
+            mean = getattr(bases, f"{side}_mean")
+            x = x if mean is None else x - mean.astype(x.dtype)
+            return project(encoder(bases, side, runs_in(store, side)), by_unit(x, self.units(layout.spec, bases)))
+
+        return code("k", "k_pre" if self.rope == "pre" else "k"), code("v", "v")
 
     def decode(self, layout, bases, store, k, v, positions, index):
-        frame, (k, v) = self.frame(bases, store), (x.astype(jnp.float32) for x in (k, v))
+        frame, (k, v) = self.frame(bases, store, index), (x.astype(jnp.float32) for x in (k, v))
         keys = frame.keys(layout.spec, self.rope, k, positions)
         return keys, frame.at(positions).rebuild("v", v, layout.spec.kv_heads)
 
     def attend(self, layout, bases, store, q, positions, place):
-        spec, tokens, frame = layout.spec, coded_tokens.cached_tokens(store.tokens), self.frame(bases, store)
+        spec, tokens = layout.spec, coded_tokens.cached_tokens(store.tokens)
+        frame = self.frame(bases, store, place.index)
         common: dict[str, Any] = dict(scale=spec.scale, q_positions=positions, causal=False, window=place.window)
         if self.rope == "post" or spec.rope is None:
             out, lse = coefficient_attention(fold_query(frame.k, q, spec.kv_heads), tokens, **common)
@@ -245,7 +268,7 @@ class Transform(TokenCodec):
         return AttnPartial(around(expand_values(frame.v, out, spec.kv_heads), lse, frame.v_mean), lse)
 
     def logits(self, layout, bases, store, q, place):
-        spec, frame = layout.spec, self.frame(bases, store)
+        spec, frame = layout.spec, self.frame(bases, store, place.index)
         if frame.k_mean is None and (self.rope == "post" or spec.rope is None):
             return Logits(fold_query(frame.k, q, spec.kv_heads), store.tokens.k)
         codes = codes_of(store)[0].astype(jnp.float32)

@@ -1,5 +1,6 @@
 """Bases of transform coding: principal directions of calibrated keys and values, and the bits that each is worth."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.estimators.bit_allocation import Profile, steps_of
-from lowrank_kv_jax.estimators.moments import Moments, head_blocks
+from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.storage.state import state, static
 from lowrank_kv_jax.storage.water_filled import WIDTHS, WidthRuns, bytes_of, components_of
 
@@ -18,27 +19,29 @@ LEAST = 1e-5
 
 @state
 class Widths:
-    """Numbers of the tree structure, so that layers of one profile share their programs.
+    """Numbers of the tree structure, so that groups of one profile share their programs.
 
     Attributes:
-        rungs: profiles of this layer, the most bits first; one, but where bytes decide. None: components are floats.
-        mean: bytes of a token of each rung, keys and values, of all layers on average, rounded up.
+        layers: G, that the bases serve together.
+        rungs: profiles of this group, the most bits first; one, but where bytes decide. None: components are floats.
+        total: bytes of a token on each rung, keys and values, of one basis of every group of the model.
     """
 
+    layers: int = static()
     rungs: tuple[Profile, ...] = static()
-    mean: tuple[tuple[int, int], ...] = static()
+    total: tuple[tuple[int, int], ...] = static()
 
 
 class TransformBases(NamedTuple):
-    """Of one layer; J bases for its kv heads, W = (K / J) * D channels each.
+    """Of a group of G layers; J bases for its kv heads, W = G * (K / J) * D channels each, layer by layer.
 
     A token is coded as c = (x - mean) * weight @ U and read as (c @ U^T) / weight + mean.
 
     Attributes:
         k, v: U, orthonormal `[J, W, R]`, columns of falling variance.
         k_scale, v_scale: standard deviations `[J, R]` of c.
-        k_mean, v_mean: `[K, D]`; None where the calibration had no sums.
-        k_weight, v_weight: `[K, D]`; None stands for 1.
+        k_mean, v_mean: `[G, K, D]`; None where the calibration had no sums.
+        k_weight, v_weight: `[G, K, D]`; None stands for 1.
         widths: bits of the components.
     """
 
@@ -52,38 +55,42 @@ class TransformBases(NamedTuple):
     v_weight: jax.Array | None
     widths: Widths
 
+    @property
+    def layers(self) -> int:
+        """G."""
+        return self.widths.layers
+
     def saved(self) -> dict[str, jax.Array]:
-        """As arrays by name: the widths as float32 `[rungs, 2, 5]`, components of each width and mean bytes."""
-        arrays = {name: x for name, x in self._asdict().items() if name != "widths" and x is not None}
-        if not self.widths.rungs:  # nothing of no size is saved
-            return arrays
+        """As arrays by name: the widths as float32 `[1 + rungs, 2, 5]`, G everywhere, then components of each width and
+        total bytes."""
         rungs = [
-            [[dict(runs).get(bits, 0) for bits in WIDTHS] + [mean] for runs, mean in zip(profile, means, strict=True)]
-            for profile, means in zip(self.widths.rungs, self.widths.mean, strict=True)
+            [[dict(runs).get(bits, 0) for bits in WIDTHS] + [total] for runs, total in zip(profile, totals, strict=True)]
+            for profile, totals in zip(self.widths.rungs, self.widths.total, strict=True)
         ]
-        return arrays | {"widths": jnp.asarray(np.array(rungs, np.float32).reshape(-1, 2, 5))}
+        widths = np.array([np.full((2, 5), self.layers), *rungs], np.float32)
+        arrays = {name: x for name, x in self._asdict().items() if name != "widths" and x is not None}
+        return arrays | {"widths": jnp.asarray(widths)}
 
     @classmethod
     def restored(cls, arrays: dict[str, jax.Array]) -> "TransformBases":
         """What `saved` returned."""
-        rungs = np.asarray(arrays["widths"]).astype(int).tolist() if "widths" in arrays else []
+        first, *rungs = np.asarray(arrays["widths"]).astype(int).tolist()
 
         def runs(side):
             return tuple((bits, count) for bits, count in zip(WIDTHS, side[:4], strict=True) if count)
 
-        profiles = tuple((runs(k), runs(v)) for k, v in rungs)
-        mean = tuple((k[4], v[4]) for k, v in rungs)
-        return cls(**dict.fromkeys(cls._fields) | arrays | {"widths": Widths(profiles, mean)})  # type: ignore[arg-type]
+        widths = Widths(first[0][0], tuple((runs(k), runs(v)) for k, v in rungs), tuple((k[4], v[4]) for k, v in rungs))
+        return cls(**dict.fromkeys(cls._fields) | arrays | {"widths": widths})  # type: ignore[arg-type]
 
 
 class Side(NamedTuple):
-    """Keys or values of a calibration, layer by layer; float64.
+    """Keys or values of a group's layers in a calibration; float64.
 
     Attributes:
-        vectors: `[L, J, W, W]`, columns of falling variance.
-        variances: of them `[L, J, W]`.
-        mean: `[L, K, D]` or None.
-        weight: `[L, K, D]` or None.
+        vectors: `[J, W, W]`, columns of falling variance.
+        variances: of them `[J, W]`.
+        mean: `[G, K, D]` or None.
+        weight: `[G, K, D]` or None.
     """
 
     vectors: np.ndarray
@@ -92,50 +99,63 @@ class Side(NamedTuple):
     weight: np.ndarray | None
 
 
-def principal(spec: AttentionSpec, moments: Moments, tap: str, groups: int, weight: np.ndarray | None = None) -> Side:
-    """Principal directions of `k`, `k_pre` or `v` around their mean, each channel times `weight` `[L, K, D]` before."""
-    mean = moments.mean(tap)
-    moment = np.asarray(getattr(moments, tap), np.float64) / moments.tokens - mean[:, :, None] * mean[:, None]
+def principal(
+    spec: AttentionSpec, moments: Moments, tap: str, layers: tuple[int, ...], units: int, weight: np.ndarray | None = None
+) -> Side:
+    """Principal directions of `k`, `k_pre` or `v` of a group around their mean.
+
+    Args:
+        units: J.
+        weight: what each channel is multiplied by before, `[L, K, D]` of all layers.
+    """
+    by_head = (len(layers), spec.kv_heads, spec.head_dim)
+    mean = moments.mean(tap)[list(layers)].ravel()
+    moment = np.asarray(moments.between(tap, layers), np.float64) / moments.tokens - np.outer(mean, mean)
     if weight is not None:
-        flat = weight.reshape(len(weight), -1)
-        moment = moment * flat[:, :, None] * flat[:, None]
-    values, vectors = np.linalg.eigh(head_blocks(moment, groups))
-    by_head = (*mean.shape[:1], spec.kv_heads, spec.head_dim)
+        weight = weight[list(layers)]
+        moment = moment * weight.ravel()[:, None] * weight.ravel()
+    width = len(mean) // units
+    split = moment.reshape(2 * (len(layers), units, width // len(layers)))
+    blocks = np.moveaxis(np.diagonal(split, axis1=1, axis2=4), -1, 0).reshape(units, width, width)
+    values, vectors = np.linalg.eigh(blocks)
     centre = mean.reshape(by_head) if getattr(moments, f"{tap}_sum") is not None else None
     return Side(vectors[..., ::-1], np.maximum(values[..., ::-1], 0.0), centre, weight)
 
 
-def errors_of(side: Side, counts: float | None) -> np.ndarray:
-    """What is lost without a component, `[L, W]`, summed over the bases of a layer and comparable across layers.
+def errors_of(sides: Sequence[Side], groups: Sequence[tuple[int, ...]], counts: float | None) -> np.ndarray:
+    """What is lost without a component, `[groups, W]`, summed over the bases of a group and comparable across groups.
 
     Args:
         counts: see `Metric`.
     """
-    variances = side.variances.sum(1)
-    if counts is None:
-        return variances
-    total = variances.sum(-1, keepdims=True)
-    return counts * variances / np.where(total > 0, total, 1.0)
+    errors = np.zeros((len(sides), max(side.variances.shape[-1] for side in sides)))
+    for row, side, layers in zip(errors, sides, groups, strict=True):
+        variances = side.variances.sum(0)
+        total = variances.sum()
+        scale = 1.0 if counts is None else counts * len(layers) / (total if total > 0 else 1.0)
+        row[: len(variances)] = scale * variances
+    return errors
 
 
-def layer_bases(k: Side, v: Side, layer: int, widths: Widths) -> TransformBases:
-    """Float32 bases of a layer, with the columns that any of its profiles has bits for."""
+def group_bases(k: Side, v: Side, widths: Widths) -> TransformBases:
+    """Float32 bases of a group, with the columns that any of its profiles has bits for."""
     arrays: dict[str, Any] = {}
     for name, side, index in (("k", k, 0), ("v", v, 1)):
-        most = max((components_of(profile[index]) for profile in widths.rungs), default=side.vectors.shape[-1])
-        deviation = np.sqrt(side.variances[layer])
+        width = side.vectors.shape[-1]
+        most = max((components_of(profile[index]) for profile in widths.rungs), default=width)
+        more = ((0, 0), (0, max(most - width, 0)))  # a profile that larger groups chose, too
+        deviation = np.pad(np.sqrt(side.variances), more)
         floor = np.maximum(deviation.max(-1, keepdims=True) * LEAST, np.finfo(np.float32).tiny * 1e6)
-        arrays[name] = side.vectors[layer, ..., :most]
+        arrays[name] = np.pad(side.vectors, ((0, 0), *more))[..., :most]
         arrays[f"{name}_scale"] = np.maximum(deviation, floor)[:, :most]
-        arrays[f"{name}_mean"] = None if side.mean is None else side.mean[layer]
-        arrays[f"{name}_weight"] = None if side.weight is None else side.weight[layer]
+        arrays[f"{name}_mean"], arrays[f"{name}_weight"] = side.mean, side.weight
     found = {name: None if x is None else jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
     return TransformBases(**found, widths=widths)
 
 
-def mean_bytes(profiles: list[Profile]) -> tuple[int, int]:
-    """Bytes of keys and of values of a token on average over layers, rounded up."""
-    k, v = (-(-sum(bytes_of(profile[side]) for profile in profiles) // len(profiles)) for side in (0, 1))
+def total_bytes(profiles: Sequence[Profile]) -> tuple[int, int]:
+    """Bytes of keys and of values of a token, of one basis of every group."""
+    k, v = (sum(bytes_of(profile[side]) for profile in profiles) for side in (0, 1))
     return k, v
 
 
@@ -147,17 +167,25 @@ def encoder(bases: TransformBases, side: str, runs: WidthRuns | None) -> jax.Arr
     basis, columns = _columns(bases, side, runs)
     weight = getattr(bases, f"{side}_weight")
     if weight is not None:
-        basis = basis * weight.astype(jnp.float32).reshape(basis.shape[0], -1, 1)
+        basis = basis * by_unit(weight.astype(jnp.float32), basis.shape[0])[..., None]
     return basis / columns
 
 
-def decoder(bases: TransformBases, side: str, runs: WidthRuns | None) -> jax.Array:
-    """`[J, W, R]`, float32: what takes a code back, its transpose to the right."""
+def decoder(bases: TransformBases, side: str, runs: WidthRuns | None, layer: int) -> jax.Array:
+    """`[J, (K / J) * D, R]`, float32: what takes a code to a token of that layer of the group, its transpose to the
+    right."""
     basis, columns = _columns(bases, side, runs)
+    basis = basis.reshape(basis.shape[0], bases.layers, -1, basis.shape[-1])[:, layer]
     weight = getattr(bases, f"{side}_weight")
     if weight is not None:
-        basis = basis / weight.astype(jnp.float32).reshape(basis.shape[0], -1, 1)
+        basis = basis / weight[layer].astype(jnp.float32).reshape(basis.shape[0], -1, 1)
     return basis * columns
+
+
+def by_unit(x: jax.Array, units: int) -> jax.Array:
+    """`[..., J, W]` of `[..., G, K, D]`: the channels of a unit's heads, layer by layer."""
+    split = x.reshape(*x.shape[:-2], units, -1)
+    return split.swapaxes(-3, -2).reshape(*x.shape[:-3], units, -1)
 
 
 def _columns(bases: TransformBases, side: str, runs: WidthRuns | None) -> tuple[jax.Array, jax.Array]:

@@ -29,7 +29,8 @@ SHARED_AT = 2.0
 Profile = tuple[WidthRuns, WidthRuns]
 """Widths of a layer's keys and values."""
 Spectra = tuple[np.ndarray, np.ndarray]
-"""Variances `[L, W]` of keys and values, of layers in order, largest first."""
+"""Variances `[L, W]` of keys and values, of layers (or groups of them) in order, largest first; 0 where a smaller group
+has no component."""
 
 _ALL = (*WIDTHS, 0)
 _ERROR = np.array([DISTORTION[bits] for bits in _ALL])
@@ -38,7 +39,7 @@ _ERROR = np.array([DISTORTION[bits] for bits in _ALL])
 def widths_at(variances: np.ndarray, price: float) -> np.ndarray:
     """Widths, of the shape of `variances`, at which the error and `price` times the bits are least together."""
     cost = np.asarray(variances, np.float64)[..., None] * _ERROR + price * np.array(_ALL)
-    return np.array(_ALL)[np.argmin(cost, axis=-1)]
+    return np.where(variances > 0, np.array(_ALL)[np.argmin(cost, axis=-1)], 0)
 
 
 def runs_of(widths: np.ndarray, wide: int = 0) -> WidthRuns:
@@ -102,12 +103,12 @@ def profiles_at(spectra: Spectra, prices: tuple[float, float], count: int) -> li
     return [found[i] for i in chosen]
 
 
-def ladder(spectra: Spectra, count: int) -> list[list[Profile]]:
-    """Profiles of each layer from 8 bits everywhere to almost none, `RUNGS` at the most.
+def ladder(spectra: Spectra, count: int, components: int | None = None) -> list[list[Profile]]:
+    """Profiles of each layer from 8 bits everywhere to almost none, `RUNGS` at the most; arguments as of `allocate`.
 
     Which layers share a profile is the same on every rung, as it is best at `SHARED_AT` bits.
     """
-    shared = allocate(spectra, (SHARED_AT, SHARED_AT), count, pooled=True)
+    shared = allocate(spectra, (SHARED_AT, SHARED_AT), count, True, components)
     members = [np.flatnonzero([own == other for own in shared]) for other in dict.fromkeys(shared)]
     most, found = max(side.max() for side in spectra), []
     for price in most * np.concatenate([[0.0], np.geomspace(1e-7, 1.0, RUNGS - 1)]):
@@ -128,19 +129,22 @@ def _profile(spectra: Spectra, layers: np.ndarray, prices: tuple[float, float]) 
     return k, v
 
 
-def allocate(spectra: Spectra, bits: tuple[float, float], count: int, pooled: bool) -> list[Profile]:
+def allocate(
+    spectra: Spectra, bits: tuple[float, float], count: int, pooled: bool, components: int | None = None
+) -> list[Profile]:
     """The profile of each layer, at most `count` different ones, whose mean over all components is at most `bits`.
 
     Args:
         bits: of a component of keys, and of values.
         pooled: keys and values share one budget, the sum of both; otherwise each has its own price.
+        components: of keys (as of values), over all layers; by default all of the spectra's.
     """
-    components = [side.size for side in spectra]
-    budget = sum(size * own for size, own in zip(components, bits, strict=True))
+    components = components or spectra[0].size
+    budget = components * sum(bits)
     if pooled:
         prices = (1.0, 1.0)
     else:
-        prices = tuple(_price(lambda p, s=side: widths_at(s, p).sum(), own * side.size, side)
+        prices = tuple(_price(lambda p, s=side: widths_at(s, p).sum(), own * components, side)
                        for side, own in zip(spectra, bits, strict=True))
 
     def spent(factor: float) -> int:

@@ -1,5 +1,6 @@
 """Second moments of a model's activations: all that calibration keeps of a corpus."""
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -38,6 +39,18 @@ class Sensitivity(NamedTuple):
     v: np.ndarray
 
 
+class Across(NamedTuple):
+    """Sums of outer products of the tokens of G layers side by side, `[G * W, G * W]`, layer by layer.
+
+    Attributes:
+        k, k_pre, v: keys after and before RoPE, values.
+    """
+
+    k: np.ndarray
+    k_pre: np.ndarray
+    v: np.ndarray
+
+
 class Moments(NamedTuple):
     """Sums of outer products over a corpus, per layer; W = K * D, the heads of a layer side by side. They are None where
     no method reads them.
@@ -50,6 +63,7 @@ class Moments(NamedTuple):
         fisher: of the projections, where a method reads it.
         votes: of a second reading, where a method reads them; see `calibration.layer_votes.collect_votes`.
         sensitivity: of the loss to keys and values, where a method reads it.
+        across: of groups of layers, where a method reads them.
     """
 
     tokens: np.ndarray | int
@@ -64,17 +78,32 @@ class Moments(NamedTuple):
     fisher: Fisher | None = None
     votes: np.ndarray | None = None
     sensitivity: Sensitivity | None = None
+    across: Mapping[tuple[int, ...], Across] | None = None
 
     @property
     def held(self) -> frozenset[str]:
         """What of `KVMethod.reads` is here."""
-        there = {"moments": self.k, "fisher": self.fisher, "votes": self.votes, "sensitivity": self.sensitivity}
+        there = {"moments": self.k, "fisher": self.fisher, "votes": self.votes, "sensitivity": self.sensitivity,
+                 "across": self.across}
         return frozenset(name for name, found in there.items() if found is not None)
 
     def mean(self, name: str) -> np.ndarray:
         """Mean token `[L, W]` of `k`, `k_pre` or `v`."""
         total = getattr(self, f"{name}_sum")
         return np.zeros(getattr(self, name).shape[:2]) if total is None else np.asarray(total) / self.tokens
+
+    def between(self, name: str, layers: tuple[int, ...]) -> np.ndarray:
+        """Sums `[G * W, G * W]` of `k`, `k_pre` or `v` of G layers side by side.
+
+        Raises:
+            ValueError: the calibration did not take these layers together.
+        """
+        if len(layers) == 1:
+            return getattr(self, name)[layers[0]]
+        if self.across is None or layers not in self.across:
+            raise ValueError(f"these moments hold no products of layers {layers[0]} to {layers[-1]}: calibrate with "
+                             "`calibrate` for this group, or give group=1")
+        return getattr(self.across[layers], name)
 
     def per_head(self, name: str, kv_heads: int) -> np.ndarray:
         """Diagonal blocks `[L, K, D, D]` of `k`, `k_pre` or `v`; `q` and `q_pre` as they are."""
@@ -110,8 +139,7 @@ def layer_moments(spec: AttentionSpec, taps: Taps, positions: jax.Array, valid: 
         return x.reshape(-1, x.shape[-1])
 
     def joint(x):
-        x = wide(x)
-        return jnp.matmul(x.T, x, precision=jax.lax.Precision.HIGHEST)
+        return _products(wide(x))
 
     def queries(q):
         q = q.reshape(*q.shape[:2], spec.kv_heads, spec.group_size, spec.head_dim).astype(jnp.float32)
@@ -123,3 +151,17 @@ def layer_moments(spec: AttentionSpec, taps: Taps, positions: jax.Array, valid: 
         "q": queries(taps.q), "q_pre": queries(q_pre),
         "k_sum": wide(taps.k).sum(0), "k_pre_sum": wide(taps.k_pre).sum(0), "v_sum": wide(taps.v).sum(0),
     }
+
+
+def moments_across(taps: Sequence[Taps]) -> dict[str, jax.Array]:
+    """`Across` of layers whose taps `[B, T, ...]` are all valid, float32."""
+
+    def side_by_side(name):
+        parts = [getattr(own, name).astype(jnp.float32) for own in taps]
+        return jnp.concatenate([x.reshape(x.shape[0] * x.shape[1], -1) for x in parts], axis=-1)
+
+    return {name: _products(side_by_side(name)) for name in Across._fields}
+
+
+def _products(x: jax.Array) -> jax.Array:
+    return jnp.matmul(x.T, x, precision=jax.lax.Precision.HIGHEST)

@@ -19,7 +19,7 @@ from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.method import chosen, in_order, pages, voting
 from lowrank_kv_jax.method.budget import Room, selected_tokens, tokens_for_bytes
 from lowrank_kv_jax.method.codec import Codec, Ends
-from lowrank_kv_jax.method.group import GroupBases, GroupState, LayerGroup
+from lowrank_kv_jax.method.group import GroupBases, GroupState
 from lowrank_kv_jax.method.kv_method import KVMethod
 from lowrank_kv_jax.method.layout import Layout, tail_limit
 from lowrank_kv_jax.method.reading import Reading
@@ -155,7 +155,7 @@ class Machine(KVMethod):
             return bases
         if self.selection is not None and (self._fitted == [self.selection] or not self.codec.calibrated):
             return GroupBases(None, (bases,), self.selection.calibrated)
-        return GroupBases(bases, (None,) * (bases.layers if isinstance(bases, LayerGroup) else 1))
+        return GroupBases(bases, (None,) * getattr(bases, "layers", 1))
 
     # ---- shapes -------------------------------------------------------------------------------------------------
 

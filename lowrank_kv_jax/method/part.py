@@ -30,8 +30,8 @@ class Part(abc.ABC):
 
     reads: ClassVar[frozenset[str]] = frozenset({"moments"})
     """What `fit` reads of a calibration text, each at its price: "moments" (second moments of the taps), "fisher"
-    (information of the projections, a backward pass), "votes" (of a second reading) and "sensitivity" (of the loss to
-    keys and values, a backward pass)."""
+    (information of the projections, a backward pass), "votes" (of a second reading), "sensitivity" (of the loss to
+    keys and values, a backward pass) and "across" (second moments of each of its layer groups together)."""
 
     latents: ClassVar[bool] = False
     """Whether it can hold the cache of latent attention (MLA), whose keys are their own values."""

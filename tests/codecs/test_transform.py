@@ -11,6 +11,7 @@ from helpers import PLAIN, bases_for, random_moments, softmax_attention
 
 import lowrank_kv_jax as lkv
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
+from lowrank_kv_jax.estimators.bit_allocation import STEP
 from lowrank_kv_jax.estimators.moments import Sensitivity
 from lowrank_kv_jax.generation.forward import make_layout
 from lowrank_kv_jax.method import Place
@@ -42,15 +43,16 @@ def tokens_like(moments, layer=0, seed=0, count=SIZE):
     return q, Tokens(k, k_pre, v, positions)
 
 
-def oracle(bases, side, x, runs):
-    """float64: what is read of tokens `[B, T, K, D]`."""
-    from lowrank_kv_jax.estimators.bit_allocation import STEP
-
+def oracle(bases, side, layers, runs):
+    """float64: what each layer of a group reads of tokens `[B, T, K, D]` of every layer."""
     mean = np.asarray(getattr(bases, f"{side}_mean"), np.float64)
     weight = getattr(bases, f"{side}_weight")
     weight = np.ones_like(mean) if weight is None else np.asarray(weight, np.float64)
     basis = np.asarray(getattr(bases, side), np.float64)
-    x = ((np.asarray(x, np.float64) - mean) * weight).reshape(*x.shape[:2], basis.shape[0], -1)
+    units = basis.shape[0]
+    own = [((np.asarray(x, np.float64) - m) * w).reshape(*x.shape[:2], units, -1)
+           for x, m, w in zip(layers, mean, weight, strict=True)]
+    x = np.concatenate(own, axis=-1)
     out, begin = np.zeros_like(x), 0
     for bits, count in runs:
         part = slice(begin, begin + count)
@@ -59,15 +61,22 @@ def oracle(bases, side, x, runs):
         c = np.clip(np.floor(c), -(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1) + 0.5
         out += np.einsum("btjr,jwr->btjw", c * step, basis[..., part])
         begin += count
-    return out.reshape(*x.shape[:2], *mean.shape) / weight + mean
+    parts = np.split(out, len(layers), axis=-1)
+    return [part.reshape(*x.shape[:2], *m.shape) / w + m for part, m, w in zip(parts, mean, weight, strict=True)]
 
 
-@pytest.mark.parametrize("spec", ["bits=2", "bits=3.3,heads=per_head,rope=post", "bits_k=4,bits_v=1.5,metric=plain", "bits=1,rope=post"])
+@pytest.mark.parametrize("spec", [
+    "bits=2", "bits=3.3,heads=per_head,rope=post", "bits_k=4,bits_v=1.5,metric=plain", "bits=1,rope=post",
+    "bits=1.5,group=3", "bits=3,group=2,heads=per_head", "bits=2,group=2,rope=post,metric=plain",
+])
 def test_attention_over_codes_equals_the_oracle(spec):
     """Steps folded into queries and values, means in closed form: what exact attention over rebuilt tokens gives."""
-    method, moments = parse_method(f"transform:{spec}"), random_moments(PLAIN, means=True)
-    bases = method.fit(SPEC, moments)[0]
-    q, tokens = tokens_like(moments)
+    method = parse_method(f"transform:{spec}")
+    moments = random_moments(PLAIN, means=True, group=method.group)
+    bases, layers = method.fit(SPEC, moments)[0], range(method.group)
+    q, tokens = zip(*(tokens_like(moments, layer, layer) for layer in layers), strict=True)
+    last = layers[-1]
+    q, place = q[last], Place(index=last)
     counts = jnp.array([SIZE, 17])
     where = Runs(jnp.zeros((2, 2), jnp.int32), jnp.stack([jnp.full((2,), 4), jnp.zeros((2,))], 1).astype(jnp.int32))
     at = jnp.full((2, 3), 90)
@@ -75,15 +84,15 @@ def test_attention_over_codes_equals_the_oracle(spec):
     @jax.jit
     def through(bases, q, tokens):
         store = method.empty(LAYOUT, bases, SIZE)
-        store = method.take_in(LAYOUT, bases, store, (tokens,), counts, counts, where)
-        return store, method.attend(LAYOUT, bases, store, q, at, Place()), method.logits(LAYOUT, bases, store, q, Place())
+        store = method.take_in(LAYOUT, bases, store, tokens, counts, counts, where)
+        return store, method.attend(LAYOUT, bases, store, q, at, place), method.logits(LAYOUT, bases, store, q, place)
 
     store, part, votes = through(bases, q, tokens)
     assert store.tokens.k.codes.dtype == jnp.uint8
-    k = oracle(bases, "k", tokens.k_pre if method.rope == "pre" else tokens.k, store.tokens.k.runs)
+    k = oracle(bases, "k", [x.k_pre if method.rope == "pre" else x.k for x in tokens], store.tokens.k.runs)[last]
     if method.rope == "pre":
-        k = np.asarray(rotate(jnp.asarray(k, jnp.float32), *(x[:, :, None] for x in rope_angles(SPEC.rope, tokens.positions))))
-    v = oracle(bases, "v", tokens.v, store.tokens.v.runs)
+        k = np.asarray(rotate(jnp.asarray(k, jnp.float32), *(x[:, :, None] for x in rope_angles(SPEC.rope, tokens[0].positions))))
+    v = oracle(bases, "v", [x.v for x in tokens], store.tokens.v.runs)[last]
     seen = np.broadcast_to(np.arange(SIZE) < np.asarray(counts)[:, None, None], (2, 3, SIZE))
     out, lse = softmax_attention(q, k, v, seen, SPEC.scale)
     np.testing.assert_allclose(part.lse, lse, atol=2e-4)
@@ -103,8 +112,8 @@ def test_more_bits_err_less_and_the_metric_favours_the_logits():
             bases = method.fit(SPEC, moments)[0]
             _, tokens = tokens_like(moments, count=400)
             square = np.diagonal(moments.q_pre[0], axis1=1, axis2=2)
-            d = oracle(bases, "k", tokens.k_pre, bases.widths.rungs[0][0]) - np.asarray(tokens.k_pre, np.float64)
-            e = oracle(bases, "v", tokens.v, bases.widths.rungs[0][1]) - np.asarray(tokens.v, np.float64)
+            d = oracle(bases, "k", [tokens.k_pre], bases.widths.rungs[0][0])[0] - np.asarray(tokens.k_pre, np.float64)
+            e = oracle(bases, "v", [tokens.v], bases.widths.rungs[0][1])[0] - np.asarray(tokens.v, np.float64)
             errors[metric, bits] = np.mean(d**2 * square), np.mean(e**2) / np.var(np.asarray(tokens.v))
         for less, more in ((1, 2), (2, 4), (4, 8)):
             assert all(b < a for a, b in zip(errors[metric, less], errors[metric, more], strict=True))
@@ -113,7 +122,7 @@ def test_more_bits_err_less_and_the_metric_favours_the_logits():
     sides = [Transform(bits_k=2.0, bits_v=2.0, metric=m).fit(SPEC, moments)[0] for m in ("attention", "plain")]
     own = []
     for bases in sides:
-        d = oracle(bases, "k", tokens.k_pre, bases.widths.rungs[0][0]) - np.asarray(tokens.k_pre, np.float64)
+        d = oracle(bases, "k", [tokens.k_pre], bases.widths.rungs[0][0])[0] - np.asarray(tokens.k_pre, np.float64)
         own.append(np.mean(d**2 * np.diagonal(moments.q_pre[0], axis1=1, axis2=2)))
     assert own[0] < own[1]
 
@@ -136,13 +145,14 @@ def test_bits_go_where_errors_raise_the_loss():
     weight = side * np.where(np.arange(SPEC.kv_heads) == 1, 100.0, 1.0)[:, None]
     bases = Transform(bits=2.0).fit(SPEC, moments._replace(sensitivity=Sensitivity(weight, weight, weight)))[0]
     _, tokens = tokens_like(moments, count=400)
-    error = (oracle(bases, "v", tokens.v, bases.widths.rungs[0][1]) - np.asarray(tokens.v, np.float64)) ** 2
+    error = (oracle(bases, "v", [tokens.v], bases.widths.rungs[0][1])[0] - np.asarray(tokens.v, np.float64)) ** 2
     relative = error.mean((0, 1, 3)) / np.asarray(tokens.v, np.float64).var((0, 1)).mean(-1)
     assert relative[1] < 0.5 * np.delete(relative, 1).min()
 
 
 def test_bytes_meet_what_is_asked_for():
-    for spec in ("transform:smaller=5,sinks=2,recent=4", "transform:smaller=3,heads=per_head,sinks=2,recent=4"):
+    for spec in ("transform:smaller=5,sinks=2,recent=4", "transform:smaller=3,heads=per_head,sinks=2,recent=4",
+                 "transform:smaller=6,group=2,sinks=2,recent=4"):
         method = parse_method(spec)
         bases = bases_for(method)
         assert len({group.widths for group in bases}) <= method.profiles  # layers of a profile share their programs
@@ -154,7 +164,7 @@ def test_bytes_meet_what_is_asked_for():
         abstract_cache(parse_method("transform:smaller=5"), make_layout(PLAIN, 2, 16, 48, 16), bases_for(parse_method("transform:smaller=5")))
 
 
-@pytest.mark.parametrize("spec", ["transform:bits=1.5", "transform:smaller=6", "transform:bits=none,metric=plain"])
+@pytest.mark.parametrize("spec", ["transform:bits=1.5", "transform:smaller=6,group=2", "transform:bits=none,metric=plain"])
 def test_bases_come_back_from_disk_with_their_widths(spec, tmp_path):
     method, named = parse_method(spec), types.SimpleNamespace(name="tiny", config=PLAIN, fingerprint="f" * 64)
     bases = bases_for(method)
@@ -184,7 +194,7 @@ def test_errors_are_one_clear_line():
     for spec, said in (
         ("bits=9", "bits=9.0: must lie above 0 and be at most 8"), ("metric=mse", "metric='mse': allowed are loss, attention, plain"),
         ("bits=none,bits_k=2", "bits=None: give bits_k and bits_v"), ("profiles=0", "profiles=0: must be an int of at least 1"),
-        ("smaller=0", "smaller=0.0: must be a positive number"),
+        ("smaller=0", "smaller=0.0: must be a positive number"), ("group=0", "group=0: must be an int of at least 1"),
     ):
         with pytest.raises(ValueError, match=said):
             parse_method(f"transform:{spec}")
@@ -194,8 +204,29 @@ def test_errors_are_one_clear_line():
     with pytest.raises(ValueError, match="metric='loss': these moments hold no sensitivity"):
         Transform().fit(SPEC, moments._replace(sensitivity=None))
     assert Transform(metric="plain").fit(SPEC, moments)
+    with pytest.raises(ValueError, match="group=4: the model has 3 layers"):
+        Transform(group=4).validate(SPEC)
+    with pytest.raises(ValueError, match="these moments hold no products of layers 0 to 1"):
+        Transform(group=2).fit(SPEC, moments)
     machine, other = machine_of(Transform()), bases_for(Transform(heads="per_head"))
     with pytest.raises(ValueError, match="bases.k has 4 heads of width 8; .* takes 1 of 32"):
         machine.group_bases(SPEC, other)
     with pytest.raises(ValueError, match="bases with 0 sets of widths"):
         machine.group_bases(SPEC, bases_for(Transform(bits=None)))
+
+
+def test_layers_that_are_alike_share_their_bits():
+    """At as many bits a group of layers errs less than the same layers each by itself; a smaller last group works too."""
+    moments = random_moments(PLAIN, means=True, group=2)
+    tokens = [tokens_like(moments, layer, 0, count=400)[1] for layer in range(2)]  # the same draw: they are correlated
+    errors = []
+    for group in (1, 2):
+        found = Transform(bits=1.0, group=group, metric="plain").fit(SPEC, moments)
+        assert [own.layers for own in found] == ([1] * 3 if group == 1 else [2, 1])
+        pairs = [(found[0], tokens)] if group == 2 else [(own, [x]) for own, x in zip(found[:2], tokens, strict=True)]
+        errors.append(sum(
+            np.mean((read - np.asarray(x.v, np.float64)) ** 2)
+            for own, layers in pairs
+            for read, x in zip(oracle(own, "v", [x.v for x in layers], own.widths.rungs[0][1]), layers, strict=True)
+        ))
+    assert errors[1] < 0.7 * errors[0]
