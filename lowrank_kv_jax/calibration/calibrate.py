@@ -184,9 +184,9 @@ def _checkpoints(model: Any, method: Part, tokens: np.ndarray, prefix: str | os.
 
 
 def fit_bases(model: Any, method: Part, moments: Moments, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
-    """`method.fit` in the given dtype: several methods can share the moments of one run of the model."""
+    """`method.fit` with floats in the given dtype: several methods can share the moments of one run of the model."""
     bases = method.fit(model.config.attention, moments)
-    return jax.tree.map(lambda u: jnp.asarray(u, dtype), bases)
+    return jax.tree.map(lambda u: jnp.asarray(u, dtype if jnp.issubdtype(u.dtype, jnp.floating) else None), bases)
 
 
 def _finite(product: np.ndarray, name: str, layer: int) -> np.ndarray:

@@ -140,7 +140,7 @@ class Transform(TokenCodec):
         spectra = errors_of(k, groups, metric.k_counts), errors_of(v, groups, metric.v_counts)
         components = spec.num_layers * spec.kv_heads * spec.head_dim // self.units(spec, None)
         if self.smaller is not None:
-            rungs = ladder(spectra, self.profiles, components)
+            rungs = ladder(spectra, 16 / self.smaller, self.profiles, components)  # no token takes more than its share
         elif bits is None:
             rungs = []
         else:
@@ -163,7 +163,7 @@ class Transform(TokenCodec):
         key: dict[str, Any] = {"fit": "water-filled pca", "rope": self.rope, "heads": self.heads, "group": self.group,
                                "metric": self.metric}
         if self.smaller is not None:
-            return key | {"bits": "any", "profiles": self.profiles}
+            return key | {"smaller": self.smaller, "profiles": self.profiles}
         if self.mean_bits is None:
             return key | {"bits": None}
         return key | {"bits": list(self.mean_bits), "pooled": self.pooled, "profiles": self.profiles}
@@ -178,6 +178,9 @@ class Transform(TokenCodec):
             if found != (units, width):
                 raise ValueError(f"bases.{side} has {found[0]} heads of width {found[1]}; {self.name} with these "
                                  f"settings takes {units} of {width}: calibrate for it")
+            if (getattr(bases, f"{side}_unit") is None) == (getattr(bases, side).dtype == jnp.int8):
+                raise ValueError(f"bases.{side} is {getattr(bases, side).dtype}: must be int8 with bases.{side}_unit, or "
+                                 "floats without; calibrate again")
         found = len(bases.widths.rungs)
         if not (found > 1 if self.smaller is not None else found == (self.mean_bits is not None)):
             raise ValueError(f"bases with {found} sets of widths: {self.name} with these settings takes none for floats, "

@@ -38,7 +38,9 @@ class TransformBases(NamedTuple):
     A token is coded as c = (x - mean) * weight @ U and read as (c @ U^T) / weight + mean.
 
     Attributes:
-        k, v: U, orthonormal `[J, W, R]`, columns of falling variance.
+        k, v: U, orthonormal `[J, W, R]`, columns of falling variance; int8 in units of their own where components have
+            bits, whose errors are larger by far.
+        k_unit, v_unit: those units `[J, R]`, or None.
         k_scale, v_scale: standard deviations `[J, R]` of c.
         k_mean, v_mean: `[G, K, D]`; None where the calibration had no sums.
         k_weight, v_weight: `[G, K, D]`; None stands for 1.
@@ -47,6 +49,8 @@ class TransformBases(NamedTuple):
 
     k: jax.Array
     v: jax.Array
+    k_unit: jax.Array | None
+    v_unit: jax.Array | None
     k_scale: jax.Array
     v_scale: jax.Array
     k_mean: jax.Array | None
@@ -54,6 +58,8 @@ class TransformBases(NamedTuple):
     k_weight: jax.Array | None
     v_weight: jax.Array | None
     widths: Widths
+
+    quantised = ("k", "v")
 
     @property
     def layers(self) -> int:
@@ -146,11 +152,20 @@ def group_bases(k: Side, v: Side, widths: Widths) -> TransformBases:
         more = ((0, 0), (0, max(most - width, 0)))  # a profile that larger groups chose, too
         deviation = np.pad(np.sqrt(side.variances), more)
         floor = np.maximum(deviation.max(-1, keepdims=True) * LEAST, np.finfo(np.float32).tiny * 1e6)
-        arrays[name] = np.pad(side.vectors, ((0, 0), *more))[..., :most]
+        basis = np.pad(side.vectors, ((0, 0), *more))[..., :most]
+        arrays[name], arrays[f"{name}_unit"] = _in_8_bits(basis) if widths.rungs else (basis, None)
         arrays[f"{name}_scale"] = np.maximum(deviation, floor)[:, :most]
         arrays[f"{name}_mean"], arrays[f"{name}_weight"] = side.mean, side.weight
-    found = {name: None if x is None else jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
-    return TransformBases(**found, widths=widths)
+    found = {
+        name: x if x is None or x.dtype == np.int8 else x.astype(np.float32) for name, x in arrays.items()
+    }
+    return TransformBases(**jax.tree.map(jnp.asarray, found), widths=widths)
+
+
+def _in_8_bits(basis: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of the shape of `basis` `[J, W, R]`, and the unit of each column `[J, R]`."""
+    unit = np.abs(basis).max(axis=1) / 127
+    return np.round(basis / np.where(unit > 0, unit, 1.0)[:, None]).astype(np.int8), unit
 
 
 def total_bytes(profiles: Sequence[Profile]) -> tuple[int, int]:
@@ -190,9 +205,12 @@ def by_unit(x: jax.Array, units: int) -> jax.Array:
 
 def _columns(bases: TransformBases, side: str, runs: WidthRuns | None) -> tuple[jax.Array, jax.Array]:
     """U, and what its columns are multiplied by `[J, 1, R]`: the steps."""
-    basis = getattr(bases, side).astype(jnp.float32)
+    basis, unit = (getattr(bases, name) for name in (side, f"{side}_unit"))
+    count = basis.shape[-1] if runs is None else components_of(runs)
+    basis = basis[..., :count].astype(jnp.float32)
+    if unit is not None:
+        basis = basis * unit[:, None, :count].astype(jnp.float32)
     if runs is None:
         return basis, jnp.ones((1, 1, 1), jnp.float32)
-    count = components_of(runs)
     scale = getattr(bases, f"{side}_scale").astype(jnp.float32)[:, :count]
-    return basis[..., :count], (scale * jnp.asarray(steps_of(runs), jnp.float32))[:, None]
+    return basis, (scale * jnp.asarray(steps_of(runs), jnp.float32))[:, None]

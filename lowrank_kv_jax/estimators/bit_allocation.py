@@ -23,8 +23,9 @@ WIDE = 1
 """First components of keys that have 8 bits at any price, because of those tokens."""
 LLOYD = 12  # rounds of sharing profiles among layers
 HALVINGS = 24  # of the interval that holds a price
-RUNGS = 128
-SHARED_AT = 2.0
+PRICES = 512
+FINE, COARSE = 0.015, 0.1
+"""By how much a rung of a ladder has fewer bits than the one before: above a quarter of the most, and below."""
 
 Profile = tuple[WidthRuns, WidthRuns]
 """Widths of a layer's keys and values."""
@@ -103,22 +104,26 @@ def profiles_at(spectra: Spectra, prices: tuple[float, float], count: int) -> li
     return [found[i] for i in chosen]
 
 
-def ladder(spectra: Spectra, count: int, components: int | None = None) -> list[list[Profile]]:
-    """Profiles of each layer from 8 bits everywhere to almost none, `RUNGS` at the most; arguments as of `allocate`.
+def ladder(spectra: Spectra, most: float, count: int, components: int | None = None) -> list[list[Profile]]:
+    """Profiles of each layer, with a mean of `most` bits and then fewer and fewer; arguments as of `allocate`.
 
-    Which layers share a profile is the same on every rung, as it is best at `SHARED_AT` bits.
+    Which layers share a profile is the same on every rung, as it is best at three quarters of the most.
     """
-    shared = allocate(spectra, (SHARED_AT, SHARED_AT), count, True, components)
+    at = min(0.75 * most, 8.0)
+    shared = allocate(spectra, (at, at), count, True, components)
     members = [np.flatnonzero([own == other for own in shared]) for other in dict.fromkeys(shared)]
-    most, found = max(side.max() for side in spectra), []
-    for price in most * np.concatenate([[0.0], np.geomspace(1e-7, 1.0, RUNGS - 1)]):
+    limit = bits = 2 * most * (components or spectra[0].size)
+    found = []
+    for price in max(side.max() for side in spectra) * np.concatenate([[0.0], np.geomspace(1e-8, 1.0, PRICES)]):
         rung: list[Any] = [None] * len(shared)
         for own in members:
             profile = _profile(spectra, own, (price, price))
             for layer in own:
                 rung[layer] = profile
-        if not found or sum(map(bits_of, rung)) < sum(map(bits_of, found[-1])):
+        spent = sum(map(bits_of, rung))
+        if spent <= limit:
             found.append(rung)
+            limit = spent * (1 - (FINE if spent > bits / 4 else COARSE))
     return found
 
 

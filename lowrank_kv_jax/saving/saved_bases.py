@@ -44,8 +44,8 @@ def save_bases(
         raise ValueError(f"bases: expected {groups} groups of {kind.__name__}, as calibrate returns them")
     arrays = {f"{i}.{name}": array for i, group in enumerate(bases) for name, array in _fields(group).items()}
     for name, array in arrays.items():
-        if not jax.numpy.issubdtype(array.dtype, jax.numpy.floating):
-            raise ValueError(f"bases: {name} is {array.dtype.name}: must be a floating dtype")
+        if array.dtype.name not in _dtypes(kind, name.partition(".")[2]):
+            raise ValueError(f"bases: {name} is {array.dtype.name}: must be one of {', '.join(FLOATS)}")
     metadata = {
         "model": model.name,
         "fingerprint": model.fingerprint,
@@ -106,7 +106,7 @@ def _rebuild(path: str | Path, method: Part, metadata: Mapping[str, Any], count:
         raise ValueError(f"{file}: groups has {len(groups)} entries: must be {count}, one for each layer group")
     names = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set(kind._fields)
     like = {
-        f"{i}.{name}": _abstract(f"{file}: groups[{i}].{name}", name in names, entry)
+        f"{i}.{name}": _abstract(f"{file}: groups[{i}].{name}", name in names, _dtypes(kind, name), entry)
         for i, group in enumerate(groups) for name, entry in _entries(f"{file}: groups[{i}]", group).items()
     }
     arrays = load_arrays(path, metadata, like)
@@ -130,7 +130,12 @@ def _entries(place: str, group: Any) -> dict[str, Any]:
     return group or {}
 
 
-def _abstract(place: str, known: bool, entry: Any) -> jax.ShapeDtypeStruct:
+def _dtypes(kind: Any, name: str) -> tuple[str, ...]:
+    """What an array of bases of that type may be; some declare which of theirs may be quantised."""
+    return (*FLOATS, "int8") if name in getattr(kind, "quantised", ()) else FLOATS
+
+
+def _abstract(place: str, known: bool, dtypes: tuple[str, ...], entry: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype of a saved array."""
     if not known:
         raise ValueError(f"{place}: the bases of this method have no such array")
@@ -139,8 +144,8 @@ def _abstract(place: str, known: bool, entry: Any) -> jax.ShapeDtypeStruct:
     check_fields(place, entry, {"shape": list, "dtype": str})
     if not all(type(size) is int and 0 <= size < 2**31 for size in entry["shape"]):
         raise ValueError(f"{place}.shape={short(entry['shape'])}: must be a list of sizes from 0 to 2**31 - 1")
-    if entry["dtype"] not in FLOATS:
-        raise ValueError(f"{place}.dtype={short(entry['dtype'])}: must be one of {', '.join(FLOATS)}")
+    if entry["dtype"] not in dtypes:
+        raise ValueError(f"{place}.dtype={short(entry['dtype'])}: must be one of {', '.join(dtypes)}")
     return jax.ShapeDtypeStruct(tuple(entry["shape"]), jax.numpy.dtype(entry["dtype"]))
 
 

@@ -49,6 +49,8 @@ def oracle(bases, side, layers, runs):
     weight = getattr(bases, f"{side}_weight")
     weight = np.ones_like(mean) if weight is None else np.asarray(weight, np.float64)
     basis = np.asarray(getattr(bases, side), np.float64)
+    if (unit := getattr(bases, f"{side}_unit")) is not None:
+        basis = basis * np.asarray(unit, np.float64)[:, None]
     units = basis.shape[0]
     own = [((np.asarray(x, np.float64) - m) * w).reshape(*x.shape[:2], units, -1)
            for x, m, w in zip(layers, mean, weight, strict=True)]

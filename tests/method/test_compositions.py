@@ -139,6 +139,15 @@ def test_what_composes_keeps_its_promises(config, codec, selection, summary, tmp
     keeps_its_promises(composed(config, codec, selection, summary), config, tmp_path)
 
 
+@pytest.mark.parametrize("spec", [
+    "transform:bits=2,group=2,sinks=2,recent=4+kvzip:keep=0.5,recent=8",
+    pytest.param("transform:bits=3,group=2,heads=per_head,rope=post,sinks=2,recent=4+adakv:keep=0.5,recent=8+moments", marks=pytest.mark.slow),
+    pytest.param("transform:smaller=2,group=2,sinks=2,recent=4", marks=pytest.mark.slow),
+])
+def test_layers_that_are_coded_together_keep_their_promises(spec, tmp_path):
+    keeps_its_promises(lkv.parse_method(spec), FEW, tmp_path)
+
+
 def test_what_does_not_compose_is_refused_in_a_line_that_names_both():
     for config in (FEW, EIGHT):
         reasons = {names: refusal(config, *names) for names in PARTS}

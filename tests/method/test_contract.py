@@ -63,6 +63,7 @@ VARIANTS = [
     "single-svd:rank=1.0,rope=post,heads=per_head,decoded=coded,sinks=1,recent=2",
     "single-svd:rank=1.0,decoded=coded,recent_of=prompt,order=reconstruct",
     "streamingllm:keep=none,budget=160,positions=original",
+    "transform:bits=none,group=2,heads=per_head,rope=post,metric=plain,sinks=1,recent=2",
 ]
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, model, prompts, random_moments, run, small_configuration
+from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, model, prompts, run, small_configuration
 
 import lowrank_kv_jax as lkv
 from lowrank_kv_jax import cli
@@ -60,7 +60,7 @@ VARIANTS = (
     "ojakv:rank=4,bits=4", "ojakv:paper,rank=4", "ojakv:rank=4,rope=pre", "ojakv:rank=4,heads=joint", "eigenattention:rank=4",
     "osp-static:rank=4,gamma=sqrt_rank", "single-svd:rank=8", "palu:rank=0.5", "palu:rank=0.5,head_group=1",
     "streamingkv:rank=0.5,update=joint", "kivi", "kivi:int8", "xkv:rank=24,bits=4",
-    "transform:bits=1.5,heads=per_head", "transform:smaller=1,sinks=4,recent=8",
+    "transform:bits=1.5,heads=per_head", "transform:smaller=1,sinks=4,recent=8,group=2",
 )
 RULES = ("snapkv", "snapkv:paper", "h2o", "scissorhands", "adakv", "pyramidkv", "kvzip", "momentkv",
          "adakv:budget_bytes=300000,keep=none", "snapkv+moments", "adakv+moments:order=gaussian")
@@ -77,7 +77,7 @@ def shapes(tree):
 ])
 def test_every_step_keeps_the_shapes_that_init_foretells(codec, rule, config):
     part, spec = parse_method(f"{codec}+{rule}"), config.attention
-    bases = part.fit(spec, random_moments(config)) if part.calibrated else None
+    bases = bases_for(part, config) if part.calibrated else None
     method, layout = machine_of(part), make_layout(config, 2, PROMPT, CAPACITY, BLOCK, jnp.float32)
     own, layers = method.group_bases(spec, bases)[-1], len(method.layer_groups(spec)[-1])
 
