@@ -128,11 +128,13 @@ def _size(sizes: Sequence[Any]) -> dict[str, Any]:
     if not sizes:
         return {}
     return {
-        "cache_bytes": int(np.mean([size.total for size in sizes])),
+        "cache_bytes": int(np.mean([size.total for size in sizes])), "shared_bytes": sizes[0].shared,
         "full_cache_bytes": int(np.mean([size.full for size in sizes])),
         "bytes_per_token": float(np.mean([size.per_token for size in sizes])),
         "bytes_by_kind": {kind: int(np.mean([size.by_kind[kind] for size in sizes])) for kind in sizes[0].by_kind},
-        "smaller": float(np.mean([size.smaller for size in sizes])), "nominal_smaller": sizes[0].nominal_smaller,
+        "smaller": float(np.mean([size.smaller for size in sizes])),
+        "smaller_apart": float(np.mean([size.smaller_apart for size in sizes])),
+        "nominal_smaller": sizes[0].nominal_smaller,
         "compressed_fraction": float(np.mean([size.compressed for size in sizes])),
     }
 

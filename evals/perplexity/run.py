@@ -93,9 +93,10 @@ def evaluate_perplexity(
     The other arguments are those of `evaluate_ruler`.
 
     Returns:
-        One record for each window and method, with `nll` (in nats, the sum over `scored_tokens`) and
-        `perplexity`; `ttft_s` is the prefill's, whose logits predict the first token, and `scored_tokens_per_s` counts
-        all rows of the batch.
+        One record for each window and method, with `nll` (in nats, the sum over `scored_tokens`),
+        `perplexity` and, where the full cache was scored in the same run, `divergence` (see `divergence`, nats, the mean
+        over scored tokens); `ttft_s` is the prefill's, whose logits predict the first token, and `scored_tokens_per_s`
+        counts all rows of the batch.
 
     Raises:
         ValueError: as `cut_windows`, windows beyond the model's context, or a file that holds results of
@@ -138,6 +139,19 @@ def total_perplexity(records: Sequence[Mapping[str, Any]], method: str) -> float
     return math.exp(sum(record["nll"] for record in own) / sum(record["scored_tokens"] for record in own))
 
 
+def mean_divergence(records: Sequence[Mapping[str, Any]], method: str) -> float | None:
+    """Nats a scored token of a method's records; None where one has none."""
+    own = [record for record in records if record["method"] == method]
+    if any(record.get("divergence") is None for record in own):
+        return None
+    return sum(record["divergence"] * record["scored_tokens"] for record in own) / sum(r["scored_tokens"] for r in own)
+
+
+def _mean(divergence: np.ndarray | None, row: int) -> float | None:
+    mean = math.nan if divergence is None else float(divergence[row].mean())
+    return mean if math.isfinite(mean) else None
+
+
 @dataclasses.dataclass(frozen=True)
 class _Run:
     """What all records of a run have in common."""
@@ -178,6 +192,7 @@ class _Run:
                     length=self.length, index=window.index, samples=1, nll=total if finite else None,
                     scored_tokens=len(window.scored), context_tokens=len(window.context),
                     perplexity=math.exp(min(total / len(window.scored), 700)) if finite else None,
+                    divergence=_mean(scored.divergence, row),
                     **size_fields(size), window_sha256=_digest(window), **times,
                     **conditions_of(self.conditions, methods[spec]),
                 )

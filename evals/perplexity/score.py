@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 
 from lowrank_kv_jax.evals.asking.clock import PrefillClock
 from lowrank_kv_jax.evals.asking.prefill_many import prefill_many
+from lowrank_kv_jax.evals.perplexity.divergence import Predictions
 from lowrank_kv_jax.evals.results.sizes import Size, size_of
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, extend, prefill, refresh
 from lowrank_kv_jax.method import Part
@@ -20,9 +21,15 @@ from lowrank_kv_jax.storage.sharding import to_host
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
-    """Negative log-likelihoods in nats, float64 `[B, T]`, one for each scored token."""
+    """Of scored tokens, in nats.
+
+    Attributes:
+        nll: negative log-likelihoods, float64 `[B, T]`.
+        divergence: of predictions from the full cache's, float32 `[B, T]`; None where those are not known.
+    """
 
     nll: np.ndarray
+    divergence: np.ndarray | None = None
 
     @property
     def ppl(self) -> float:
@@ -39,7 +46,8 @@ def token_scores(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def score_rows(
-    method: Part, model: Any, cache: Cache, logits: jax.Array, rows: Sequence[Sequence[int]], *, bases: Any = None
+    method: Part, model: Any, cache: Cache, logits: jax.Array, rows: Sequence[Sequence[int]], *, bases: Any = None,
+    see: Callable[[int, jax.Array], Any] | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Score a continuation of each row of a cache, all of its tokens; rows may differ in length.
 
@@ -50,6 +58,7 @@ def score_rows(
         cache: consumed; `fork` it first to keep it.
         logits: `[B, V]` at the last token that the cache holds: they predict the first one scored.
         rows: ids of each row, at least one.
+        see: called with the number of each piece of the text, from 0, and its logits `[B, T, V]`.
 
     Returns:
         Of each row float64 `[T]`, the negative log-likelihoods in nats, and bool `[T]`, whether greedy decoding
@@ -60,6 +69,8 @@ def score_rows(
     padded = np.zeros((batch, int(counts.max()) + block), np.int32)
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row
+    see = see or (lambda index, logits: None)
+    see(0, logits[:, None])
     parts = [token_scores(logits[:, None], jnp.asarray(padded[:, :1]))]
     cache = refresh(method, cache, bases=bases)
     for begin in range(0, int(counts.max()) - 1, block):
@@ -69,6 +80,7 @@ def score_rows(
             method, model.config, model.params, cache, inputs, jnp.asarray(here, jnp.int32), bases=bases,
             all_logits=True,
         )
+        see(len(parts), logits)
         parts.append(token_scores(logits, targets))
         cache = refresh(method, cache, bases=bases)
     nll, greedy = (np.concatenate([to_host(part) for part in side], axis=1) for side in zip(*parts, strict=True))
@@ -76,12 +88,25 @@ def score_rows(
 
 
 def score_through_cache(
-    method: Part, model: Any, cache: Cache, logits: jax.Array, tokens: np.ndarray, *, bases: Any = None
+    method: Part, model: Any, cache: Cache, logits: jax.Array, tokens: np.ndarray, *, bases: Any = None,
+    predictions: Predictions | None = None,
 ) -> Perplexity:
-    """`score_rows` of continuations of one length, int32 `[B, T]`."""
-    rows = np.asarray(tokens, np.int32).tolist()
-    scored = score_rows(method, model, cache, logits, rows, bases=bases)
-    return Perplexity(np.stack([nll for nll, _ in scored]))
+    """`score_rows` of continuations of one length, int32 `[B, T]`.
+
+    Args:
+        predictions: the full cache's; a full cache fills them.
+    """
+    rows, pieces = np.asarray(tokens, np.int32).tolist(), []
+
+    def see(index: int, logits: jax.Array) -> None:
+        if predictions is not None and method.name == "full":
+            predictions.keep(index, logits)
+        if predictions is not None:
+            pieces.append(predictions.divergence(index, logits))
+
+    scored = score_rows(method, model, cache, logits, rows, bases=bases, see=see)
+    divergence = np.concatenate(pieces, axis=1)[:, : tokens.shape[1]] if pieces else None
+    return Perplexity(np.stack([nll for nll, _ in scored]), divergence)
 
 
 class Scored(NamedTuple):
@@ -98,7 +123,7 @@ def score_many(
     dtype: Any = None, mesh: Any = None, clock: PrefillClock | None = None,
 ) -> Iterator[Scored]:
     """`perplexity` of several methods from one prefill, which is done when this returns; each is scored when it is asked
-    for.
+    for, the full cache first.
 
     Args:
         methods, bases: by spec.
@@ -110,13 +135,18 @@ def score_many(
         clock=clock,
     )
 
+    exact = [spec for spec, method in methods.items() if method.name == "full"][:1]
+    predictions = Predictions() if exact else None
+
     def score(spec: str) -> Scored:
         cache, own = caches.pop(spec), bases.get(spec)
         size, begin = size_of(cache, own), time.perf_counter()
-        found = score_through_cache(methods[spec], model, cache, logits, tokens[:, prefix:], bases=own)
+        found = score_through_cache(
+            methods[spec], model, cache, logits, tokens[:, prefix:], bases=own, predictions=predictions
+        )
         return Scored(spec, size, found, time.perf_counter() - begin)
 
-    return map(score, methods)
+    return map(score, sorted(methods, key=lambda spec: spec not in exact))
 
 
 def perplexity(

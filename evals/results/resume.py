@@ -47,7 +47,7 @@ def finished(path: str | os.PathLike, wanted: Mapping[Key, Mapping[str, Any]]) -
     return found
 
 
-_RESULT = ("score", "nll", "scored_tokens", "cache_bytes", "full_cache_bytes", "smaller")
+_RESULT = ("score", "nll", "scored_tokens", "cache_bytes", "shared_bytes", "full_cache_bytes", "smaller")
 
 
 def _check_result(path: str | os.PathLike, record: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ class Size:
     """Bytes of one row of a cache.
 
     Attributes:
-        total, per_token, full, by_kind: as in `accounting.CacheBytes`; bases and every other leaf included.
+        total, per_token, full, by_kind, shared: as in `accounting.CacheBytes`; bases and every other leaf included.
         nominal_smaller: the ratio of very long prompts, see `nominal_smaller`.
         compressed: share of the buffers' tokens that is not held exactly.
     """
@@ -32,6 +32,7 @@ class Size:
     per_token: float
     full: int
     by_kind: dict[str, int]
+    shared: int
     nominal_smaller: float | None
     compressed: float
 
@@ -39,12 +40,17 @@ class Size:
     def smaller(self) -> float:
         return self.full / self.total
 
+    @property
+    def smaller_apart(self) -> float:
+        return self.full / (self.total - self.shared)
+
 
 def size_fields(size: Size) -> dict[str, Any]:
     """What records hold of it."""
     return {
-        "cache_bytes": size.total, "full_cache_bytes": size.full, "bytes_per_token": size.per_token,
-        "bytes_by_kind": size.by_kind, "smaller": size.smaller, "nominal_smaller": size.nominal_smaller,
+        "cache_bytes": size.total, "shared_bytes": size.shared, "full_cache_bytes": size.full,
+        "bytes_per_token": size.per_token, "bytes_by_kind": size.by_kind, "smaller": size.smaller,
+        "smaller_apart": size.smaller_apart, "nominal_smaller": size.nominal_smaller,
         "compressed_fraction": size.compressed,
     }
 
@@ -60,7 +66,7 @@ def size_of(cache: Cache, bases: Any = None) -> Size:
     width = jnp.dtype(cache.layout.dtype).itemsize
     exact = stored.by_kind["exact"] / (stored.full * width / 2)
     nominal = nominal_smaller(cache.method, cache.layout.spec, bases, cache.layout.dtype)
-    return Size(stored.total, stored.per_token, stored.full, stored.by_kind, nominal, max(0.0, 1 - exact))
+    return Size(stored.total, stored.per_token, stored.full, stored.by_kind, stored.shared, nominal, max(0.0, 1 - exact))
 
 
 def nominal_smaller(

@@ -20,15 +20,26 @@ def mean_scores(records: Sequence[Record]) -> dict[str, dict[tuple[Any, str], fl
     }
 
 
-def mean_smaller(records: Sequence[Record], method: str) -> float | None:
-    """How many times smaller than a 16-bit full cache: all bytes of the full caches over all bytes stored."""
+def mean_smaller(records: Sequence[Record], method: str, apart: bool = False) -> float | None:
+    """How many times smaller than a 16-bit full cache: all bytes of the full caches over all bytes stored.
+
+    Args:
+        apart: bases that all requests share are left out.
+    """
     own = [r for r in records if r["method"] == method and r.get("cache_bytes") and r.get("full_cache_bytes")]
     if not own:
         return None
-    return sum(r["full_cache_bytes"] for r in own) / sum(r["cache_bytes"] for r in own)
+    stored = sum(r["cache_bytes"] - (r.get("shared_bytes") or 0 if apart else 0) for r in own)
+    return sum(r["full_cache_bytes"] for r in own) / stored
 
 
-def size_text(records: Sequence[Record], method: str) -> str:
-    """For tables."""
-    smaller = mean_smaller(records, method)
-    return "" if smaller is None else f"{smaller:.2f}"
+SIZE_HEADS = ("x smaller", "bases apart")
+
+
+def size_texts(records: Sequence[Record], method: str) -> tuple[str, str]:
+    """For tables, under `SIZE_HEADS`: all bytes, and without the bases that all requests share."""
+    all_bytes, apart = (
+        "" if smaller is None else f"{smaller:.2f}"
+        for smaller in (mean_smaller(records, method), mean_smaller(records, method, apart=True))
+    )
+    return all_bytes, apart

@@ -80,8 +80,8 @@ def records(model: Any, speeds: Sequence[Speed], *, seed: int, cache_dtype: str)
     for speed in speeds:
         size = speed.size
         sizes = {} if size is None else {
-            "cache_bytes": size.total, "full_cache_bytes": size.full, "bytes_per_token": size.per_token,
-            "bytes_by_kind": size.by_kind,
+            "cache_bytes": size.total, "shared_bytes": size.shared, "full_cache_bytes": size.full,
+            "bytes_per_token": size.per_token, "bytes_by_kind": size.by_kind,
         }
         out.append(make_record(
             "bench decode", model=model.name, method=speed.name, task="decode", length=speed.length,

@@ -90,14 +90,16 @@ def _print(model, results, settings) -> None:
 
     longest, lengths, timed = max(settings.lengths), settings.lengths, settings.length_timed
     heads = ["method", *(f"needle\n{n}, %" for n in lengths), "text\nppl", f"KiB/tok\n{longest}", f"MiB\n{longest}"]
-    heads += ["x smaller\nstored", "x smaller\nnominal", f"TTFT\n{timed}, s", f"decode\n{timed}, tok/s"]
+    heads += [f"x smaller\n{what}" for what in ("stored", "bases apart", "nominal")]
+    heads += [f"TTFT\n{timed}, s", f"decode\n{timed}, tok/s"]
     lines = []
     for result in results:
         size = result.size[longest]
         nominal = "fixed" if size.nominal_smaller is None else f"{size.nominal_smaller:.2f}"
         lines.append((
             result.spec, *(f"{result.needle[n]:.0f}" for n in lengths), f"{result.perplexity.ppl:.2f}",
-            f"{size.per_token / 1024:.1f}", f"{size.total / 2**20:.1f}", f"{size.smaller:.2f}", nominal,
+            f"{size.per_token / 1024:.1f}", f"{size.total / 2**20:.1f}", f"{size.smaller:.2f}",
+            f"{size.smaller_apart:.2f}", nominal,
             f"{result.timing.ttft_s:.2f}", f"{result.timing.decode_tokens_per_s:.1f}",
         ))
     print_table(f"{model.name}, context compressed before the question is seen", heads, lines)
@@ -109,7 +111,8 @@ def _caption(settings, scored: int, device: str) -> str:
         f"needle: {settings.samples} samples a length, greedy. text: perplexity of {scored} tokens, scored "
         f"in blocks through the cache of {min(settings.lengths)} tokens.\n"
         f"KiB/tok, MiB, x smaller: every leaf of a {settings.dtype} cache, bases and free slots included, "
-        "against a full cache in 16 bits; nominal: of very long prompts.\n"
+        "against a full cache in 16 bits; bases apart: without those that all requests share; nominal: of very long "
+        "prompts.\n"
         f"TTFT, decode: medians of {settings.rounds} alternating rounds, one row, "
         f"{settings.cache_dtype_timed} caches for every method; {device}."
     )

@@ -73,9 +73,10 @@ def run(args: argparse.Namespace) -> int:
     for number, text in enumerate((out.texts or []) if len(texts) > 1 else [], start=1):
         print(f"--- {number}\n{text}")
     size = cache_bytes(out.cache, bases)
+    shared = f" ({size.smaller_apart:.2f}x without the bases, which all requests share)" if size.shared else ""
     host = f" ({size.on_host / 2**20:.2f} MiB of it on the host)" if size.on_host else ""
     print(f"[{args.method}: cache of {size.tokens} tokens {size.total / 2**20:.2f} MiB{host}, full 16-bit cache "
-          f"{size.full / 2**20:.2f} MiB, {size.smaller:.2f}x smaller; {stream.speed()}]", file=sys.stderr)
+          f"{size.full / 2**20:.2f} MiB, {size.smaller:.2f}x smaller{shared}; {stream.speed()}]", file=sys.stderr)
     return 0
 
 

@@ -83,7 +83,7 @@ class Transform(TokenCodec):
     group: int = 1
     metric: str = "loss"
     sinks: int = 4
-    recent: int = 32
+    recent: int = 8
     smaller: float | None = None
     profiles: int = 8
 

@@ -23,12 +23,14 @@ class CacheBytes:
         tokens: tokens for which the buffers were made, over all rows.
         full: bytes of a 16-bit full cache of the same tokens.
         on_host: of all bytes, those that lie in the memory of the host.
+        shared: of all bytes, those of calibrated bases, which all caches of a model and method share.
     """
 
     by_kind: dict[str, int]
     tokens: int
     full: int
     on_host: int = 0
+    shared: int = 0
 
     @property
     def total(self) -> int:
@@ -42,6 +44,11 @@ class CacheBytes:
     def smaller(self) -> float:
         """How many times smaller than the 16-bit full cache."""
         return self.full / self.total
+
+    @property
+    def smaller_apart(self) -> float:
+        """The same of what a request adds: without what is shared."""
+        return self.full / (self.total - self.shared)
 
 
 def _nbytes(x: Any) -> int:
@@ -63,6 +70,7 @@ def cache_bytes(cache: "Cache", bases: Any = None) -> CacheBytes:
     for _, array, info in walk(cache):
         by_kind[info.kind] += _nbytes(array)
         on_host += _nbytes(array) if isinstance(array, OnHost) else 0
-    by_kind["bases"] += sum(_nbytes(x) for x in jax.tree.leaves(bases))
+    shared = sum(_nbytes(x) for x in jax.tree.leaves(bases))
+    by_kind["bases"] += shared
     tokens = cache.layout.batch * cache.layout.capacity
-    return CacheBytes(by_kind, tokens, full_cache_bytes(cache.layout.spec, tokens), on_host)
+    return CacheBytes(by_kind, tokens, full_cache_bytes(cache.layout.spec, tokens), on_host, shared)

@@ -98,7 +98,9 @@ def unpack(packed: jax.Array, runs: WidthRuns) -> jax.Array:
         size = -(-count * bits // 8)
         codes, middle = packed[..., begin : begin + size], 2.0 ** (bits - 1) - 0.5
         begin += size
-        planes = (codes,) if bits == 8 else tuple((codes >> shift) & (2**bits - 1) for shift in range(0, 8, bits))
-        for plane, first in zip(planes, range(0, count, size), strict=False):
-            parts.append(plane[..., : count - first].astype(jnp.float32) - middle)
+        if bits < 8:
+            shifts = jnp.arange(0, 8, bits, dtype=jnp.uint8)[:, None]
+            planes = (codes[..., None, :] >> shifts) & jnp.uint8(2**bits - 1)
+            codes = planes.reshape(*codes.shape[:-1], -1)[..., :count]
+        parts.append(codes.astype(jnp.float32) - middle)
     return jnp.concatenate(parts, axis=-1)

@@ -161,6 +161,8 @@ def test_bytes_meet_what_is_asked_for():
         layout = make_layout(PLAIN, 2, 256, 512, 4, jnp.bfloat16)
         cache = abstract_cache(method, layout, bases)
         ratio = full_cache_bytes(SPEC, 2 * 512) / lkv.cache_bytes(cache).total
+        both = lkv.cache_bytes(cache, bases)
+        assert both.smaller < both.smaller_apart == ratio and both.shared == sum(x.nbytes for x in jax.tree.leaves(bases))
         assert method.smaller * 0.985 <= ratio <= method.smaller * 1.25  # length, limit and pending belong to no layer
     with pytest.raises(ValueError, match="smaller=5.0: a prompt of 16 tokens"):
         abstract_cache(parse_method("transform:smaller=5"), make_layout(PLAIN, 2, 16, 48, 16), bases_for(parse_method("transform:smaller=5")))

@@ -74,12 +74,13 @@ def print_scores(
     records: Sequence[Mapping[str, Any]], title: str, averages: Mapping[str, Iterable[str]] | None = None
 ) -> None:
     """A table of mean scores, a column for each method; averages only over groups whose tasks are all there."""
-    from lowrank_kv_jax.evals.results.summary import mean_scores, size_text
+    from lowrank_kv_jax.evals.results.summary import SIZE_HEADS, mean_scores, size_texts
 
     scores = mean_scores(records)
     cells = list(dict.fromkeys((record["length"], record["task"]) for record in records))
     several = len({length for length, _ in cells}) > 1
-    lines: list[tuple[str, ...] | None] = [("x smaller", *(size_text(records, method) for method in scores))]
+    sizes = zip(SIZE_HEADS, *(size_texts(records, method) for method in scores), strict=True)
+    lines: list[tuple[str, ...] | None] = list(sizes)
     for length in dict.fromkeys(length for length, _ in cells):
         here = {task: [(length, task)] for cell, task in cells if cell == length}
         for name, tasks in (averages or {}).items():

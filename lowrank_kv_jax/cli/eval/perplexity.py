@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, corpus_of
     from lowrank_kv_jax.cli.tables import print_table
     from lowrank_kv_jax.evals.asking.methods import parse_methods
-    from lowrank_kv_jax.evals.perplexity.run import evaluate_perplexity, total_perplexity
-    from lowrank_kv_jax.evals.results.summary import size_text
+    from lowrank_kv_jax.evals.perplexity.run import evaluate_perplexity, mean_divergence, total_perplexity
+    from lowrank_kv_jax.evals.results.summary import SIZE_HEADS, size_texts
 
     methods = parse_methods(args.methods)
     check_numbers(args, length=1, step=1, windows=0, rows=1)
@@ -58,6 +58,12 @@ def run(args: argparse.Namespace) -> int:
         progress=sys.stderr.isatty(),
     )
     scored = sum(record["scored_tokens"] for record in records) // len(methods)
-    print_table(f"Perplexity ({args.mode}) of {text.name}, {scored} tokens scored", ("method", "x smaller", "perplexity"),
-                [(spec, size_text(records, spec), f"{total_perplexity(records, spec):.3f}") for spec in methods])
+    lines = []
+    for spec in methods:
+        nats = mean_divergence(records, spec)
+        numbers = f"{total_perplexity(records, spec):.3f}", "" if nats is None else f"{nats:.4f}"
+        lines.append((spec, *size_texts(records, spec), *numbers))
+    heads = ("method", *SIZE_HEADS, "perplexity", "divergence")
+    print_table(f"Perplexity ({args.mode}) of {text.name}, {scored} tokens scored", heads, lines)
+    print("divergence: of predictions from the full cache's, nats a token, where `full` is scored too")
     return 0

@@ -10,8 +10,9 @@ from suites import Loaded
 
 from lowrank_kv_jax.calibration.corpus import Corpus
 from lowrank_kv_jax.evals.asking.methods import parse_methods
+from lowrank_kv_jax.evals.perplexity import divergence
 from lowrank_kv_jax.evals.perplexity import run as perplexity_run
-from lowrank_kv_jax.evals.perplexity.run import cut_windows, evaluate_perplexity, total_perplexity
+from lowrank_kv_jax.evals.perplexity.run import cut_windows, evaluate_perplexity, mean_divergence, total_perplexity
 from lowrank_kv_jax.evals.results.records import read_records
 from lowrank_kv_jax.generation.forward import embed_tokens, layer_prefill, logits_of
 
@@ -59,6 +60,31 @@ def test_with_the_full_cache_it_is_the_model_s(mode, step):
         assert record["nll"] == pytest.approx(nll_of(window), abs=1e-3)
     total = sum(map(nll_of, windows)) / sum(len(window.scored) for window in windows)
     assert total_perplexity(records, "full") == pytest.approx(np.exp(total), rel=1e-4)
+
+
+def test_divergence_is_that_of_the_predictions(monkeypatch):
+    rng = np.random.default_rng(0)
+    full, other = rng.normal(size=(2, 1, 3, 64)) * 3
+    logp, logq = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (full, other))
+    exact = (np.exp(logp) * (logp - logq)).sum(-1)
+    for count, tolerance in ((64, 1e-4), (40, 0.1)):  # tokens that are told apart
+        monkeypatch.setattr(divergence, "LIKELIEST", count)
+        jax.clear_caches()
+        known = divergence.Predictions()
+        known.keep(0, jnp.asarray(full))
+        np.testing.assert_allclose(known.divergence(0, jnp.asarray(other)), exact, rtol=tolerance)
+        assert known.divergence(0, jnp.asarray(full)).max() < 1e-5
+
+
+def test_divergence_needs_the_full_cache_in_the_run():
+    def nats(*specs):
+        records = evaluate_perplexity(Loaded(), parse_methods(specs), TEXT, "stream", 64, 40, 3, dtype="float32", rows=2)
+        return [mean_divergence(records, spec) for spec in specs]
+
+    streaming, half = (f"streamingllm:keep={keep},sinks=4" for keep in (0.4, 0.8))
+    less, more, exact = nats(streaming, half, "full")
+    assert exact < 1e-6 < more < less
+    assert nats(streaming) == [None]
 
 
 def test_it_goes_on_where_it_stopped(monkeypatch, tmp_path):

@@ -1,0 +1,48 @@
+"""How far predictions through a cache are from those through the full one.
+
+Perplexity of a text barely moves where its next tokens stand near the exact ones; the divergence of the predictions sees
+what compression changed, whatever the next token is.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+LIKELIEST = 64
+"""Tokens that are told apart; all others count as one. That makes a divergence smaller, by little."""
+
+
+class Predictions:
+    """The full cache's predictions for each piece of a text, in order."""
+
+    def __init__(self):
+        self._pieces: list[tuple[jax.Array, jax.Array]] = []
+
+    def keep(self, index: int, logits: jax.Array) -> None:
+        """Those of the next piece, from `[B, T, V]`."""
+        assert index == len(self._pieces)
+        self._pieces.append(_likeliest(logits))
+
+    def divergence(self, index: int, logits: jax.Array) -> np.ndarray:
+        """KL(full || this) in nats `[B, T]` of another cache's logits for a piece."""
+        return np.asarray(_divergence(*self._pieces[index], logits))
+
+
+@jax.jit
+def _likeliest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Ids `[B, T, LIKELIEST]`, and their log probabilities followed by that of all other tokens."""
+    logp = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    first, ids = jax.lax.top_k(logp, min(LIKELIEST, logits.shape[-1]))
+    return ids, _with_rest(first)
+
+
+@jax.jit
+def _divergence(ids: jax.Array, known: jax.Array, logits: jax.Array) -> jax.Array:
+    logp = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    found = _with_rest(jnp.take_along_axis(logp, ids, axis=-1))
+    return jnp.maximum(jnp.sum(jnp.exp(known) * (known - found), axis=-1), 0.0)
+
+
+def _with_rest(logp: jax.Array) -> jax.Array:
+    rest = jnp.maximum(-jnp.expm1(jax.nn.logsumexp(logp, axis=-1, keepdims=True)), 1e-7)
+    return jnp.concatenate([logp, jnp.log(rest)], axis=-1)
