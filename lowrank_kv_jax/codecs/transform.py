@@ -6,6 +6,7 @@ caches that are stored away and decompresses them first.
 
 import bisect
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -65,8 +66,8 @@ class Transform(TokenCodec):
         rope: "pre" codes keys before RoPE, which compress better; "post" after it, which need not be rebuilt.
         heads: "joint", one basis for all heads of a layer; or "per_head", after which selections may give every head
             tokens of its own.
-        group: adjacent layers whose tokens are coded together, in one basis: the fewest bits for an error, and the most
-            work, as every layer reads the codes of its group. The last group of a model may be smaller.
+        group: adjacent layers whose tokens are coded together, in one basis, None: all; the fewer bits for an error, and
+            the more work, as every layer reads the codes of its group. The last group of a model may be smaller.
         metric: what errors cost, of `transform_metrics`: "loss", what they add to the model's loss (calibration runs
             backward, too); "attention", errors of logits and relative errors of values; "plain", relative errors.
         sinks, recent: exact tokens at both ends.
@@ -80,7 +81,7 @@ class Transform(TokenCodec):
     bits_v: float | None = None
     rope: str = "pre"
     heads: str = "joint"
-    group: int = 1
+    group: int | None = 1
     metric: str = "loss"
     sinks: int = 4
     recent: int = 8
@@ -89,6 +90,9 @@ class Transform(TokenCodec):
 
     calibrated: ClassVar[bool] = True
     bases_type: ClassVar[type | None] = TransformBases
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "kvtc": {"group": None, "metric": "plain", "recent": 128},  # arXiv 2511.01815, in these widths and before entropy coding
+    }
 
     def __post_init__(self):
         allowed = {"rope": ("pre", "post"), "heads": ("joint", "per_head"), "metric": tuple(METRICS)}
@@ -103,7 +107,7 @@ class Transform(TokenCodec):
             raise ValueError(f"smaller={self.smaller!r}: must be a positive number")
         for field, least in (("group", 1), ("sinks", 0), ("recent", 0), ("profiles", 1)):
             value = getattr(self, field)
-            if type(value) is not int or value < least:
+            if (type(value) is not int or value < least) and not (field == "group" and value is None):
                 raise ValueError(f"{field}={value!r}: must be an int of at least {least}")
         if self.bits is None and (self.bits_k is None) != (self.bits_v is None):
             raise ValueError("bits=None: give bits_k and bits_v, or neither")
@@ -111,10 +115,10 @@ class Transform(TokenCodec):
     # ---- calibration --------------------------------------------------------------------------------------------
 
     def layer_groups(self, spec):
-        return stride_groups(spec.num_layers, self.group)
+        return stride_groups(spec.num_layers, self.group or spec.num_layers)
 
     def validate(self, spec):
-        if self.group > spec.num_layers:
+        if self.group is not None and self.group > spec.num_layers:
             raise ValueError(f"group={self.group}: the model has {spec.num_layers} layers")
 
     def fit(self, spec: AttentionSpec, moments: Moments) -> tuple[TransformBases, ...]:
@@ -132,7 +136,7 @@ class Transform(TokenCodec):
     @property
     def reads(self):
         more = {"sensitivity"} if self.metric == "loss" else set()
-        return frozenset({"moments"} | more | ({"across"} if self.group > 1 else set()))
+        return frozenset({"moments"} | more | (set() if self.group == 1 else {"across"}))
 
     def _widths(self, spec: AttentionSpec, metric: Metric, k: list[Side], v: list[Side]) -> list[Widths]:
         """Of each group."""

@@ -69,13 +69,14 @@ def oracle(bases, side, layers, runs):
 
 @pytest.mark.parametrize("spec", [
     "bits=2", "bits=3.3,heads=per_head,rope=post", "bits_k=4,bits_v=1.5,metric=plain", "bits=1,rope=post",
-    "bits=1.5,group=3", "bits=3,group=2,heads=per_head", "bits=2,group=2,rope=post,metric=plain",
+    "bits=1.5,group=3", "bits=3,group=2,heads=per_head", "bits=2,group=2,rope=post,metric=plain", "kvtc,bits=2",
 ])
 def test_attention_over_codes_equals_the_oracle(spec):
     """Steps folded into queries and values, means in closed form: what exact attention over rebuilt tokens gives."""
     method = parse_method(f"transform:{spec}")
-    moments = random_moments(PLAIN, means=True, group=method.group)
-    bases, layers = method.fit(SPEC, moments)[0], range(method.group)
+    moments = random_moments(PLAIN, means=True, group=method.group or SPEC.num_layers)
+    bases = method.fit(SPEC, moments)[0]
+    layers = range(bases.layers)
     q, tokens = zip(*(tokens_like(moments, layer, layer) for layer in layers), strict=True)
     last = layers[-1]
     q, place = q[last], Place(index=last)
