@@ -90,8 +90,8 @@ class Transform(TokenCodec):
 
     calibrated: ClassVar[bool] = True
     bases_type: ClassVar[type | None] = TransformBases
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "kvtc": {"group": None, "metric": "plain", "recent": 128},  # arXiv 2511.01815, in these widths and before entropy coding
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {  # of arXiv 2511.01815, in these widths, before entropy coding
+        "kvtc": {"group": None, "metric": "plain", "recent": 128},
     }
 
     def __post_init__(self):
