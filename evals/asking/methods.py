@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lowrank_kv_jax.calibration.calibrate import fit_bases, moments_for
+from lowrank_kv_jax.calibration.calibrate import fit_bases, moments_for, serve
 from lowrank_kv_jax.calibration.corpus import Corpus, token_windows
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.method import Part
@@ -73,7 +73,7 @@ def moments_of(
     tokens = token_windows(model.tokenizer, corpus.texts, min(length, model.config.context), windows, seed)
     key = model.fingerprint, corpus.sha256, tokens.shape, seed
     moments = _LAST.get(key)
-    if moments is None or not all(method.reads <= moments.held for method in methods.values()):
+    if moments is None or not all(serve(moments, method, model.config.attention) for method in methods.values()):
         moments = moments_for(model, list(methods.values()), tokens, progress)
         _LAST.clear()
         _LAST[key] = moments

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.attention.spec import Taps
+from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
 from lowrank_kv_jax.calibration.checkpoint_sums import CheckpointedSums
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus, token_windows
 from lowrank_kv_jax.calibration.fisher import collect_fisher
@@ -156,10 +156,7 @@ def moments_for(
     tokens = _checked_windows(model.config, tokens)
     of_moments, of_fisher = sums or (None, None)
     read = frozenset().union(*(method.reads for method in methods))
-    groups = {
-        group for method in methods if "across" in method.reads
-        for group in method.layer_groups(model.config.attention) if len(group) > 1
-    }
+    groups = {group for method in methods for group in _groups_read(method, model.config.attention)}
     moments = Moments(tokens.size, *5 * [None])  # type: ignore[arg-type]
     if "moments" in read:
         moments = collect_moments(model, tokens, progress, sums=of_moments, groups=sorted(groups))
@@ -172,11 +169,21 @@ def moments_for(
     return moments
 
 
+def serve(moments: Moments, method: Part, spec: AttentionSpec) -> bool:
+    """Whether the method's `fit` finds all that it reads in these moments."""
+    return method.reads <= moments.held and all(group in (moments.across or ()) for group in _groups_read(method, spec))
+
+
+def _groups_read(method: Part, spec: AttentionSpec) -> list[tuple[int, ...]]:
+    """Layers whose moments the method reads together."""
+    return [group for group in method.layer_groups(spec) if len(group) > 1] if "across" in method.reads else []
+
+
 def _checkpoints(model: Any, method: Part, tokens: np.ndarray, prefix: str | os.PathLike | None):
     key: dict[str, Any] = {"fingerprint": getattr(model, "fingerprint", None), "shape": list(tokens.shape),
            "sha256": hashlib.sha256(np.ascontiguousarray(tokens).tobytes()).hexdigest()}
-    if "across" in method.reads:
-        key["groups"] = [list(group) for group in method.layer_groups(model.config.attention)]
+    if groups := _groups_read(method, model.config.attention):
+        key["groups"] = [list(group) for group in groups]
     return tuple(
         CheckpointedSums(None if prefix is None else f"{os.fspath(prefix)}.{kind}.npz", {"of": kind, **key})
         for kind in ("moments", "fisher")

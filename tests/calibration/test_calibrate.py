@@ -13,9 +13,18 @@ import pytest
 from character_tokenizer import Characters
 
 from lowrank_kv_jax import methods
-from lowrank_kv_jax.calibration.calibrate import calibrate, collect_moments, fit_bases, iterate_taps
+from lowrank_kv_jax.calibration.calibrate import (
+    calibrate,
+    collect_moments,
+    fit_bases,
+    iterate_taps,
+    moments_for,
+    serve,
+)
+from lowrank_kv_jax.calibration.checkpoint_sums import CheckpointedSums
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus, token_windows
 from lowrank_kv_jax.cli import calibrate as cli
+from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.models.load import LoadedModel
 from lowrank_kv_jax.saving.saved_bases import describe_bases, load_bases, save_bases
 
@@ -154,6 +163,26 @@ def test_moments_are_sums_of_outer_products_of_the_taps(config):
         want = np.einsum("tkgd,tkge->kde", q, q)
         np.testing.assert_allclose(moments.q[layer], want, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(np.trace(moments.q_pre[layer].sum(0)), np.trace(want.sum(0)), rtol=1e-4)
+
+
+def test_layers_taken_together_and_what_their_moments_serve(tmp_path):
+    tokens, spec = np.asarray(helpers.prompts(3, 40)), helpers.PLAIN.attention
+    pair, single = (parse_method(f"transform:metric=plain,group={group}") for group in (2, 1))
+    moments = moments_for(model(), [pair, single], tokens)
+    assert list(moments.across) == [(0, 1)]
+    taps = list(iterate_taps(helpers.PLAIN, model().params, jnp.asarray(tokens)))
+    for name in ("k", "k_pre", "v"):
+        x = np.concatenate([np.asarray(getattr(own, name), np.float64).reshape(tokens.size, -1) for own in taps[:2]], axis=1)
+        np.testing.assert_allclose(moments.between(name, (0, 1)), x.T @ x, rtol=1e-4, atol=1e-4)
+    assert serve(moments, pair, spec) and serve(moments, single, spec)
+    assert not serve(moments, parse_method("transform:metric=plain,group=3"), spec)
+    assert not serve(moments, parse_method("transform"), spec)  # no sensitivity
+    # a run that was killed goes on with them
+    held = CheckpointedSums(tmp_path / "sums.npz", {})
+    collect_moments(model(), tokens[:1], sums=held, groups=[(0, 1)])
+    again = CheckpointedSums(tmp_path / "sums.npz", {})
+    resumed = collect_moments(model(), tokens, sums=again, groups=[(0, 1)])
+    np.testing.assert_allclose(resumed.between("v", (0, 1)), moments.between("v", (0, 1)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("tap, where", [("v_proj", "v"), ("k_proj", "k")])
