@@ -1,3 +1,4 @@
+import gc
 import os
 from importlib.metadata import version
 
@@ -10,12 +11,18 @@ if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     flags = [f"--{name}={value}" for name, value in QUICK.items()]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
+# Beside XLA's threads those of NumPy's BLAS wait in loops that take the time of the other worker.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # A program that another process compiled can crash this one when it is read back.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
+
+# Traced programs are many objects in cycles: look for garbage less often, and not among what was imported.
+gc.set_threshold(20_000, 20, 20)
 
 settings.register_profile("suite", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("suite")
@@ -34,6 +41,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    gc.freeze()
 
 
 _last = None

@@ -88,10 +88,13 @@ def drive(method, stream, prompt, *, block=8, refresh_every=8):
     return state, np.concatenate(outs) if outs else None
 
 
+positions_at = jax.jit(lambda runs, slots: runs.at(slots))
+
+
 def check_ends(state, stream, sinks, recent):
     """Sinks and recent tokens are held, selected ones lie between them and once a head, keys are those of the stream."""
     held, size = state.ends[0], len(stream.q)
-    at = np.asarray(held.positions.at(jnp.arange(int(held.length[0]))))[0].tolist()
+    at = np.asarray(positions_at(held.positions, np.arange(held.k.shape[2])))[0, : int(held.length[0])].tolist()
     assert set(range(sinks)) <= set(at) and set(range(size - recent, size)) <= set(at)
     for found in kept_positions(state):
         assert not set(at) & set(found) and len(set(found)) == len(found)

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from lowrank_kv_jax.attention.rope import RopeSpec
+from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.codecs.layer_groups import stride_groups
 from lowrank_kv_jax.estimators.moments import Across, Fisher, Moments, Sensitivity, head_blocks
 from lowrank_kv_jax.generation.forward import extend, prefill, refresh
-from lowrank_kv_jax.method import Part
+from lowrank_kv_jax.method import Layout, Part, Place
 from lowrank_kv_jax.methods import REGISTRY, machine_of
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import init_params
@@ -194,6 +195,24 @@ def run(
         cache, logits = extend(method, config, params, cache, tokens[:, begin : begin + width], bases=bases)
         out.append(logits)
     return cache, np.stack([np.asarray(x) for x in out], axis=1)
+
+
+# ---- one group of layers, each call one program: operation by operation, every one of them would be compiled -------------
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def compress(machine: Any, layout: Layout, bases: Any, taps: tuple[Taps, ...], lengths: jax.Array) -> Any:
+    return machine.compress(layout, bases, machine.init(layout, bases), taps, lengths)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def attend(machine: Any, layout: Layout, bases: Any, state: Any, q: jax.Array, positions: jax.Array) -> Any:
+    return machine.attend(layout, bases, state, q, positions, Place())
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def rebuilt(method: Any, layout: Layout, bases: Any, store: Any) -> Any:
+    return method.rebuilt(layout, bases, store)
 
 
 def softmax_attention(q, k, v, mask, scale):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,9 +12,12 @@ from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.lanes import tokens_on_lanes
 from lowrank_kv_jax.storage.positions import Runs
-from lowrank_kv_jax.storage.quantised import store_tokens
+from lowrank_kv_jax.storage.quantised import read_tokens, store_tokens
 
 SCALE = 0.3
+store = jax.jit(store_tokens, static_argnums=(1, 2))
+read = jax.jit(read_tokens)
+positions_at = jax.jit(lambda runs, slots: runs.at(slots))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +70,8 @@ def make(case: Case, seed: int = 0) -> Inputs:
     stale = np.arange(S)[None, None, :, None] >= lengths[:, None, None, None]
     k, v = (np.where(stale, 0.0, x) for x in (k, v))
     runs = Runs(*(jnp.asarray([x] * batch, jnp.int32) for x in (case.gaps, case.jumps)))
-    keys, values = (store_tokens(jnp.asarray(x, jnp.float32), case.bits, dtype) for x in (k, v))
-    exact = [np.asarray(x.read_block(0, S) if case.bits else x, np.float64) for x in (keys, values)]
+    keys, values = (store(x.astype(np.float32), case.bits, dtype) for x in (k, v))
+    exact = [np.asarray(read(x), np.float64) for x in (keys, values)]
     if case.bits is None and case.poison:
         keys, values = (jnp.where(stale, jnp.nan, x) for x in (keys, values))
     elif case.poison:  # tiles beyond the length: their scales, the bits of bfloat16 numbers, are NaN
@@ -75,7 +79,7 @@ def make(case: Case, seed: int = 0) -> Inputs:
         keys, values = (
             dataclasses.replace(x, scales=jnp.where(tiles, jnp.uint16(0x7FC0), x.scales)) for x in (keys, values)
         )
-    positions = np.asarray(runs.at(jnp.arange(S)))
+    positions = np.asarray(positions_at(runs, np.arange(S, dtype=np.int32)))
     index = np.clip(lengths[:, None] - case.T + np.arange(case.T), 0, S - 1)
     at = np.take_along_axis(positions, index, axis=1).astype(np.int32)
     mask = np.broadcast_to((np.arange(S) < lengths[:, None])[:, None], (batch, case.T, S)).copy()

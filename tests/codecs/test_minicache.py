@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import BLOCK, PLAIN, PROMPT, model, prompts, run
+from helpers import BLOCK, PLAIN, PROMPT, compress, model, prompts, run
 
 from lowrank_kv_jax import methods
 from lowrank_kv_jax.attention.spec import Taps
@@ -42,7 +42,7 @@ def taps_of(k, v):
 def compressed(method, first, second, lengths):
     layout = make_layout(DEEP, *first.k.shape[:2], 80, dtype=jnp.float32)
     group = method.default_bases(DEEP.attention)[-1]
-    return machine_of(method).compress(layout, group, machine_of(method).init(layout, group), (first, second), jnp.array(lengths))
+    return compress(machine_of(method), layout, group, (first, second), jnp.array(lengths))
 
 
 def random_taps(rows=2, size=64, seed=0):

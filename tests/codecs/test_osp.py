@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PLAIN, model, prompts, random_moments, softmax_attention
+from helpers import PLAIN, attend, model, prompts, random_moments, rebuilt, softmax_attention
 
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.attention.spec import Taps
@@ -67,7 +67,7 @@ def compressed(method, lengths=(LENGTH, 90), **kind):
 
 def residual(method, state, lengths=(LENGTH, 90), **kind):
     """Relative residual energies (keys, values) of coded tokens, a row each `[2, S]`; NaN where none is."""
-    keys, values = method.rebuilt(layout_of(), bases_of(method), state.store)
+    keys, values = rebuilt(method, layout_of(), bases_of(method), state.store)
     taps, out = layer_taps(**kind), []
     for seen, x in ((keys, taps.k_pre if method.rope == "pre" else taps.k), (values, taps.v)):
         rows = np.full((2, LENGTH), np.nan)
@@ -88,7 +88,7 @@ def test_nothing_truncated_is_exact_attention_for_any_chunking(chunk, page):
     layout, state = compressed(method)
     taps, at = layer_taps(), jnp.array([[LENGTH, LENGTH + 1], [90, 91]])
     q = taps.q[:, :2]
-    out = machine_of(method).attend(layout, bases_of(method), state, q, at, Place())
+    out = attend(machine_of(method), layout, bases_of(method), state, q, at)
     mask = np.arange(LENGTH)[None, None] < np.array([LENGTH, 90])[:, None, None]
     exact, lse = softmax_attention(q, taps.k, taps.v, np.broadcast_to(mask, (2, 2, LENGTH)), SPEC.scale)
     np.testing.assert_allclose(out.out, exact, atol=1e-5)
@@ -143,7 +143,7 @@ def test_no_coded_token_is_an_empty_part():
     method = small()
     layout = layout_of()
     state = machine_of(method).init(layout, bases_of(method))
-    part = machine_of(method).attend(layout, bases_of(method), state, layer_taps().q[:, :1], jnp.zeros((2, 1), jnp.int32), Place())
+    part = attend(machine_of(method), layout, bases_of(method), state, layer_taps().q[:, :1], jnp.zeros((2, 1), jnp.int32))
     assert np.isneginf(part.lse).all() and not np.asarray(part.out).any()
 
 
@@ -266,7 +266,7 @@ def test_streaming_equals_prefill_where_nothing_is_looked_ahead():
         state = refresh(machine_of(method).append(layout, bases, state, new, counts, None, Place()))
     lengths = (50 + 62, 28 + 62)
     whole = compress_group(method, layout_of(), bases, (taps,), jnp.array(lengths))
-    for ours, theirs in zip(method.rebuilt(layout, bases, state.store), method.rebuilt(layout_of(), bases, whole), strict=True):
+    for ours, theirs in zip(rebuilt(method, layout, bases, state.store), rebuilt(method, layout_of(), bases, whole), strict=True):
         for row, n in enumerate(lengths):
             np.testing.assert_allclose(ours[row, :, : n - 12], theirs[row, :, : n - 12], atol=1e-4)
     np.testing.assert_array_equal(state.store.tokens.length, whole.store.tokens.length)
@@ -310,17 +310,17 @@ def test_gamma_scales_the_logits_of_coded_tokens(spec, gamma):
     plain, method = (parse_method(f"{spec},gamma={kind}") for kind in ("unit", gamma))
     bases, state = bases_of(method), compressed(plain)[1]  # gamma changes nothing that is stored
     bases = bases._replace(gain=jnp.linspace(-0.3, 0.3, KV))
-    keys, values = method.rebuilt(layout, bases, state.store)
+    keys, values = rebuilt(method, layout, bases, state.store)
     expected = np.sqrt(3 / DIM) if gamma == "sqrt_rank" else 1 + np.asarray(bases.gain)[:, None, None]
-    np.testing.assert_allclose(keys, plain.rebuilt(layout, bases, state.store)[0] * expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(keys, rebuilt(plain, layout, bases, state.store)[0] * expected, rtol=1e-5, atol=1e-6)
     full = [np.array(x, np.float64) for x in (taps.k, taps.v)]
     for row, n in enumerate(np.asarray(state.store.tokens.length)):
         for x, seen in zip(full, (keys, values), strict=True):
             x[row, 4 : 4 + n] = np.asarray(seen)[row, :, :n].swapaxes(0, 1)
     mask = (np.arange(LENGTH)[None] < np.array([LENGTH, 90])[:, None])[:, None]
-    part = machine_of(method).attend(layout, bases, state, q, at, Place())
+    part = attend(machine_of(method), layout, bases, state, q, at)
     np.testing.assert_allclose(part.out, softmax_attention(q, *full, mask, SPEC.scale)[0], atol=2e-5)
-    assert np.abs(part.lse - machine_of(plain).attend(layout, bases, state, q, at, Place()).lse).max() > 1e-3
+    assert np.abs(part.lse - attend(machine_of(plain), layout, bases, state, q, at).lse).max() > 1e-3
 
 
 @pytest.mark.parametrize("rope, rule", [
@@ -366,7 +366,7 @@ def test_each_head_has_the_rank_that_its_energy_asks_for():
     assert len(set(ranks["k"] + ranks["v"])) > 1 and bases_of(widest).k.shape[-1] == max(ranks["k"])
     _, state = compressed(own)
     assert state.store.tokens.k.shape[1] == 1 and state.store.tokens.k.nbytes < compressed(widest)[1].store.tokens.k.nbytes
-    values = own.rebuilt(layout_of(), bases, state.store)[1]
+    values = rebuilt(own, layout_of(), bases, state.store)[1]
     for head, rank in enumerate(ranks["v"]):
         u = np.asarray(bases_of(widest).v, np.float64)[head, :, :rank]
         x = np.asarray(layer_taps().v, np.float64)[0, 4:104, head]

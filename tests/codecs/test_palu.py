@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from character_tokenizer import Characters
-from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, QWEN, WINDOWED, model, prompts, random_moments, run
+from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, QWEN, WINDOWED, attend, model, prompts, random_moments, run
 
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.calibration.calibrate import calibrate, collect_moments, iterate_taps, moments_for
@@ -24,7 +24,6 @@ from lowrank_kv_jax.estimators.whitening import LARGEST_JITTER, truncate, whiten
 from lowrank_kv_jax.evals.speed.roofline import white_bases
 from lowrank_kv_jax.evals.studies.streaming.fisher_overlap import fisher_overlap, plot_overlap
 from lowrank_kv_jax.generation.forward import decode_step, extend, make_layout, prefill, refresh
-from lowrank_kv_jax.method import Place
 from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.models.decoder import block_prefill, embed, unembed
@@ -293,7 +292,8 @@ def test_the_mean_stands_before_the_rotation():
     q, mean = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((1, 2, 8, 8), (4, 8)))
     tokens = CachedTokens(codes, values, jnp.array([30]), Runs(jnp.zeros((1, 2), jnp.int32), jnp.array([[3, 0]])))
     common = dict(scale=0.3, q_positions=jnp.array([[40, 41]]), causal=False, window=None, value_basis=None)
-    part = rotary_coefficient_attention(q, tokens, basis, rope=spec.rope, kv_heads=4, key_mean=mean, **common)
+    part = jax.jit(functools.partial(rotary_coefficient_attention, rope=spec.rope, kv_heads=4, key_mean=mean, **common))(
+        q, tokens, basis)
     keys = np.einsum("jwr,bjsr->bjsw", basis, codes).reshape(1, 2, 30, 2, 8).swapaxes(2, 3).reshape(1, 4, 30, 8)
     keys = rotate(jnp.asarray(keys) + mean[:, None], *rope_angles(spec.rope, jnp.arange(30) + 3))
     v = np.repeat(np.asarray(values), 2, axis=1)
@@ -334,12 +334,12 @@ def test_folded_and_unfolded_agree(config):
         latents = (taps.x @ kernel + bias).reshape(2, 64, 2, -1).swapaxes(1, 2)
         np.testing.assert_allclose(getattr(state.store.tokens, side)[:, :, :64], latents, atol=1e-5)
     q, positions = taps.q[:, -1:], jnp.full((2, 1), 64)
-    whole = machine_of(method).attend(cache.layout, own, state, q, positions, Place())
+    whole = attend(machine_of(method), cache.layout, own, state, q, positions)
     o = attention["o_proj"]
     unfolded = whole.out.reshape(2, 1, -1) @ o["kernel"] + o.get("bias", 0.0)
-    latent = rotary_coefficient_attention(
-        q, cached_tokens(state.store.tokens), own.k, rope=spec.rope, kv_heads=spec.kv_heads, scale=spec.scale,
-        q_positions=positions, causal=False, window=None, key_mean=own.k_mean)
+    latent = jax.jit(functools.partial(
+        rotary_coefficient_attention, rope=spec.rope, kv_heads=spec.kv_heads, scale=spec.scale, q_positions=positions,
+        causal=False, window=None, key_mean=own.k_mean))(q, cached_tokens(state.store.tokens), own.k)
     np.testing.assert_allclose(latent.out.reshape(2, 1, -1) @ folded.o_kernel + folded.o_bias, unfolded, atol=1e-5)
 
 

@@ -47,7 +47,8 @@ from lowrank_kv_jax.saving.saved_cache import abstract_cache, load_cache, save_c
 from lowrank_kv_jax.storage.state import walk
 
 STEPS = 41
-SAVED = types.SimpleNamespace(name="tiny", config=PLAIN, fingerprint="f" * 64)  # the model that saved caches name
+SMALL = dataclasses.replace(PLAIN, num_layers=2, windows=(None, None), context=1 << 14)  # one layer's programs serve both
+SAVED = types.SimpleNamespace(name="tiny", config=SMALL, fingerprint="f" * 64)  # the model that saved caches name
 every_method = pytest.mark.parametrize("name", list(methods(slow=False)))
 on_a_model = pytest.mark.parametrize("name", list(methods()))
 TOLERANCE = 1e-4  # of float32 logits of order 1, at full rank and budget
@@ -79,7 +80,7 @@ def tokens_of(config, seed=0):
 
 @functools.cache
 def small_run(name, seed=0):
-    return run(small_configuration(REGISTRY[name]), PLAIN, tokens_of(PLAIN, seed), PROMPT)
+    return run(small_configuration(REGISTRY[name]), SMALL, tokens_of(SMALL, seed), PROMPT)
 
 
 def assert_equals_exact(logits, exact):
@@ -103,7 +104,7 @@ def test_the_uncompressed_cache_equals_prefill_of_everything():
 @on_a_model
 @pytest.mark.parametrize(
     "config, width",
-    [pytest.param(PLAIN, 1, marks=pytest.mark.slow), pytest.param(QWEN, 4, marks=pytest.mark.slow), (WINDOWED, 8)],
+    [pytest.param(SMALL, 1, marks=pytest.mark.slow), pytest.param(QWEN, 4, marks=pytest.mark.slow), (WINDOWED, 8)],
     ids=["llama", "qwen3", "windowed"],
 )
 def test_full_rank_and_budget_reproduce_exact_attention(name, config, width):
@@ -133,15 +134,15 @@ def test_prompts_shorter_than_the_exact_tokens(name):
     """Parts stay empty for a while: no NaN, and still exact at full rank."""
     logits = short_logits(full_configuration(REGISTRY[name]), WINDOWED, 8)
     assert_equals_exact(logits, exact_short_logits(WINDOWED, 8))
-    assert np.isfinite(short_logits(small_configuration(REGISTRY[name]), PLAIN, 1)).all()
+    assert np.isfinite(short_logits(small_configuration(REGISTRY[name]), SMALL, 1)).all()
 
 
 @pytest.mark.slow
 @on_a_model
 def test_no_room_for_tokens_between_the_exact_ends(name):
     """A cache made for prompts that sinks and recent tokens fill."""
-    logits = short_logits(full_configuration(REGISTRY[name], 64), PLAIN, 4, 10, 64)
-    assert_equals_exact(logits, exact_short_logits(PLAIN, 4, 10, 64))
+    logits = short_logits(full_configuration(REGISTRY[name], 64), SMALL, 4, 10, 64)
+    assert_equals_exact(logits, exact_short_logits(SMALL, 4, 10, 64))
 
 
 # ---- compression -----------------------------------------------------------------------------------
@@ -154,11 +155,11 @@ def test_compression_is_finite_smaller_and_shows(name):
     method = cache.method
     if method == full_configuration(REGISTRY[name]):
         return  # nothing to configure: it does not compress
-    exact = exact_logits(PLAIN)
+    exact = exact_logits(SMALL)
     np.testing.assert_allclose(logits[:, 0], exact[:, 0], atol=TOLERANCE)  # prefill attends exactly
     assert np.abs(logits[:, 1:] - exact[:, 1:]).max() > 100 * TOLERANCE  # so that the tests above can fail
-    spent = cache_bytes(cache, bases_for(method))
-    assert spent.total < 2 * full_cache_bytes(PLAIN.attention, 2 * CAPACITY)  # float32: twice 16 bit
+    spent = cache_bytes(cache, bases_for(method, SMALL))
+    assert spent.total < 2 * full_cache_bytes(SMALL.attention, 2 * CAPACITY)  # float32: twice 16 bit
 
 
 @on_a_model
@@ -177,7 +178,7 @@ def test_every_leaf_is_declared_and_counted(name):
 def test_init_has_the_shapes_of_every_later_state(name):
     cache, _ = small_run(name)
     method, layout = cache.method, cache.layout
-    for group, bases in zip(cache.groups, bases_for(method), strict=True):
+    for group, bases in zip(cache.groups, bases_for(method, SMALL), strict=True):
         abstract = jax.eval_shape(functools.partial(machine_of(method).init, layout), bases)
         assert jax.tree.structure(abstract) == jax.tree.structure(group)
         for x, y in zip(jax.tree.leaves(abstract), jax.tree.leaves(group), strict=True):
@@ -189,7 +190,7 @@ def test_init_has_the_shapes_of_every_later_state(name):
 def test_a_method_carries_nothing_from_one_prompt_to_the_next(name):
     _, first = small_run(name)
     _, other = small_run(name, seed=1)
-    _, again = run(small_configuration(REGISTRY[name]), PLAIN, tokens_of(PLAIN), PROMPT)
+    _, again = run(small_configuration(REGISTRY[name]), SMALL, tokens_of(SMALL), PROMPT)
     np.testing.assert_array_equal(first, again)
     assert np.abs(first - other).max() > 0.1
 
@@ -197,18 +198,18 @@ def test_a_method_carries_nothing_from_one_prompt_to_the_next(name):
 @pytest.mark.slow
 @on_a_model
 def test_a_row_of_a_ragged_batch_is_the_row_alone(name):
-    method, tokens, length = small_configuration(REGISTRY[name]), tokens_of(PLAIN), 61
-    _, together = run(method, PLAIN, tokens, PROMPT, lengths=jnp.array([PROMPT, length], jnp.int32))
+    method, tokens, length = small_configuration(REGISTRY[name]), tokens_of(SMALL), 61
+    _, together = run(method, SMALL, tokens, PROMPT, lengths=jnp.array([PROMPT, length], jnp.int32))
     np.testing.assert_allclose(together[0], small_run(name)[1][0], atol=2e-4)
     alone = jnp.concatenate([tokens[1:, :length], tokens[1:, PROMPT:]], axis=1)
-    _, alone = run(method, PLAIN, alone, length, capacity=length + CAPACITY - PROMPT)
+    _, alone = run(method, SMALL, alone, length, capacity=length + CAPACITY - PROMPT)
     np.testing.assert_allclose(together[1], alone[0], atol=2e-4)
 
 
 @on_a_model
 def test_bfloat16_is_the_default_and_stays_close(name):
-    method, tokens = full_configuration(REGISTRY[name]), tokens_of(PLAIN)[:, : PROMPT + 1]
-    cache, logits = run(method, PLAIN, tokens, PROMPT, dtype=None)
+    method, tokens = full_configuration(REGISTRY[name]), tokens_of(SMALL)[:, : PROMPT + 1]
+    cache, logits = run(method, SMALL, tokens, PROMPT, dtype=None)
     assert cache.layout.dtype == "bfloat16"
     wide = [
         path
@@ -216,7 +217,7 @@ def test_bfloat16_is_the_default_and_stays_close(name):
         if info.kind in ("exact", "coefficients") and x.dtype != jnp.bfloat16
     ]
     assert not wide
-    np.testing.assert_allclose(logits, exact_logits(PLAIN)[:, :2], atol=0.2)
+    np.testing.assert_allclose(logits, exact_logits(SMALL)[:, :2], atol=0.2)
 
 
 # ---- limits ----------------------------------------------------------------------------------------
@@ -225,12 +226,12 @@ def test_bfloat16_is_the_default_and_stays_close(name):
 @on_a_model
 def test_going_beyond_the_block_or_the_capacity_is_loud(name):
     """Inside of jit nothing can be raised: logits turn NaN and stay so."""
-    method, tokens = small_configuration(REGISTRY[name]), tokens_of(PLAIN)
-    params, bases = model().params, bases_for(method)
-    step = functools.partial(extend, method, PLAIN, params, tokens=tokens[:, :1], bases=bases)
+    method, tokens = small_configuration(REGISTRY[name]), tokens_of(SMALL)
+    params, bases = model(SMALL).params, bases_for(method, SMALL)
+    step = functools.partial(extend, method, SMALL, params, tokens=tokens[:, :1], bases=bases)
     cache, _ = prefill(
         method,
-        PLAIN,
+        SMALL,
         params,
         tokens[:, :PROMPT],
         bases=bases,
@@ -246,52 +247,47 @@ def test_going_beyond_the_block_or_the_capacity_is_loud(name):
     cache, logits = step(refresh(method, cache, bases=bases))
     assert np.isnan(logits).all()
 
-    cache, _ = prefill(
-        method,
-        PLAIN,
-        params,
-        tokens[:, :PROMPT],
-        bases=bases,
-        capacity=PROMPT + 1,
-        block=BLOCK,
-        dtype=jnp.float32,
-    )
-    cache, logits = step(cache)
+    cache, logits = run(method, SMALL, prompts(length=CAPACITY), PROMPT)
     assert np.isfinite(logits).all()
-    cache, logits = step(cache)
+    _, logits = step(refresh(method, cache, bases=bases))
     assert np.isnan(logits).all()
 
 
-def short_row_to_its_limit(method, width):
-    """Logits `[T, V]` of a prompt of 3 tokens, padded to `width`, and of all that its cache has room for; the one behind."""
-    params, bases, tokens = model().params, bases_for(method), prompts(rows=1, length=CAPACITY + BLOCK, seed=3)
+def short_row_to_its_limit(method, config, prompt):
+    """Logits `[T, V]` of 3 tokens of a prompt that is padded to `prompt`, and of all that the cache has room for; those behind.
+
+    Two equal rows and 8 tokens at once: the programs are those of the tests at full rank.
+    """
+    params, bases = model(config).params, bases_for(method, config)
+    tokens = jnp.repeat(prompts(rows=1, length=CAPACITY + BLOCK, seed=3), 2, axis=0)
+    step = functools.partial(extend, method, config, params, bases=bases)
     cache, logits = prefill(
-        method, PLAIN, params, tokens[:, :width], jnp.array([3]), bases=bases, capacity=CAPACITY, block=BLOCK,
+        method, config, params, tokens[:, :prompt], np.array([3, 3]), bases=bases, capacity=CAPACITY, block=BLOCK,
         dtype=jnp.float32,
     )
-    limit, out = int(cache.limit[0]), [logits[0, None]]
-    for begin in range(3, limit, BLOCK):
-        count = min(BLOCK, limit - begin)
-        piece = tokens[:, begin : begin + BLOCK], jnp.array([count])
-        cache, logits = extend(method, PLAIN, params, cache, *piece, bases=bases, all_logits=True)
-        cache = refresh(method, cache, bases=bases)
-        out.append(logits[0, :count])
-    _, behind = extend(method, PLAIN, params, cache, tokens[:, :BLOCK], jnp.array([1]), bases=bases)
-    return np.concatenate(out), behind
+    limit, out = int(cache.limit[0]), [np.asarray(logits)[:1]]
+    for i, begin in enumerate(range(3, limit, 8)):
+        if i and i % (BLOCK // 8) == 0:
+            cache = refresh(method, cache, bases=bases)
+        count = min(8, limit - begin)
+        cache, logits = step(cache, tokens[:, begin : begin + 8], np.array([count, count]), all_logits=True)
+        out.append(np.asarray(logits)[0, :count])
+    _, behind = step(refresh(method, cache, bases=bases), tokens[:, :8], np.array([1, 1]), all_logits=True)
+    return np.concatenate(out), np.asarray(behind)[:, :1]
 
 
-exact_short_row = functools.cache(functools.partial(short_row_to_its_limit, REGISTRY["full"](), 3))
+exact_short_row = functools.cache(functools.partial(short_row_to_its_limit, REGISTRY["full"](), WINDOWED, 3))
 
 
 @on_a_model
 def test_a_short_row_has_the_room_that_its_padding_left(name):
     """Up to `limit`, which is the capacity unless only tokens of a prompt can take some of the slots."""
     method = full_configuration(REGISTRY[name])
-    logits, behind = short_row_to_its_limit(method, 64)
-    room, machine = len(logits) + 2, machine_of(method)
-    layout = make_layout(PLAIN, 1, 64, CAPACITY, BLOCK)
-    leaves = all(machine.ends_of(layout, group).flushes for group in machine.group_bases(PLAIN.attention, bases_for(method)))
-    assert room == CAPACITY if leaves or name == "full" else CAPACITY - 64 + 3 <= room < CAPACITY
+    logits, behind = short_row_to_its_limit(method, WINDOWED, PROMPT)
+    room, machine, bases = len(logits) + 2, machine_of(method), bases_for(method, WINDOWED)
+    layout = make_layout(WINDOWED, 2, PROMPT, CAPACITY, BLOCK)
+    leaves = all(machine.ends_of(layout, group).flushes for group in machine.group_bases(WINDOWED.attention, bases))
+    assert room == CAPACITY if leaves or name == "full" else CAPACITY - PROMPT + 3 <= room < CAPACITY
     assert_equals_exact(logits, exact_short_row()[0][: len(logits)])
     assert np.isnan(behind).all()
 
@@ -300,7 +296,7 @@ def test_a_short_row_has_the_room_that_its_padding_left(name):
 @on_a_model
 def test_compression_of_a_short_row_does_not_see_its_padding(name):
     method = small_configuration(REGISTRY[name])
-    wide, narrow = (short_row_to_its_limit(method, width)[0] for width in (64, 40))
+    wide, narrow = (short_row_to_its_limit(method, SMALL, prompt)[0] for prompt in (64, 40))
     assert np.isfinite(wide).all() and np.isfinite(narrow).all()
     np.testing.assert_allclose(wide, narrow[: len(wide)], atol=2e-4)
 
@@ -308,7 +304,7 @@ def test_compression_of_a_short_row_does_not_see_its_padding(name):
 @on_a_model
 def test_a_restored_cache_is_the_saved_one(name, tmp_path):
     cache, _ = small_run(name)
-    bases = bases_for(cache.method)
+    bases = bases_for(cache.method, SMALL)
     save_cache(tmp_path / "cache", cache, SAVED, bases=bases)
     restored = load_cache(tmp_path / "cache", cache.method, SAVED, bases=bases)
     assert cache_bytes(restored) == cache_bytes(cache) == cache_bytes(abstract_cache(cache.method, cache.layout, bases))
@@ -326,7 +322,7 @@ def test_a_cache_of_another_method_is_refused(name):
         if other == cache.method:
             continue
         for call in (
-            lambda m: extend(m, PLAIN, model().params, cache, jnp.zeros((2, 1), jnp.int32)),
+            lambda m: extend(m, SMALL, model(SMALL).params, cache, jnp.zeros((2, 1), jnp.int32)),
             lambda m: refresh(m, cache),
         ):
             with pytest.raises(ValueError, match="this cache was made by"):
@@ -339,9 +335,9 @@ def test_missing_bases_are_asked_for(name):
     if not method.calibrated:
         return
     with pytest.raises(ValueError, match="needs calibrated bases"):
-        prefill(method, PLAIN, model().params, tokens_of(PLAIN)[:, :PROMPT])
+        prefill(method, SMALL, model(SMALL).params, tokens_of(SMALL)[:, :PROMPT])
     with pytest.raises(ValueError, match="bases hold 1 groups"):
-        prefill(method, PLAIN, model().params, tokens_of(PLAIN)[:, :PROMPT], bases=bases_for(method)[:1])
+        prefill(method, SMALL, model(SMALL).params, tokens_of(SMALL)[:, :PROMPT], bases=bases_for(method, SMALL)[:1])
 
 
 @every_method
@@ -354,15 +350,12 @@ def test_fields_stand_in_a_frozen_dataclass(name):
 
 # ---- compiled --------------------------------------------------------------------------------------
 
-LONG = dataclasses.replace(WINDOWED, context=1 << 14)
-SHORT = 48  # tokens of the prompts of these tests
-
 
 def start_of_decode(method, capacity):
     """What a cache for `capacity` tokens decodes from: parameters, cache, progress and keys."""
-    params, bases, tokens = model(LONG).params, bases_for(method, LONG), prompts(length=SHORT)
+    params, bases, tokens = model(SMALL).params, bases_for(method, SMALL), tokens_of(SMALL)[:, :PROMPT]
     cache, logits = prefill(
-        method, LONG, params, tokens, bases=bases, capacity=capacity, block=BLOCK, dtype=jnp.float32
+        method, SMALL, params, tokens, bases=bases, capacity=capacity, block=BLOCK, dtype=jnp.float32
     )
     progress = Progress(logits.argmax(-1).astype(jnp.int32), jnp.zeros((2,), bool), jnp.zeros((2,), bool))
     return params, cache, progress, jax.vmap(jax.random.key)(jnp.arange(2))
@@ -370,14 +363,14 @@ def start_of_decode(method, capacity):
 
 @on_a_model
 def test_one_program_decodes_in_place(name):
-    """One executable for 112 tokens and their refreshes; the cache is donated, nothing grows with it."""
+    """One executable for 64 tokens and their refreshes; the cache is donated, nothing grows with it."""
     method = small_configuration(REGISTRY[name])
-    bases, steps = bases_for(method, LONG), jnp.int32(BLOCK)
+    bases, steps = bases_for(method, SMALL), jnp.int32(BLOCK)
     params, cache, progress, keys = start_of_decode(method, CAPACITY)
     held, temporary, programs = [], [], []
-    for capacity in (LONG.context, CAPACITY):
+    for capacity in (SMALL.context, CAPACITY):
         example = jax.eval_shape(functools.partial(start_of_decode, method, capacity))
-        program = decode_block.lower(method, LONG, *example, steps, bases=bases).compile()
+        program = decode_block.lower(method, SMALL, *example, steps, bases=bases).compile()
         memory = program.memory_analysis()
         held.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(example[1])))
         assert memory.alias_size_in_bytes >= held[-1]
@@ -385,51 +378,51 @@ def test_one_program_decodes_in_place(name):
         programs.append(program)
     # attention reads, and rebuilds, blocks of up to 2048 of the 16384 tokens; a copied leaf would be a quarter, or, where
     # tokens take a bit or two, three blocks of floats are the most
-    more, block = temporary[0] - temporary[1], 4 * 2 * 2048 * LONG.kv_heads * LONG.head_dim
+    more, block = temporary[0] - temporary[1], 4 * 2 * 2048 * SMALL.kv_heads * SMALL.head_dim
     assert more <= max(0.17 * (held[0] - held[1]), 3 * block), f"{more} bytes of {held[0] - held[1]}"
 
     tokens, start, shapes = [progress.token[:, None]], cache, jax.tree.map(lambda x: (x.shape, x.dtype), cache)
-    for _ in range(7):
+    for _ in range(4):
         cache, progress, out = programs[-1](params, cache, progress, keys, steps, bases=bases)
         tokens.append(out)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), cache) == shapes
     assert all(x.is_deleted() for x in jax.tree.leaves(start))
     # the same tokens as layer by layer: jit equals eager
     sequence = jnp.concatenate(tokens, axis=1)[:, : 2 * BLOCK + 1]
-    text = jnp.concatenate([prompts(length=SHORT), sequence[:, :-1]], axis=1)
-    _, logits = run(method, LONG, text, SHORT)
+    text = jnp.concatenate([tokens_of(SMALL)[:, :PROMPT], sequence[:, :-1]], axis=1)
+    _, logits = run(method, SMALL, text, PROMPT)
     np.testing.assert_array_equal(logits.argmax(-1), sequence)
 
 
 @on_a_model
 def test_jitted_prefill_equals_layer_by_layer(name):
     method = small_configuration(REGISTRY[name])
-    bases, tokens, lengths = bases_for(method, LONG), prompts(length=SHORT), jnp.array([SHORT, 20], jnp.int32)
+    bases, tokens, lengths = bases_for(method, SMALL), prompts(), jnp.array([PROMPT, 20], jnp.int32)
 
     def whole(params, bases, tokens, lengths):
         return prefill(
-            method, LONG, params, tokens, lengths, bases=bases, capacity=CAPACITY, block=BLOCK, dtype=jnp.float32
+            method, SMALL, params, tokens, lengths, bases=bases, capacity=CAPACITY, block=BLOCK, dtype=jnp.float32
         )
 
-    inputs = model(LONG).params, bases, tokens, lengths
+    inputs = model(SMALL).params, bases, tokens, lengths
     cache, logits = jax.jit(whole)(*inputs)
     eager_cache, eager_logits = whole(*inputs)
     np.testing.assert_allclose(logits, eager_logits, atol=1e-5)
     assert jax.tree.structure(cache) == jax.tree.structure(eager_cache)
-    step = functools.partial(extend, method, LONG, model(LONG).params, tokens=tokens[:, :1], bases=bases)
+    step = functools.partial(extend, method, SMALL, model(SMALL).params, tokens=tokens[:, :1], bases=bases)
     np.testing.assert_allclose(step(cache)[1], step(eager_cache)[1], atol=1e-4)
 
 
 def temporary_bytes(layers, compute):
     """Temporary memory of `compute(config, params, tokens)`, compiled for four prompts of 256 tokens."""
-    config = dataclasses.replace(PLAIN, num_layers=layers, windows=(None,) * layers)
+    config = dataclasses.replace(SMALL, num_layers=layers, windows=(None,) * layers)
     params = jax.eval_shape(lambda: model(config).params)
     tokens = jax.ShapeDtypeStruct((4, 256), jnp.int32)
     compiled = jax.jit(functools.partial(compute, config)).lower(params, tokens).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-LAYER = 4 * 256 * 2 * PLAIN.kv_heads * PLAIN.head_dim * 4  # bytes of one layer's exact keys and values
+LAYER = 4 * 256 * 2 * SMALL.kv_heads * SMALL.head_dim * 4  # bytes of one layer's exact keys and values
 
 
 @pytest.mark.parametrize(

@@ -19,27 +19,30 @@ pytestmark = pytest.mark.xdist_group("sharding")  # one worker: all read the res
 
 
 # Simulated devices are slow: most methods are run by hand with -m slow.
-CASES = [
-    pytest.param(name, marks=() if name in ("full", "ojakv", "xkv") else pytest.mark.slow) for name in sorted(REGISTRY)
-]
+QUICK = ("full", "ojakv", "xkv")
+CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(REGISTRY)]
 CASES.append(pytest.param("kivi:bits=8+kvzip:keep=0.5", marks=pytest.mark.slow))  # quantised heads in one buffer
 
 
 @functools.cache
-def results(name):
-    """A process with 8 devices; the device count cannot change after JAX has started."""
+def results(*names):
+    """Of each method, by a process with 8 devices; the device count cannot change after JAX has started."""
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "64", "PYTHONPATH": str(HERE.parent)}
     done = subprocess.run(
-        [sys.executable, str(HERE / "sharded_methods.py"), name], env=env, capture_output=True, text=True, timeout=1200
+        [sys.executable, str(HERE / "sharded_methods.py"), *names], env=env, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    return {record["method"]: record for record in map(json.loads, done.stdout.splitlines())}
+
+
+def record_of(name):
+    return results(*(QUICK if name in QUICK else (name,)))[name]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_sharded_equals_unsharded(name):
-    record = results(name)
+    record = record_of(name)
     assert record["difference"] < 1e-4 and record["same_tokens"]
     assert record["over_data"] and record["over_model"]
 
@@ -47,7 +50,7 @@ def test_sharded_equals_unsharded(name):
 @pytest.mark.parametrize("name", CASES)
 def test_no_collective_moves_the_cache(name):
     """Activations of a token and coefficients of a block may travel; nothing with the capacity among its axes may."""
-    record = results(name)
+    record = record_of(name)
     assert record["largest_collective"] < record["capacity"] * PLAIN.head_dim
 
 

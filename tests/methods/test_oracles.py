@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PLAIN, QWEN, bases_for, model, prompts, random_moments, run, softmax_attention, transported
+from helpers import PLAIN, QWEN, bases_for, model, prompts, random_moments, rebuilt, run, softmax_attention, transported
 
 from lowrank_kv_jax.attention.importance import most_important, window_attention
 from lowrank_kv_jax.attention.rope import RopeSpec, rope_angles, rotate
@@ -150,9 +150,9 @@ def test_transport_between_rounded_bases_of_one_subspace_loses_nothing():
     old = jnp.asarray(orthonormal(rng, 1, 1, 64, 24), jnp.bfloat16)
     turned = jnp.asarray(np.asarray(old, np.float32) @ orthonormal(rng, 24, 24), jnp.bfloat16)
     start = rng.normal(size=(1, 1, 40, 24)).astype(np.float32)
-    c, lengths = jnp.asarray(start), jnp.array([40])
+    c, lengths, move = jnp.asarray(start), jnp.array([40]), jax.jit(transported)
     for _ in range(30):
-        c = transported(transported(c, lengths, old, turned), lengths, turned, old)
+        c = move(move(c, lengths, old, turned), lengths, turned, old)
     assert np.abs(np.asarray(c) - start).max() < 0.02
 
 
@@ -304,14 +304,20 @@ def test_streaming_attends_over_keys_rotated_at_cache_indices(positions):
     def taps(a, b):
         return Taps(q_post[:, a:b], k_post[:, a:b], jnp.asarray(k[:, a:b]), jnp.asarray(v[:, a:b]), None)
 
-    init = machine_of(method).init(layout, None)
-    state = machine_of(method).compress(layout, None, init, (taps(0, prompt),), jnp.array([prompt], jnp.int32))
+    @jax.jit
+    def compress(taps, lengths):
+        return machine_of(method).compress(layout, None, machine_of(method).init(layout, None), (taps,), lengths)
+
+    @jax.jit
+    def refresh(state):
+        return machine_of(method).refresh(layout, None, state)
 
     @jax.jit
     def step(state, taps, at):
         state = machine_of(method).append(layout, None, state, taps, jnp.array([1], jnp.int32), at, Place())
         return state, machine_of(method).attend(layout, None, state, taps.q, at, Place())
 
+    state = compress(taps(0, prompt), jnp.array([prompt], jnp.int32))
     for t in range(prompt, total):
         state, partial = step(state, taps(t, t + 1), jnp.array([[t]], jnp.int32))
         kept = [i for i in range(t + 1) if i < sinks or i > t - recent]
@@ -323,7 +329,7 @@ def test_streaming_attends_over_keys_rotated_at_cache_indices(positions):
         np.testing.assert_allclose(partial.out, oracle, atol=2e-5)
         np.testing.assert_allclose(partial.lse, lse, atol=2e-5)
         if (t - prompt) % block == block - 1:
-            state = machine_of(method).refresh(layout, None, state)
+            state = refresh(state)
 
 
 def test_random_bases_are_orthonormal_and_of_the_asked_ranks():
@@ -363,7 +369,7 @@ def _rebuilt_error(cache, exact):
     lost = total = 0.0
     for mine, layer, bases in zip(cache.groups, exact.groups, bases_for(cache.method), strict=True):
         count = int(mine.store.tokens.length[0])
-        v = np.asarray(cache.method.rebuilt(cache.layout, bases, mine.store)[1], np.float64)[:, :, :count]
+        v = np.asarray(rebuilt(cache.method, cache.layout, bases, mine.store)[1], np.float64)[:, :, :count]
         true = np.asarray(layer.ends[0].v, np.float64)[:, :, cache.method.sinks : cache.method.sinks + count]
         lost, total = lost + ((v - true) ** 2).sum(), total + (true**2).sum()
     return lost / total

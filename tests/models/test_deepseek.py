@@ -64,7 +64,12 @@ def test_logits_are_those_of_transformers(family):
 def oracle(family, rebuilt=None):
     """Logits of the text, later tokens reading `rebuilt` latents `[L, B, S, r]` of the prompt, and its own latents."""
     config, params = tiny(family)
-    spec, tokens = config.attention, golden()[f"{family}/tokens"]
+    return tuple(map(np.asarray, read_text(config, params, golden()[f"{family}/tokens"], rebuilt)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def read_text(config, params, tokens, rebuilt):
+    spec = config.attention
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     seen = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
     rotary = spec.head_dim - spec.latent.rank
@@ -82,7 +87,7 @@ def oracle(family, rebuilt=None):
             weights = jax.nn.softmax(jnp.where(seen[rows], scores, -jnp.inf), axis=-1)
             parts.append(jnp.einsum("bnts,bsd->btnd", weights, keys))
         x = models.block_output(config, layer, x, jnp.concatenate(parts, axis=1))
-    return np.asarray(models.unembed(config, params, x)), np.asarray(latents)
+    return models.unembed(config, params, x), jnp.stack(latents)
 
 
 @pytest.mark.parametrize("fields", [pytest.param("sinks=0,recent=0", marks=pytest.mark.slow), "sinks=4,recent=3"])

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PLAIN, PROMPT, model, prompts, run, softmax_attention
+from helpers import PLAIN, PROMPT, attend, compress, model, prompts, run, softmax_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +22,10 @@ from lowrank_kv_jax.storage.quantised import read_basis, read_tokens
 
 SPEC = PLAIN.attention
 
+add = jax.jit(lambda reading, *args: reading.add(*args), static_argnums=0)
+logits_of = jax.jit(lambda reading, *args: reading.logits(*args), static_argnums=0)
+choose = jax.jit(pages.choose, static_argnums=(0, 4, 5, 6))
+
 
 def test_quest_reads_the_pages_whose_bounds_are_highest():
     """Bounds, choice and attention of each kv head in float64; rows of their own length."""
@@ -31,10 +35,10 @@ def test_quest_reads_the_pages_whose_bounds_are_highest():
     q, k, v = (rng.normal(size=(2, PROMPT, heads, 8)) for heads in (8, 4, 4))
     taps = Taps(*(jnp.asarray(x, jnp.float32) for x in (q, k, k, v)), jnp.zeros((2, PROMPT, 1)))
     bases = method.group_bases(SPEC, None)[-1]
-    state = method.compress(layout, bases, method.init(layout, bases), (taps,), jnp.array(lengths))
+    state = compress(method, layout, bases, (taps,), jnp.array(lengths))
     new = rng.normal(size=(2, 1, 8, 8))
     positions = jnp.array(lengths)[:, None]
-    part = method.attend(layout, bases, state, jnp.asarray(new, jnp.float32), positions, Place(0))
+    part = attend(method, layout, bases, state, jnp.asarray(new, jnp.float32), positions)
 
     seen = np.zeros((2, 4, PROMPT), bool)
     for row, length in enumerate(lengths):
@@ -63,9 +67,10 @@ def test_codes_are_rebuilt_of_the_chosen_pages_alone():
     cache, _ = prefill(method, PLAIN, model().params, prompts(), lengths, capacity=160, dtype=jnp.float32)
     layout, state, machine = cache.layout, cache.groups[0], machine_of(method)
     q = jax.random.normal(jax.random.key(0), (2, 1, 8, 8))
-    part = machine.codec.attend(layout, None, pages.read(machine, layout, state, q, Place(0)), q, lengths[:, None], Place(0))
+    chosen = jax.jit(lambda state, q: pages.read(machine, layout, state, q, Place(0)))(state, q)
+    part = attend(machine.codec, layout, None, chosen, q, lengths[:, None])
     reading, tokens = machine.standing_reading, state.store.tokens
-    chosen = np.asarray(pages.choose(reading, state.marks[0], tokens.length, q, SPEC.scale, 1, 3))[:, 0]
+    chosen = np.asarray(choose(reading, state.marks[0], tokens.length, q, SPEC.scale, 1, 3))[:, 0]
     assert (np.diff(chosen) > 0).all() and chosen[0].tolist() != chosen[1].tolist()
     keys, values = (
         jnp.einsum("bjsr,bjwr->bsjw", read_tokens(c), read_basis(u)).reshape(2, 96, 4, 8)
@@ -85,16 +90,16 @@ def test_codes_are_rebuilt_of_the_chosen_pages_alone():
 def test_marks_grow_with_the_tokens_that_come(reading, pieces, seed):
     """Bounds and means of what each row holds, however it came."""
     layout = make_layout(PLAIN, 2, 8, 64, 8, jnp.float32)
-    marks, start, add = reading.empty(layout, 6), jnp.zeros(2, jnp.int32), jax.jit(reading.add)
+    marks, start = reading.empty(layout, 6), np.zeros(2, np.int32)
     held = [np.zeros((0, 4, 8)), np.zeros((0, 4, 8))]
     rng = np.random.default_rng(seed)
     for counts in pieces:
         k = rng.normal(size=(2, 7, 4, 8))
-        marks = add(marks, jnp.asarray(k, jnp.float32), start, jnp.array(counts))
-        start = start + jnp.array(counts)
+        marks = add(reading, marks, k.astype(np.float32), start, np.array(counts, np.int32))
+        start = start + np.array(counts, np.int32)
         held = [np.concatenate([old, new[:n]]) for old, new, n in zip(held, k, counts, strict=True)]
     q = rng.normal(size=(2, 4, 3, 8))
-    found = np.asarray(reading.logits(marks, jnp.asarray(q, jnp.float32)))
+    found = np.asarray(logits_of(reading, marks, q.astype(np.float32)))
     for row, k in enumerate(held):
         for i in range(-(-len(k) // 5)):
             logits = np.einsum("kmd,skd->kms", q[row], k[5 * i : 5 * i + 5])
@@ -107,10 +112,10 @@ def test_marks_grow_with_the_tokens_that_come(reading, pieces, seed):
 def test_a_query_finds_the_page_of_its_key_and_no_page_without_tokens():
     k = jnp.asarray(np.random.default_rng(0).normal(size=(2, 64, 4, 8)), jnp.float32)
     reading, layout = Landmarks(page=16), make_layout(PLAIN, 2, 64, 96, 8, jnp.float32)
-    marks = reading.add(reading.empty(layout, 5), k, jnp.zeros(2, jnp.int32), jnp.array([64, 64]))
+    marks = add(reading, reading.empty(layout, 5), k, jnp.zeros(2, jnp.int32), jnp.array([64, 64]))
     q = 20 * jnp.repeat(marks.k[:, :, 2], 2, axis=1)[:, None]
-    assert (pages.choose(reading, marks, jnp.array([64, 64]), q, 1.0, 4, 2) == jnp.array([2, 3])).all()
-    assert (pages.choose(reading, marks, jnp.array([30, 64]), q, 1.0, 1, 2)[0] == jnp.array([0, 1])).all()
+    assert (choose(reading, marks, jnp.array([64, 64]), q, 1.0, 4, 2) == jnp.array([2, 3])).all()
+    assert (choose(reading, marks, jnp.array([30, 64]), q, 1.0, 1, 2)[0] == jnp.array([0, 1])).all()
 
 
 @pytest.mark.parametrize("codec", ["", "kivi:bits=8+", "static-pca-h:rank=1.0,heads=joint+", "palu:rank=1.0+"])

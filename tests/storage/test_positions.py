@@ -37,6 +37,15 @@ append = jax.jit(
 refresh = jax.jit(lambda m, layout, s: machine_of(m).refresh(layout, IDENTITY, s), static_argnums=(0, 1))
 
 
+def read(segment):
+    """Keys, values and positions of all slots."""
+    keys, values = (slice_block(x, 0, x.shape[2]) for x in (segment.k, segment.v))
+    return keys, values, jnp.broadcast_to(segment.positions.at(jnp.arange(keys.shape[2])), (B, keys.shape[2]))
+
+
+jitted_read = jax.jit(read)
+
+
 def numbered(first, count):
     """Taps of tokens `first[b], first[b] + 1, ..`: keys [i, 1], values [-i, 1]."""
     index = np.asarray(first)[:, None] + np.arange(count)
@@ -44,11 +53,11 @@ def numbered(first, count):
     return Taps(q=k, k=k, k_pre=k, v=k * np.array([-1, 1], np.float32), x=k)
 
 
-def stored(segment, row):
+def stored(segment, row, read=jitted_read):
     """Numbers of the tokens that a row of a segment holds, checked against their positions and values."""
-    n = int(segment.length[row])
-    keys, values = (np.asarray(slice_block(x, 0, x.shape[2]))[row, 0, :n] for x in (segment.k, segment.v))
-    positions = np.asarray(segment.positions.at(jnp.arange(segment.k.shape[2])))[row, :n]
+    n = int(np.asarray(segment.length)[row])
+    keys, values, positions = map(np.asarray, read(segment))
+    keys, values, positions = keys[row, 0, :n], values[row, 0, :n], positions[row, :n]
     np.testing.assert_array_equal(keys[:, 0], positions)
     np.testing.assert_array_equal(values[:, 0], -positions)
     np.testing.assert_array_equal(keys[:, 1], 1)
@@ -180,4 +189,4 @@ def test_a_slice_of_a_segment_keeps_its_positions():
     assert [stored(segment, b) for b in range(B)] == [[0, 1, 9, 10, 11], [0, 1, 2]]
     for begin, end in [(0, 2), (2, 9), (1, 4), (4, 5)]:
         piece = exact_tokens.part(segment, begin, end)
-        assert [stored(piece, b) for b in range(B)] == [stored(segment, b)[begin:end] for b in range(B)]
+        assert [stored(piece, b, read) for b in range(B)] == [stored(segment, b)[begin:end] for b in range(B)]

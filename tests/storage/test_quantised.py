@@ -16,6 +16,8 @@ from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.storage.quantised import Tile, append_tokens, empty_tokens, map_tokens, read_tokens, store_tokens
 
 SHAPE = (2, 3, 64, 10)
+store = jax.jit(store_tokens, static_argnums=(1, 2, 3))
+read = jax.jit(read_tokens)
 
 
 def tokens(seed=0, shape=SHAPE):
@@ -31,13 +33,13 @@ KIVI_KEYS, KIVI_VALUES, PER_TOKEN = Tile(32, 1), Tile(1, 4), Tile(1, None)
 @pytest.mark.parametrize("bits, tile", [(2, KIVI_KEYS), (4, KIVI_VALUES), (8, PER_TOKEN), (4, KIVI_KEYS), (2, KIVI_VALUES)])
 def test_codes_err_by_half_a_step_of_their_group(bits, tile):
     x = tokens()
-    stored = store_tokens(jnp.asarray(x), bits, None, tile)
-    wide = np.asarray(read_tokens(stored), np.float64)
+    stored = store(jnp.asarray(x), bits, None, tile)
+    wide = np.asarray(read(stored), np.float64)
     rebuilt, bound = kivi_oracle(x, bits, tile)
     assert (np.abs(wide - x) <= bound + 1e-9).all()
     # no worse than the textbook rule in float64, which hits the largest entry of each group with its unrounded scale
     assert np.mean((wide - x) ** 2) <= 1.25 * np.mean((rebuilt - x) ** 2)
-    np.testing.assert_array_equal(stored.read_block(20, 30), wide[:, :, 20:50].astype(np.float32))
+    np.testing.assert_array_equal(jax.jit(lambda stored: stored.read_block(20, 30))(stored), wide[:, :, 20:50].astype(np.float32))
     each = -(-10 // (8 // bits))
     assert stored.codes.shape == (2, 3, 64, each) and stored.codes.dtype == (np.int8 if bits == 8 else np.uint8)
     groups = (2, 3, -(-64 // tile.tokens), -(-10 // (tile.channels or 10)))
@@ -50,7 +52,7 @@ def test_codes_err_by_half_a_step_of_their_group(bits, tile):
 def test_groups_without_a_range_are_kept(bits):
     x = np.zeros((1, 1, 32, 4), np.float32)
     x[..., 1], x[..., 2], x[:, :, 5, 3] = 7.3, -1e-30, 1.0
-    wide = np.asarray(read_tokens(store_tokens(jnp.asarray(x), bits, None, KIVI_KEYS)))
+    wide = np.asarray(read(store(jnp.asarray(x), bits, None, KIVI_KEYS)))
     assert np.isfinite(wide).all()
     np.testing.assert_allclose(wide, x, rtol=0.01, atol=1e-6)
     np.testing.assert_array_equal(wide[..., 0], 0)
@@ -60,13 +62,13 @@ def test_groups_without_a_range_are_kept(bits):
 def test_tokens_can_be_appended_in_pieces(bits, tile):
     """Rows grow at their own pace; free slots stay zero, and do not widen a range."""
     x = tokens()
-    stored, length = store_tokens(jnp.zeros(SHAPE), bits, None, tile), jnp.array([0, 0])
+    stored, length = store(jnp.zeros(SHAPE), bits, None, tile), jnp.array([0, 0])
     append = jax.jit(append_tokens)
     for taken in ([7, 3], [9, 0], [9, 9], [5, 4]):
         new = np.stack([x[b, :, n : n + 9] for b, n in enumerate(np.asarray(length))])
         stored = append(stored, jnp.asarray(new), length, jnp.array(taken))
         length = length + jnp.array(taken)
-    wide, (_, bound) = np.asarray(read_tokens(stored)), kivi_oracle(x, bits, tile)
+    wide, (_, bound) = np.asarray(read(stored)), kivi_oracle(x, bits, tile)
     for row, n in enumerate(np.asarray(length)):
         times = 1 if tile.tokens == 1 else 4  # a tile may be coded anew with each piece
         assert (np.abs(wide[row, :, :n] - x[row, :, :n]) <= times * bound[row, :, :n].max((1, 2), keepdims=True) + 1e-6).all()
@@ -78,7 +80,7 @@ def test_tokens_can_be_appended_in_pieces(bits, tile):
 
 def test_empty_storage_is_that_of_zeros():
     for bits, tile in ((None, Tile()), (8, PER_TOKEN), (2, KIVI_KEYS), (4, KIVI_VALUES)):
-        empty, zeros = empty_tokens(SHAPE, bits, jnp.bfloat16, tile), store_tokens(jnp.zeros(SHAPE), bits, jnp.bfloat16, tile)
+        empty, zeros = empty_tokens(SHAPE, bits, jnp.bfloat16, tile), store(jnp.zeros(SHAPE), bits, jnp.bfloat16, tile)
         assert jax.tree.structure(empty) == jax.tree.structure(zeros)
         jax.tree.map(np.testing.assert_array_equal, empty, zeros)
         assert [x.dtype for x in jax.tree.leaves(empty)] == [x.dtype for x in jax.tree.leaves(zeros)]
@@ -88,10 +90,10 @@ def test_moved_coefficients_are_quantised_anew():
     x = tokens(shape=(2, 1, 128, 8))
     old, new = (np.linalg.qr(np.random.default_rng(s).normal(size=(2, 1, 12, 8)))[0] for s in (0, 1))
     lengths = jnp.array([128, 50])
-    moved = transported(store_tokens(jnp.asarray(x), 8, None), lengths, jnp.asarray(old), jnp.asarray(new))
-    plain = transported(jnp.asarray(x), lengths, jnp.asarray(old, jnp.float32), jnp.asarray(new, jnp.float32))
+    moved = jax.jit(transported)(store(jnp.asarray(x), 8, None), lengths, jnp.asarray(old), jnp.asarray(new))
+    plain = jax.jit(transported)(jnp.asarray(x), lengths, jnp.asarray(old, jnp.float32), jnp.asarray(new, jnp.float32))
     for row, n in enumerate((128, 50)):
-        assert np.abs(read_tokens(moved)[row, :, :n] - plain[row, :, :n]).max() < 0.02 * np.abs(plain).max()
+        assert np.abs(read(moved)[row, :, :n] - plain[row, :, :n]).max() < 0.02 * np.abs(plain).max()
     with pytest.raises(ValueError, match="60 slots: storage that changes"):
         map_tokens(store_tokens(jnp.zeros((1, 1, 60, 2)), 8, None, Tile(16, 1)), lengths[:1], lambda x: x, lengths[:1] > 0)
 
@@ -121,7 +123,7 @@ def test_stored_prompts_equal_the_oracle(spec):
         for stored, x, tile in ((state.store.tokens.k, taps.k, k_tile), (state.store.tokens.v, taps.v, v_tile)):
             own = np.asarray(x)[row, method.sinks : method.sinks + count].swapaxes(0, 1)[None]
             _, bound = kivi_oracle(own, method.bits, tile)
-            assert (np.abs(read_tokens(stored)[row : row + 1, :, :count] - own) <= bound + 1e-7).all()
+            assert (np.abs(read(stored)[row : row + 1, :, :count] - own) <= bound + 1e-7).all()
 
 
 @pytest.mark.slow

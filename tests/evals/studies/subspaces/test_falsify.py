@@ -29,7 +29,6 @@ from lowrank_kv_jax.generation.forward import (
     make_layout,
     prefill,
 )
-from lowrank_kv_jax.method import Place
 from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.methods.parse import parse_method
@@ -39,6 +38,7 @@ from lowrank_kv_jax.saving.saved_cache import abstract_cache
 
 ADAPTIVE = "osp:rank=4,chunk_length=32,min_chunk=16,sinks=4,recent=8,lookahead=16"
 LENGTHS = jnp.array([PROMPT, 61], jnp.int32)
+jitted_errors = jax.jit(attention_errors, static_argnums=(0, 1, 6))
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def first_layer(spec):
 def test_bounds_hold_and_errors_are_those_of_attention(spec):
     """Section 8, with the residual K - gamma K^ so that the bound holds for any gamma."""
     method, layout, bases, state, taps = first_layer(spec)
-    found = jax.jit(attention_errors, static_argnums=(0, 1, 6))(method, layout, bases, state, taps, LENGTHS, 5)
+    found = jitted_errors(method, layout, bases, state, taps, LENGTHS, 5)
     assert found.logit.shape == (2, 5, PLAIN.q_heads) and float(found.logit.max()) > 0.1
     slack = 1e-4
     assert (found.logit <= found.logit_bound + slack).all()
@@ -75,13 +75,14 @@ def test_bounds_hold_and_errors_are_those_of_attention(spec):
     mask = np.ones((1, 1, PROMPT), bool)
     exact, _ = helpers.softmax_attention(q, taps.k[:1], taps.v[:1], mask, PLAIN.attention.scale)
     row = jax.tree.map(lambda x: x[:1], state)
-    part = machine_of(method).attend(dataclasses.replace(layout, batch=1), bases, row, q, at, Place())
+    alone = dataclasses.replace(layout, batch=1)
+    part = helpers.attend(machine_of(method), alone, bases, row, q, at)
     np.testing.assert_allclose(found.output[0, -1], np.linalg.norm(part.out - exact, axis=-1)[0, 0], atol=1e-4)
     np.testing.assert_allclose(found.output_norm[0, -1], np.linalg.norm(exact, axis=-1)[0, 0], rtol=1e-4)
 
 
 def test_nothing_is_lost_at_full_rank():
-    found = attention_errors(*first_layer("osp-static:rank=1.0,sinks=4,recent=8"), LENGTHS, 3)
+    found = jitted_errors(*first_layer("osp-static:rank=1.0,sinks=4,recent=8"), LENGTHS, 3)
     for name in ("logit", "weight", "output", "logit_bound", "key_residual", "value_residual"):
         np.testing.assert_allclose(getattr(found, name), 0, atol=2e-4, err_msg=name)
 
