@@ -15,7 +15,7 @@ import jax
 
 import lowrank_kv_jax as lkv
 from lowrank_kv_jax.evals.asking.methods import parse_methods
-from lowrank_kv_jax.evals.results.summary import mean_scores, size_text
+from lowrank_kv_jax.evals.results.summary import mean_scores, size_texts
 from lowrank_kv_jax.evals.ruler import evaluate_ruler
 from lowrank_kv_jax.storage.sharding import make_mesh
 
@@ -50,7 +50,7 @@ def main(argv=None):
     if jax.process_index() == 0:
         for method, scores in mean_scores(records).items():
             mean = sum(scores.values()) / len(scores)
-            print(f"{method:30} {size_text(records, method)}x smaller, mean score {mean:.1f}")
+            print(f"{method:30} {size_texts(records, method)[0]}x smaller, mean score {mean:.1f}")
 
 
 if __name__ == "__main__":

@@ -447,7 +447,7 @@ def test_arrays_that_are_missing_or_links(bases, tmp_path):
 
 def test_bases_of_integers_are_not_saved(tmp_path):
     whole = jax.tree.map(lambda u: u.astype(jnp.int32), helpers.bases_for(OJA))
-    with pytest.raises(ValueError, match="0.k is int32: must be a floating dtype"):
+    with pytest.raises(ValueError, match="0.k is int32: must be one of float16, bfloat16"):
         save_bases(tmp_path / "own", whole, MODEL, OJA)
     assert not list(tmp_path.iterdir())
 

@@ -85,6 +85,7 @@ PRESETS = {
     "kv3": [*WINDOW_PRESETS, f"ojakv:paper,rank=4,{ENDS}", "single-svd:paper,rank=12", "kivi:int8",
             "shadowkv:paper,rank=12,budget=24,outliers=2"],
     "kv8": ["palu:paper,rank=12,rank_multiple=4", *STREAMING_PRESETS],
+    "deep": ["transform:kvtc,bits=3,recent=8"],
 }
 
 # fields that take another path
@@ -151,6 +152,7 @@ OPTIONS = {
         f"xkv:group=2,rank=10,{ENDS},recompress=16,refit=false",
         "minicache:budget=24,start=1",
         "minicache:keep=0.1,retain=similar",
+        f"transform:bits=2,{ENDS},group=3",
     ],
 }
 

@@ -100,7 +100,9 @@ def run_case(case: str, seed: int, nudge: int = 0) -> Outcome:
     config = MODELS[name]
     with jax.default_matmul_precision("highest"):
         method = lkv.parse_method(spec)
-        bases = method.fit(config.attention, random_moments(config, means=True, fisher=True))
+        together = method.layer_groups(config.attention) if "across" in method.reads else [(0,)]
+        moments = random_moments(config, means=True, fisher=True, group=max(map(len, together)))
+        bases = method.fit(config.attention, moments)
         tokens = prompts(len(LENGTHS), PROMPT + STEPS + TURN.max() + 1, seed, config.vocab_size)
         prompt, steps, turn, last = jnp.split(tokens, [PROMPT, PROMPT + STEPS, tokens.shape[1] - 1], axis=1)
         params = nudged(name, nudge)
