@@ -4,28 +4,47 @@ Perplexity of a text barely moves where its next tokens stand near the exact one
 what compression changed, whatever the next token is.
 """
 
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from lowrank_kv_jax.storage.sharding import to_host
 
 LIKELIEST = 64
 """Tokens that are told apart; all others count as one. That makes a divergence smaller, by little."""
 
 
 class Predictions:
-    """The full cache's predictions for each piece of a text, in order."""
+    """The full cache's predictions for each piece of a text, in order.
+
+    Attributes:
+        seconds: that were spent here, so that they need not count as scoring.
+    """
 
     def __init__(self):
         self._pieces: list[tuple[jax.Array, jax.Array]] = []
+        self.seconds = 0.0
 
-    def keep(self, index: int, logits: jax.Array) -> None:
+    def keep(self, logits: jax.Array) -> None:
         """Those of the next piece, from `[B, T, V]`."""
-        assert index == len(self._pieces)
-        self._pieces.append(_likeliest(logits))
+        begin = _begin(logits)
+        self._pieces.append(jax.block_until_ready(_likeliest(logits)))
+        self.seconds += time.perf_counter() - begin
 
     def divergence(self, index: int, logits: jax.Array) -> np.ndarray:
         """KL(full || this) in nats `[B, T]` of another cache's logits for a piece."""
-        return np.asarray(_divergence(*self._pieces[index], logits))
+        begin = _begin(logits)
+        found = to_host(_divergence(*self._pieces[index], logits))
+        self.seconds += time.perf_counter() - begin
+        return found
+
+
+def _begin(logits: jax.Array) -> float:
+    """The time at which they are there."""
+    jax.block_until_ready(logits)
+    return time.perf_counter()
 
 
 @jax.jit

@@ -99,12 +99,12 @@ def score_through_cache(
     rows, pieces = np.asarray(tokens, np.int32).tolist(), []
 
     def see(index: int, logits: jax.Array) -> None:
-        if predictions is not None and method.name == "full":
-            predictions.keep(index, logits)
-        if predictions is not None:
-            pieces.append(predictions.divergence(index, logits))
+        assert predictions is not None
+        if method.name == "full":
+            predictions.keep(logits)
+        pieces.append(predictions.divergence(index, logits))
 
-    scored = score_rows(method, model, cache, logits, rows, bases=bases, see=see)
+    scored = score_rows(method, model, cache, logits, rows, bases=bases, see=see if predictions else None)
     divergence = np.concatenate(pieces, axis=1)[:, : tokens.shape[1]] if pieces else None
     return Perplexity(np.stack([nll for nll, _ in scored]), divergence)
 
@@ -136,15 +136,16 @@ def score_many(
     )
 
     exact = [spec for spec, method in methods.items() if method.name == "full"][:1]
-    predictions = Predictions() if exact else None
+    predictions = Predictions()
 
     def score(spec: str) -> Scored:
         cache, own = caches.pop(spec), bases.get(spec)
-        size, begin = size_of(cache, own), time.perf_counter()
+        size, aside, begin = size_of(cache, own), predictions.seconds, time.perf_counter()
         found = score_through_cache(
-            methods[spec], model, cache, logits, tokens[:, prefix:], bases=own, predictions=predictions
+            methods[spec], model, cache, logits, tokens[:, prefix:], bases=own,
+            predictions=predictions if exact else None,
         )
-        return Scored(spec, size, found, time.perf_counter() - begin)
+        return Scored(spec, size, found, time.perf_counter() - begin - (predictions.seconds - aside))
 
     return map(score, sorted(methods, key=lambda spec: spec not in exact))
 

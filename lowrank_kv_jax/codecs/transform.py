@@ -186,9 +186,9 @@ class Transform(TokenCodec):
                 raise ValueError(f"bases.{side} is {getattr(bases, side).dtype}: must be int8 with bases.{side}_unit, or "
                                  "floats without; calibrate again")
         found = len(bases.widths.rungs)
-        if not (found > 1 if self.smaller is not None else found == (self.mean_bits is not None)):
+        if not (found > 0 if self.smaller is not None else found == (self.mean_bits is not None)):
             raise ValueError(f"bases with {found} sets of widths: {self.name} with these settings takes none for floats, "
-                             "one where bits are given, many for smaller; calibrate for it")
+                             "one where bits are given, some for smaller; calibrate for it")
 
     # ---- the contract -------------------------------------------------------------------------------------------
 

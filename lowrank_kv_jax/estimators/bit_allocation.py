@@ -105,7 +105,8 @@ def profiles_at(spectra: Spectra, prices: tuple[float, float], count: int) -> li
 
 
 def ladder(spectra: Spectra, most: float, count: int, components: int | None = None) -> list[list[Profile]]:
-    """Profiles of each layer, with a mean of `most` bits and then fewer and fewer; arguments as of `allocate`.
+    """Profiles of each layer, with a mean of `most` bits, or the fewest there are, and then fewer and fewer; arguments
+    as of `allocate`.
 
     Which layers share a profile is the same on every rung, as it is best at three quarters of the most.
     """
@@ -113,9 +114,10 @@ def ladder(spectra: Spectra, most: float, count: int, components: int | None = N
     shared = allocate(spectra, (at, at), count, True, components)
     members = [np.flatnonzero([own == other for own in shared]) for other in dict.fromkeys(shared)]
     limit = bits = 2 * most * (components or spectra[0].size)
-    found = []
+    found: list[list[Profile]] = []
+    rung: list[Any] = []
     for price in max(side.max() for side in spectra) * np.concatenate([[0.0], np.geomspace(1e-8, 1.0, PRICES)]):
-        rung: list[Any] = [None] * len(shared)
+        rung = [None] * len(shared)
         for own in members:
             profile = _profile(spectra, own, (price, price))
             for layer in own:
@@ -124,7 +126,7 @@ def ladder(spectra: Spectra, most: float, count: int, components: int | None = N
         if spent <= limit:
             found.append(rung)
             limit = spent * (1 - (FINE if spent > bits / 4 else COARSE))
-    return found
+    return found or [rung]
 
 
 def _profile(spectra: Spectra, layers: np.ndarray, prices: tuple[float, float]) -> Profile:

@@ -165,8 +165,10 @@ def test_bytes_meet_what_is_asked_for():
         both = lkv.cache_bytes(cache, bases)
         assert both.smaller < both.smaller_apart == ratio and both.shared == sum(x.nbytes for x in jax.tree.leaves(bases))
         assert method.smaller * 0.985 <= ratio <= method.smaller * 1.25  # length, limit and pending belong to no layer
-    with pytest.raises(ValueError, match="smaller=5.0: a prompt of 16 tokens"):
-        abstract_cache(parse_method("transform:smaller=5"), make_layout(PLAIN, 2, 16, 48, 16), bases_for(parse_method("transform:smaller=5")))
+    for spec, said in (("transform:smaller=5", "smaller=5.0"), ("transform:smaller=9999,group=2", "smaller=9999.0")):
+        method = parse_method(spec)
+        with pytest.raises(ValueError, match=f"{said}: a prompt of 16 tokens .* is too short for it"):
+            abstract_cache(method, make_layout(PLAIN, 2, 16, 48, 16), bases_for(method))
 
 
 @pytest.mark.parametrize("spec", ["transform:bits=1.5", "transform:smaller=6,group=2", "transform:bits=none,metric=plain"])

@@ -71,7 +71,7 @@ def test_divergence_is_that_of_the_predictions(monkeypatch):
         monkeypatch.setattr(divergence, "LIKELIEST", count)
         jax.clear_caches()
         known = divergence.Predictions()
-        known.keep(0, jnp.asarray(full))
+        known.keep(jnp.asarray(full))
         np.testing.assert_allclose(known.divergence(0, jnp.asarray(other)), exact, rtol=tolerance)
         assert known.divergence(0, jnp.asarray(full)).max() < 1e-5
 
