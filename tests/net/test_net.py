@@ -5,7 +5,20 @@ import fnmatch
 import numpy as np
 import pytest
 from cases import DEFAULTS, cases
-from record import NAMED_CHANGES, STEADY, TOLERANCE, Outcome, compare, entry_of, few, judge, load, matches, tolerance
+from record import (
+    NAMED_CHANGES,
+    REFUSED_NOW,
+    STEADY,
+    TOLERANCE,
+    Outcome,
+    compare,
+    entry_of,
+    few,
+    judge,
+    load,
+    matches,
+    tolerance,
+)
 
 from lowrank_kv_jax.methods import REGISTRY
 
@@ -38,7 +51,7 @@ def test_every_case_is_recorded_and_every_method_is_among_them():
 
 
 def test_named_changes_name_cases():
-    for pattern, why in NAMED_CHANGES.items():
+    for pattern, why in (NAMED_CHANGES | REFUSED_NOW).items():
         assert why and any(matches(case, pattern) for case in RECORDED), pattern
 
 
