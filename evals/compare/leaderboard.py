@@ -126,7 +126,7 @@ def leaderboard_table(
             rows.setdefault(entry.method, {})[section.length] = entry
     header = ["method", "nominal"]
     for section in sections:
-        header += [f"stored, {section.length}", f"{name}, {section.length}"]
+        header += [f"{head}, {section.length}" for head in ("stored", "bases apart", name)]
     lines: list[list[str]] = []
     for method, found in sorted(rows.items(), key=_place):
         nominal = next(iter(found.values())).nominal_smaller
@@ -142,16 +142,17 @@ def _length(section: Section) -> str:
     return f"{section.length} tokens" + (f" ({sum(contexts) / len(contexts):.0f} on average)" if contexts else "")
 
 
-def _cells(entry: Entry | None, tasks: Sequence[str]) -> tuple[str, str]:
+def _cells(entry: Entry | None, tasks: Sequence[str]) -> tuple[str, str, str]:
+    """All bytes, those without bases that all requests share, and the score."""
     if entry is None:
-        return "", ""
-    stored = "" if entry.smaller is None else f"{entry.smaller:.2f}x"
+        return "", "", ""
+    stored, apart = ("" if size is None else f"{size:.2f}x" for size in (entry.smaller, entry.smaller_apart))
     if not set(tasks) <= set(entry.tasks):
-        return stored, ""
+        return stored, apart, ""
     score = f"{entry.mean.mean:.0f}"
     if entry.mean.low is not None and entry.mean.high is not None:
         score += f" [{entry.mean.low:.0f}, {entry.mean.high:.0f}]"
-    return stored, score
+    return stored, apart, score
 
 
 def _place(item: tuple[str, Mapping[Any, Entry]]) -> tuple:

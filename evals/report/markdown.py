@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from lowrank_kv_jax.evals.report.perplexities import PerplexitySection
+from lowrank_kv_jax.evals.report.perplexities import PerplexityEntry, PerplexitySection
 from lowrank_kv_jax.evals.report.sections import Entry, Section
 from lowrank_kv_jax.evals.report.statistics import Interval
 from lowrank_kv_jax.evals.ruler.tasks import RULER_6
@@ -23,8 +23,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-SIZES = ("Sizes: times smaller than a 16-bit full cache, from the bytes stored, and nominal, as papers count (each "
-         "further token of a long prompt).")
+SIZE_HEADS = ("stored", "bases apart", "nominal")
+SIZES = ("Sizes: times smaller than a 16-bit full cache, from the bytes stored, from these without the bases that all "
+         "requests share, and nominal, as papers count (each further token of a long prompt).")
 
 
 def legend(section: Section | PerplexitySection) -> str:
@@ -47,12 +48,12 @@ def legend(section: Section | PerplexitySection) -> str:
 def _perplexity_cells(section: PerplexitySection) -> tuple[list[str], list[list[str]]]:
     compared = section.baseline is not None and len(section.entries) > 1
     uneven = len({len(entry.windows) for entry in section.entries}) > 1  # a run that is not finished
-    header = ["method", *(["windows"] if uneven else []), "stored", "nominal", "perplexity"]
+    header = ["method", *(["windows"] if uneven else []), *SIZE_HEADS, "perplexity"]
     header += [f"nats per token vs {section.baseline}", "p"] if compared else []
     rows = []
     for entry in section.entries:
         row = [f"`{entry.method}`", *([str(len(entry.windows))] if uneven else [])]
-        row += [_times(entry.smaller), _times(entry.nominal_smaller), interval_text(entry.perplexity, digits=2)]
+        row += [*_sizes(entry), interval_text(entry.perplexity, digits=2)]
         row += [interval_text(entry.difference, sign=True, digits=3), _p(entry.p)] if compared else []
         rows.append(row)
     return header, rows
@@ -65,14 +66,14 @@ def cells(section: Section | PerplexitySection) -> tuple[list[str], list[list[st
     uneven = len({entry.samples for entry in section.entries}) > 1  # a run that is not finished
     compared = section.baseline is not None and len(section.entries) > 1
     six = set(RULER_6) < set(section.tasks)
-    header = ["method", *(["samples"] if uneven else []), "stored", "nominal", "mean"]
+    header = ["method", *(["samples"] if uneven else []), *SIZE_HEADS, "mean"]
     header += [f"vs {section.baseline}", "p"] if compared else []
     header += ["ruler-6"] if six else []
     header += list(section.tasks) if len(section.tasks) > 1 else []
     rows = []
     for entry in section.entries:
         row = [f"`{entry.method}`", *([str(entry.samples)] if uneven else [])]
-        row += [_times(entry.smaller), _times(entry.nominal_smaller), interval_text(entry.mean)]
+        row += [*_sizes(entry), interval_text(entry.mean)]
         row += [interval_text(entry.difference, sign=True), _p(entry.p)] if compared else []
         row += [_ruler_6(entry)] if six else []
         row += [_number(entry.tasks.get(task)) for task in section.tasks] if len(section.tasks) > 1 else []
@@ -95,8 +96,10 @@ def _ruler_6(entry: Entry) -> str:
     return f"{sum(found[task] for task in RULER_6) / len(RULER_6):.1f}"
 
 
-def _times(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}x"
+def _sizes(entry: Entry | PerplexityEntry) -> list[str]:
+    """Under `SIZE_HEADS`."""
+    ratios = (entry.smaller, entry.smaller_apart, entry.nominal_smaller)
+    return ["" if ratio is None else f"{ratio:.2f}x" for ratio in ratios]
 
 
 def _number(value: float | None) -> str:

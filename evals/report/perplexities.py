@@ -9,6 +9,7 @@ import numpy as np
 
 from lowrank_kv_jax.evals.report.results import Conditions, Record, conditions_of, latest, same_question, sample_of
 from lowrank_kv_jax.evals.report.statistics import Interval, ratio_interval, wilcoxon_p
+from lowrank_kv_jax.evals.results.summary import mean_smaller
 
 FIELDS = ("fingerprint", "cache_dtype")
 """Those of `results.CONDITIONS` that records of likelihoods have."""
@@ -25,7 +26,7 @@ class PerplexityEntry:
         perplexity: exp of the mean over all scored tokens, its interval from drawing windows again.
         difference: in nats per token, to the baseline over the windows that both scored.
         p: of the Wilcoxon test against the baseline.
-        smaller, nominal_smaller, bytes_per_token: as in `sections.Entry`.
+        smaller, smaller_apart, nominal_smaller, bytes_per_token: as in `sections.Entry`.
     """
 
     method: str
@@ -34,6 +35,7 @@ class PerplexityEntry:
     difference: Interval | None
     p: float | None
     smaller: float | None
+    smaller_apart: float | None
     nominal_smaller: float | None
     bytes_per_token: float | None
 
@@ -93,12 +95,10 @@ def _entry(method: str, scored: Mapping[str, Mapping[Any, Record]], baseline: st
     if baseline is not None and method != baseline:
         difference, p = _difference(scored[method], scored[baseline])
     sized = [r for r in own if r.get("cache_bytes") and r.get("full_cache_bytes")]
-    stored = sum(r["cache_bytes"] for r in sized)
     per_token = [r["bytes_per_token"] for r in sized if r.get("bytes_per_token") is not None]
     nominal = [r["nominal_smaller"] for r in own if r.get("nominal_smaller") is not None]
     return PerplexityEntry(
-        method, windows, perplexity, difference, p,
-        sum(r["full_cache_bytes"] for r in sized) / stored if stored else None,
+        method, windows, perplexity, difference, p, mean_smaller(own, method), mean_smaller(own, method, apart=True),
         float(np.mean(nominal)) if nominal else None,
         float(np.mean(per_token)) if per_token else None,
     )

@@ -15,7 +15,10 @@ Conditions = tuple[tuple[str, str], ...]
 CONDITIONS = ("fingerprint", "style", "cache_dtype", "haystack", "source", "fewshot")
 """Fields that results share where they can be compared; the calibration is not one, it is each method's own."""
 
-_NUMBERS = ("cache_bytes", "full_cache_bytes", "bytes_per_token", "nominal_smaller", "ttft_s", "decode_tokens_per_s")
+_NUMBERS = (
+    "cache_bytes", "shared_bytes", "full_cache_bytes", "bytes_per_token", "nominal_smaller", "ttft_s",
+    "decode_tokens_per_s",
+)
 _NAMES = ("command", "model", "protocol", "length", "step", "seed", "index", "depth")
 """Fields that records are sorted by."""
 _DIGESTS = ("prompt_sha256", "document_sha256", "window_sha256")

@@ -19,6 +19,7 @@ from lowrank_kv_jax.evals.report.results import (
     told_apart,
 )
 from lowrank_kv_jax.evals.report.statistics import Interval, interval, wilcoxon_p
+from lowrank_kv_jax.evals.results.summary import mean_smaller
 from lowrank_kv_jax.evals.ruler.tasks import TASKS as RULER
 
 Asked = Mapping[str, Mapping[Any, Record]]
@@ -36,7 +37,8 @@ class Entry:
         mean: over the tasks, with its interval.
         difference: to the baseline over the samples that both answered, to the same prompt, with its paired interval.
         p: of the Wilcoxon test against the baseline.
-        smaller, nominal_smaller: ratio of bytes to a 16-bit full cache, stored and as papers count.
+        smaller, smaller_apart, nominal_smaller: ratio of bytes to a 16-bit full cache: of all that is stored, without the
+            bases that all requests share, and as papers count.
         bytes_per_token: mean.
     """
 
@@ -47,6 +49,7 @@ class Entry:
     difference: Interval | None
     p: float | None
     smaller: float | None
+    smaller_apart: float | None
     nominal_smaller: float | None
     bytes_per_token: float | None
 
@@ -167,12 +170,10 @@ def _entry(method: str, asked: Mapping[str, Asked], baseline: str | None) -> Ent
         if pairs:
             difference, p = interval(pairs), wilcoxon_p(np.concatenate(pairs))
     own = [record for values in asked[method].values() for record in values.values()]
-    stored, full = (_total(own, field) for field in ("cache_bytes", "full_cache_bytes"))
     return Entry(
         method, scores, {task: float(array.mean()) for task, array in zip(scores, arrays, strict=True)},
-        interval(arrays), difference, p, full / stored if stored and full else None,
-        _mean(own, "nominal_smaller"),
-        _mean(own, "bytes_per_token"),
+        interval(arrays), difference, p, mean_smaller(own, method), mean_smaller(own, method, apart=True),
+        _mean(own, "nominal_smaller"), _mean(own, "bytes_per_token"),
     )
 
 
@@ -186,15 +187,6 @@ def _differences(own: Asked, other: Asked) -> list[np.ndarray]:
     return [array for array in gaps if len(array)]
 
 
-def _values(records: list[Record], field: str) -> list[float]:
-    return [record[field] for record in records if record.get(field) is not None]
-
-
-def _total(records: list[Record], field: str) -> float | None:
-    values = _values([r for r in records if r.get("cache_bytes") and r.get("full_cache_bytes")], field)
-    return sum(values) if values else None
-
-
 def _mean(records: list[Record], field: str) -> float | None:
-    values = _values(records, field)
+    values = [record[field] for record in records if record.get(field) is not None]
     return float(np.mean(values)) if values else None

@@ -24,13 +24,11 @@ def mean_smaller(records: Sequence[Record], method: str, apart: bool = False) ->
     """How many times smaller than a 16-bit full cache: all bytes of the full caches over all bytes stored.
 
     Args:
-        apart: bases that all requests share are left out.
+        apart: bases that all requests share are left out; None where nothing else is stored.
     """
     own = [r for r in records if r["method"] == method and r.get("cache_bytes") and r.get("full_cache_bytes")]
-    if not own:
-        return None
     stored = sum(r["cache_bytes"] - (r.get("shared_bytes") or 0 if apart else 0) for r in own)
-    return sum(r["full_cache_bytes"] for r in own) / stored
+    return sum(r["full_cache_bytes"] for r in own) / stored if stored > 0 else None
 
 
 SIZE_HEADS = ("x smaller", "bases apart")

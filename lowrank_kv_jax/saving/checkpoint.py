@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from lowrank_kv_jax.files import behind_links, check_fields, lock, naming, read_json_object, write_text
 
@@ -32,12 +33,16 @@ _OURS = re.compile(_ARRAYS.pattern + r"(\..*)?|" + re.escape(f".{METADATA}.") + 
 """Names inside a save beside its description: arrays, those that Orbax had not finished, an unfinished description."""
 
 
-def save_arrays(path: str | Path, kind: str, arrays: Mapping[str, jax.Array], metadata: Mapping[str, Any]) -> None:
+def save_arrays(
+    path: str | Path, kind: str, arrays: Mapping[str, jax.Array | np.ndarray], metadata: Mapping[str, Any],
+    block: int | None = None,
+) -> None:
     """Write named arrays and what describes them to the directory `path`, replacing an earlier save of the same kind.
 
     Args:
         path: a link is followed, what it leads to is written.
         kind: what is saved; `load_metadata` refuses to read one kind as another.
+        block: bytes that are coded on their own, at most; by default an array at once.
 
     Raises:
         FileExistsError: `path` holds something else (see `check_replaceable`).
@@ -55,7 +60,8 @@ def save_arrays(path: str | Path, kind: str, arrays: Mapping[str, jax.Array], me
         try:
             _delete_unnamed(path)
             with _orbax(path), ocp.StandardCheckpointer() as checkpointer:
-                checkpointer.save(path / name, dict(arrays))
+                coding = ocp.SaveArgs(chunk_byte_size=block)
+                checkpointer.save(path / name, dict(arrays), save_args=dict.fromkeys(arrays, coding))
             versions = {package: version(package) for package in ("jax", "orbax-checkpoint")}
             files = {file: _digest(path / name / file, sync=True) for file in _files(path / name)}
             description = {"format": FORMAT, "kind": kind, "versions": versions, "arrays": name, "files": files}
@@ -125,9 +131,9 @@ def load_metadata(path: str | Path, kind: str) -> dict[str, Any]:
 
 
 def load_arrays(
-    path: str | Path, metadata: Mapping[str, Any], like: Mapping[str, jax.ShapeDtypeStruct]
-) -> dict[str, jax.Array]:
-    """The arrays, with the dtypes and shardings of `like`.
+    path: str | Path, metadata: Mapping[str, Any], like: Mapping[str, jax.ShapeDtypeStruct | np.ndarray]
+) -> dict[str, Any]:
+    """The arrays, with the dtypes and shardings of `like`; NumPy's where these are.
 
     Args:
         metadata: of `load_metadata`.

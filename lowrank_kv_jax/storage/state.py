@@ -64,6 +64,16 @@ def walk(tree: Any, path: str = "") -> Iterator[tuple[str, Any, LeafInfo]]:
             yield from walk(value, here)
 
 
+def states(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (path, state) for every `@state` object below `tree`, outer ones first."""
+    for name, info, value in _children(tree):
+        if info is None and value is not None:
+            here = f"{path}.{name}" if path else name
+            if dataclasses.is_dataclass(value):
+                yield here, value
+            yield from states(value, here)
+
+
 def map_leaves(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """Apply `f(info, array, *others)` to every declared leaf, keeping the structure."""
     if tree is None:

@@ -40,6 +40,11 @@ class WaterFilled:
         """Of the array that it stands for."""
         return (*self.codes.shape[:-1], components_of(self.runs))
 
+    @property
+    def widths(self) -> dict[str, tuple[tuple[int, int], ...]]:
+        """By leaf, (bits, bytes) of the stretches of a token: what an entropy coder codes apart."""
+        return {"codes": tuple((bits, bytes_of(((bits, count),))) for bits, count in self.runs)}
+
     def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
         """Tokens `start` to `start + size` in units of their steps, float32 `[B, J, size, R]`."""
         return unpack(jax.lax.dynamic_slice_in_dim(self.codes, start, size, axis=2), self.runs)

@@ -132,6 +132,8 @@ def test_a_refused_command_leaves_no_file(capsys, tmp_path):
     (["eval", "needle", "--depths", "1"], "--depths 1: must be at least 2"),
     (["eval", "perplexity", "--windows", "-1"], "--windows -1: must be at least 0"),
     (["bench", "decode", "--lengths", "0"], "--lengths 0: must be at least 1"),
+    (["bench", "saves", "--rounds", "0"], "--rounds 0: must be at least 1"),
+    (["bench", "saves", "--folder", "no such folder"], "--folder no such folder: is no directory"),
     (["roofline", "--batch", "0"], "--batch 0: must be at least 1"),
 ))
 def test_mistakes_are_told_before_a_model_is_loaded(capsys, monkeypatch, argv, message):

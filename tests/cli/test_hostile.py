@@ -400,6 +400,14 @@ def test_fields_of_saved_bases(field, value, words, bases, tmp_path):
     assert str(path) in str(refused.value) and words in str(refused.value)
 
 
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory):
+    path, method = tmp_path_factory.mktemp("compressed") / "own", methods.Full()
+    held, _ = prefill(method, helpers.PLAIN, helpers.model().params, helpers.prompts(1, 8), capacity=16)
+    save_cache(path, held, MODEL, compress=True)
+    return path
+
+
 CACHE_FIELDS = (
     (("layout",), [], "layout=[]: must be an object"), (("layout", "batch"), 0, "batch=0: must lie in 1.."),
     (("layout", "batch"), 10**30, "must lie in 1.."), (("layout", "capacity"), "x", "capacity='x': must be an integer"),
@@ -417,6 +425,34 @@ def test_fields_of_a_saved_cache(field, value, words, cache, tmp_path):
     with pytest.raises(ValueError) as refused:
         load_cache(path, methods.Full(), MODEL)
     assert str(path) in str(refused.value) and words in str(refused.value)
+
+
+K = "groups.0.ends.0.k"
+CODED_FIELDS = (
+    (("coded",), [], "coded=[]: must be an object"), (("coded",), {}, f"{K}: None, expected 'bfloat16[1, 4, 16, 8]'"),
+    (("coded",), ..., f"what was saved does not fit: {K}"),
+    (("coded", K), 5, f"{K}: 5, expected 'bfloat16[1, 4, 16, 8]'"), (("coded", "z"), "int32[1]", "z: 'int32[1]', expected None"),
+    (("coded", K), "bfloat16[1, 4, 8, 16]", f"{K}: 'bfloat16[1, 4, 8, 16]', expected"), (("layout", "capacity"), 17, K),
+    (("layout", "capacity"), 2**31 - 1, K), (("layout", "dtype"), "float32", K),
+    (("sha256",), "0", "is damaged"), (("files",), {"../x": "0"}, "is missing"),
+)
+
+
+@pytest.mark.parametrize("field, value, words", CODED_FIELDS, ids=str)
+def test_fields_of_a_compressed_cache(field, value, words, compressed, tmp_path):
+    test_fields_of_a_saved_cache(field, value, words, compressed, tmp_path)
+
+
+def test_bytes_of_a_compressed_cache(compressed, tmp_path):
+    """Each file changed by itself: named, and in one line."""
+    for file in sorted(file.relative_to(compressed) for file in compressed.glob("arrays-*/**/*") if file.is_file()):
+        path = shutil.copytree(compressed, tmp_path / "own", dirs_exist_ok=True)
+        data = bytearray((path / file).read_bytes())
+        data[len(data) // 2] ^= 1
+        (path / file).write_bytes(data)
+        with pytest.raises(ValueError) as refused:
+            load_cache(path, methods.Full(), MODEL)
+        assert str(refused.value).startswith(f"{path / file}: is damaged") and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("text", ("", "[]", "{}", "5", DEEP, "\0" * 100))
@@ -596,6 +632,14 @@ def test_fuzz_saved_bases(which, mutations, bases):
 def test_fuzz_description_of_a_saved_cache(mutations, cache):
     read = lambda: load_cache(cache, methods.Full(), MODEL)  # noqa: E731
     reads_alike_or_refuses(cache / METADATA, read, read, mutations)
+
+
+@settings(max_examples=15)
+@given(which=st.integers(0, 100), mutations=MUTATIONS)
+def test_fuzz_compressed_cache(which, mutations, compressed):
+    files = sorted(path for path in compressed.rglob("*") if path.is_file())
+    read = lambda: load_cache(compressed, methods.Full(), MODEL)  # noqa: E731
+    reads_alike_or_refuses(files[which % len(files)], read, read, mutations)
 
 
 @settings(max_examples=60)

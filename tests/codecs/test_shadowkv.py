@@ -201,13 +201,14 @@ def test_values_on_the_host_stay_there_and_give_the_same():
     assert placed(step(state)) == {"store.tokens.v"}
 
 
-def test_a_conversation_with_values_on_the_host(tmp_path):
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_conversation_with_values_on_the_host(compress, tmp_path):
     """In bfloat16, which a CPU holds as bits: disk, forks, rows, a second turn, and bytes."""
     config = dataclasses.replace(PLAIN, num_layers=1, windows=(None,))
     named = types.SimpleNamespace(name="tiny", fingerprint="f" * 64, config=config, params=model(config).params, tokenizer=None)
     method = ShadowKV(rank=12, budget=3 * PAGE, keep=None, outliers=3, values="host", **ENDS)
     first, _ = lkv.prefill(method, config, named.params, prompts(2), jnp.array([96, 61]), capacity=CAPACITY)
-    lkv.save_cache(tmp_path / "cache", first, named)
+    lkv.save_cache(tmp_path / "cache", first, named, compress=compress)
     again = lkv.load_cache(tmp_path / "cache", method, named)
     swapped = lkv.take_rows(lkv.fork(again, 2), [3, 0])
     cache = lkv.insert_rows(lkv.take_rows(swapped, [1]), lkv.take_rows(swapped, [0]))

@@ -302,10 +302,11 @@ def test_compression_of_a_short_row_does_not_see_its_padding(name):
 
 
 @on_a_model
-def test_a_restored_cache_is_the_saved_one(name, tmp_path):
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_restored_cache_is_the_saved_one(name, compress, tmp_path):
     cache, _ = small_run(name)
     bases = bases_for(cache.method, SMALL)
-    save_cache(tmp_path / "cache", cache, SAVED, bases=bases)
+    save_cache(tmp_path / "cache", cache, SAVED, bases=bases, compress=compress)
     restored = load_cache(tmp_path / "cache", cache.method, SAVED, bases=bases)
     assert cache_bytes(restored) == cache_bytes(cache) == cache_bytes(abstract_cache(cache.method, cache.layout, bases))
     assert jax.tree.structure(restored) == jax.tree.structure(cache)

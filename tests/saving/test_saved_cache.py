@@ -14,6 +14,7 @@ from lowrank_kv_jax.method.cache import fork
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.saving.checkpoint import METADATA, load_metadata
 from lowrank_kv_jax.saving.saved_cache import abstract_cache, load_cache, save_cache
+from lowrank_kv_jax.storage.sharding import make_mesh
 
 MODEL = types.SimpleNamespace(name="tiny", config=PLAIN, fingerprint="f" * 64)
 
@@ -26,11 +27,12 @@ def made_by(method):
     return cache, bases
 
 
+@pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("name", ["ojakv", "snapkv"])  # for the others tests/method/test_contract.py compares the leaves
-def test_a_restored_cache_continues_as_the_saved_one(name, tmp_path):
+def test_a_restored_cache_continues_as_the_saved_one(name, compress, tmp_path):
     method = small_configuration(REGISTRY[name])
     cache, bases = made_by(method)
-    save_cache(tmp_path / "cache", cache, MODEL, bases=bases)
+    save_cache(tmp_path / "cache", cache, MODEL, bases=bases, compress=compress)
     restored = load_cache(tmp_path / "cache", method, MODEL, bases=bases)
     assert jax.tree.structure(restored) == jax.tree.structure(cache)
     assert cache_bytes(restored) == cache_bytes(cache) == cache_bytes(abstract_cache(method, cache.layout, bases))
@@ -40,6 +42,27 @@ def test_a_restored_cache_continues_as_the_saved_one(name, tmp_path):
           for c in (restored, cache)), strict=True,
     ):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_both_forms_are_laid_out_over_a_mesh_alike(tmp_path):
+    method, mesh = small_configuration(REGISTRY["transform"]), make_mesh("data=1,model=1")
+    cache, bases = made_by(method)
+    for compress in (False, True):
+        save_cache(tmp_path / str(compress), cache, MODEL, bases=bases, compress=compress)
+    plain, coded = (load_cache(tmp_path / str(form), method, MODEL, bases=bases, mesh=mesh) for form in (False, True))
+    assert plain.layout == coded.layout and plain.layout.mesh is not None
+    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(coded), strict=True):
+        assert one.sharding == other.sharding and one.sharding.mesh == mesh
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_save_replaces_one_of_the_other_form(tmp_path):
+    method = small_configuration(REGISTRY["full"])
+    cache, _ = made_by(method)
+    for compress in (False, True, True, False):
+        save_cache(tmp_path / "cache", cache, MODEL, compress=compress)
+        jax.tree.map(np.testing.assert_array_equal, load_cache(tmp_path / "cache", method, MODEL), cache)
+        assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
 def test_refusals_name_the_reason(tmp_path):

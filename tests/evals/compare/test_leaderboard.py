@@ -41,8 +41,8 @@ def test_it_goes_on_and_prints_a_table(tmp_path):
         file.write("".join(json.dumps(record) + "\n" for record in peer))
     table = leaderboard_table(path, ("niah_single_1",))
     assert [row[0] for row in cells(table)] == ["`full`", "`streamingllm:keep=0.5`", "`kvpress/snapkv:2x`"]
-    assert "| nominal | stored, 1024 | niah_single_1, 1024 |" in table and "2 at 1024 tokens" in table
-    assert all(row[3] for row in cells(table)) and not any(row[3] for row in cells(leaderboard_table(path)))
+    assert "| nominal | stored, 1024 | bases apart, 1024 | niah_single_1, 1024 |" in table and "2 at 1024 tokens" in table
+    assert all(row[4] for row in cells(table)) and not any(row[4] for row in cells(leaderboard_table(path)))
 
 
 def test_the_table_holds_this_run_only(tmp_path):
@@ -51,11 +51,12 @@ def test_the_table_holds_this_run_only(tmp_path):
                                        "cache_bytes": 10, "full_cache_bytes": 20, "nominal_smaller": 1.0, **ASKED}
     rows = [{**own, "method": method, "task": task, "index": i, "score": 100.0}
             for method, tasks in (("full", RULER_6), ("part", RULER_6[:5])) for task in tasks for i in range(2)]
+    rows = [dict(row, shared_bytes=5) if row["method"] == "part" else row for row in rows]
     others = [dict(row, score=0.0, **other) for row in rows for other in (
         {"protocol": "query-aware"}, {"seed": 1}, {"style": "chat"}, {"fingerprint": "b"}, {"command": "eval needle"})]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows + others))
     assert cells(leaderboard_table(path, fingerprint="a")) == [
-        ["`full`", "1.0x", "2.00x", "100 [100, 100]"], ["`part`", "1.0x", "2.00x", ""]]
+        ["`full`", "1.0x", "2.00x", "2.00x", "100 [100, 100]"], ["`part`", "1.0x", "2.00x", "4.00x", ""]]
     with pytest.raises(ValueError, match="several runs: .*fingerprint a; .*fingerprint b"):
         leaderboard_table(path)
     with pytest.raises(ValueError, match="no record.*fingerprint 'c'"):

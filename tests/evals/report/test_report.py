@@ -134,6 +134,16 @@ def test_bytes_are_those_of_the_records_that_count(write):
     assert section.entries[0].smaller == 4 and len(section.records) == 1
 
 
+@pytest.mark.parametrize("make", [score, window])
+def test_bases_that_requests_share_are_counted_apart(write, make):
+    """Records of before hold no such bytes; of bases alone there is no ratio."""
+    path = write(make(), make("part", shared_bytes=5), make("bases", shared_bytes=10))
+    header, rows = cells(*read_report([path]))
+    begin = header.index("stored")
+    assert header[begin : begin + 3] == ["stored", "bases apart", "nominal"]
+    assert [row[begin : begin + 2] for row in rows] == [["2.00x", "2.00x"], ["2.00x", "4.00x"], ["2.00x", ""]]
+
+
 # ---- figures -----------------------------------------------------------------------------------------------
 
 
