@@ -74,6 +74,8 @@ class AttentionSpec:
             raise ValueError(f"windows={self.windows}: must hold one entry for each of {self.num_layers} layers")
         if self.rope is not None and self.rope.rotary_dim > self.head_dim:
             raise ValueError(f"rope.rotary_dim={self.rope.rotary_dim}: must be at most head_dim={self.head_dim}")
+        if self.rope is not None and self.rope.interleaved and self.latent is not None:
+            raise ValueError("rope.interleaved=True: not of latent attention, whose rotary keys lie half-split in front")
 
     @property
     def cached_channels(self) -> int:
@@ -117,4 +119,5 @@ class Taps(NamedTuple):
     def part(self, cut: slice) -> "Taps":
         """Of some of the tokens."""
         reread = None if self.reread is None else self.reread[:, :, cut]
-        return Taps(*(None if x is None else x[:, cut] for x in self[:5]), reread)
+        x = None if self.x is None else self.x[:, cut]
+        return Taps(self.q[:, cut], self.k[:, cut], self.k_pre[:, cut], self.v[:, cut], x, reread)

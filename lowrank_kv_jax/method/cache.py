@@ -33,7 +33,7 @@ class Cache:
     layout: Layout = static()
 
 
-def check_method(cache: Cache, method: Part) -> None:
+def check_method(cache: Any, method: Part) -> None:
     """Raise ValueError unless `method` made `cache`."""
     if cache.method != method:
         raise ValueError(f"this cache was made by {cache.method!r}; it cannot be read by {method!r}")
