@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from lowrank_kv_jax.models.load import LoadedModel, load_model
     from lowrank_kv_jax.saving.saved_bases import load_bases, save_bases
     from lowrank_kv_jax.saving.saved_cache import load_cache, save_cache
+    from lowrank_kv_jax.selections.reread import attend_twice, prompt_twice
 
 _HOME = {
     "attention.partial": ("AttnPartial", "merge"),
@@ -57,17 +58,18 @@ _HOME = {
     "models.load": ("LoadedModel", "load_model"),
     "saving.saved_bases": ("load_bases", "save_bases"),
     "saving.saved_cache": ("load_cache", "save_cache"),
+    "selections.reread": ("attend_twice", "prompt_twice"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "AttentionSpec", "AttnPartial", "Cache", "CacheBytes", "Calibrator", "Generation", "KVMethod", "LayerCache",
     "LayerPlan", "Layout", "LoadedModel", "Part", "Place", "RopeSpec", "Sampler", "Taps", "__version__",
-    "append_and_attend", "apply_rope", "cache_bytes", "calibrate", "check_rotation", "collect_moments", "compose",
-    "decode_block", "decode_step", "extend", "fork", "full_cache_bytes", "generate", "ingest", "insert_rows",
+    "append_and_attend", "apply_rope", "attend_twice", "cache_bytes", "calibrate", "check_rotation", "collect_moments",
+    "compose", "decode_block", "decode_step", "extend", "fork", "full_cache_bytes", "generate", "ingest", "insert_rows",
     "load_bases", "load_cache", "load_corpus", "load_model", "merge", "methods", "parse_method", "plan_layers",
-    "prefill", "prefill_layer", "refresh", "refresh_layer", "register", "rotary_taps", "save_bases", "save_cache",
-    "spell_method", "take_rows", "with_token_layout",
+    "prefill", "prefill_layer", "prompt_twice", "refresh", "refresh_layer", "register", "rotary_taps", "save_bases",
+    "save_cache", "spell_method", "take_rows", "with_token_layout",
 ]
 
 

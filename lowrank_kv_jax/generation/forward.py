@@ -25,7 +25,7 @@ from lowrank_kv_jax.methods.group_bases import bases_of_group
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import block_output, block_prefill, block_taps, embed, unembed
 from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention
-from lowrank_kv_jax.selections.reread import CHUNK, reread_attention, reread_positions
+from lowrank_kv_jax.selections.reread import CHUNK, attend_twice, prompt_twice
 from lowrank_kv_jax.storage.sharding import replicate, shard_rows
 
 # ---- one layer, jitted: shared by all layers of a model ---------------------------------------------------------
@@ -46,10 +46,9 @@ def layer_prefill_twice(
     size, votes = x.shape[1] // 2, []
 
     def attend(q, k, v):
-        first = causal_attention(*(y[:, :size] for y in (q, k, v)), scale=config.attention.scale, window=window)
-        second, found = reread_attention(q[:, size:], k, v, lengths, scale=config.attention.scale, window=window)
+        out, found = attend_twice(q, k, v, lengths, scale=config.attention.scale, window=window)
         votes.append(found)
-        return jnp.concatenate([first, second], axis=1)
+        return out
 
     x, taps = block_prefill(config, layer, x, positions, attend)
     return x, taps.part(slice(size))._replace(reread=votes[0])
@@ -153,15 +152,14 @@ def start_reading(config: ModelConfig, params: Any, tokens: jax.Array, lengths: 
         ValueError: to be read twice, it outgrows the model's context.
     """
     width = tokens.shape[1]
-    positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), tokens.shape)
     if not twice:
+        positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), tokens.shape)
         return Reading(embed_tokens(config, params, tokens), positions, None)
     needed = width + min(width, CHUNK)
     if needed > config.context:
         raise ValueError(f"a prompt of {width} tokens, read twice, needs {needed} positions; the model's context has "
                          f"{config.context}")
-    positions = jnp.concatenate([positions, reread_positions(lengths, width)], axis=1)
-    tokens = jnp.concatenate([tokens, tokens], axis=1)
+    tokens, positions = prompt_twice(tokens, lengths)
     return Reading(embed_tokens(config, params, tokens, positions), positions, lengths)
 
 
