@@ -87,9 +87,12 @@ def parts(file):
     return own, params, tokens, np.stack([logits[row, n - 1 : n + STEPS] for row, n in enumerate(LENGTHS)])
 
 
-@pytest.mark.parametrize("method", EXACT)
-def test_a_decoder_of_ones_own_is_exact(method):
-    own, params, tokens, expected = parts("own_model.py")
+@pytest.mark.parametrize("file, method", [
+    *(("own_model.py", method) for method in EXACT),
+    *(("own_model_nnx.py", method) for method in ("full", "ojakv:rank=1.0,rope=pre+snapkv:keep=1.0")),
+])
+def test_a_decoder_of_ones_own_is_exact(file, method):
+    own, params, tokens, expected = parts(file)
     np.testing.assert_allclose(logits_through_a_cache(own, method, params, tokens), expected, atol=2e-4)
 
 
@@ -98,7 +101,8 @@ def decoder(file):
     return runpy.run_path(str(FOLDER / file))
 
 
-def test_a_decoder_of_ones_own_decodes(capsys):
-    decoder("own_model.py")["main"](["--method", "ojakv:rank=0.5", "--tokens", "20"])
+@pytest.mark.parametrize("file", ["own_model.py", "own_model_nnx.py"])
+def test_a_decoder_of_ones_own_decodes(file, capsys):
+    decoder(file)["main"](["--method", "ojakv:rank=0.5", "--tokens", "20"])
     said, size = capsys.readouterr().out.splitlines()
     assert len(json.loads(said)) == 20 and size.startswith("ojakv:rank=0.5: ")
