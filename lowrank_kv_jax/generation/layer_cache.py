@@ -55,7 +55,7 @@ class LayerPlan:
 
 @state
 class LayerCache:
-    """The cache of a layer, or of a group of layers; `fork`, `take_rows` and `insert_rows` take it, too.
+    """The cache of a layer, or of a group of layers; `fork`, `take_rows`, `insert_rows` and `with_token_layout` take it.
 
     Attributes:
         group: what the method stores.

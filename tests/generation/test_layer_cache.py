@@ -139,6 +139,17 @@ def test_rows_are_repeated_and_taken():
     assert used.full == lkv.full_cache_bytes(SPEC, 2 * TOTAL) and used.by_kind["exact"] > 0
 
 
+def test_coefficients_may_lie_on_lanes():
+    plan = plans_for("static-pca")[0]
+    cache = lkv.with_token_layout(lkv.prefill_layer(plan, prompt_taps(), np.asarray(LENGTHS)), "lanes")
+    for step in range(9):
+        if step == 8:
+            cache = refresh(plan, cache)
+        cache, out = append(plan, cache, taps_at(cache.positions(), PROMPT + step, PROMPT + step + 1))
+    np.testing.assert_allclose(out[:, 0], expected(steps=9)[:, -1], atol=3e-5)
+    assert cache.layout.tokens == "lanes"
+
+
 # ---- layers in a loop -----------------------------------------------------------------------------------------------
 
 
