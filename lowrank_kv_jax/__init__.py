@@ -9,11 +9,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowrank_kv_jax import methods
     from lowrank_kv_jax.attention.partial import AttnPartial, merge
+    from lowrank_kv_jax.attention.rope import RopeSpec, apply_rope
     from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
+    from lowrank_kv_jax.attention.taps import check_rotation, rotary_taps
     from lowrank_kv_jax.calibration.calibrate import calibrate, collect_moments
+    from lowrank_kv_jax.calibration.calibrator import Calibrator
     from lowrank_kv_jax.calibration.corpus import load_corpus
     from lowrank_kv_jax.generation.forward import decode_step, extend, prefill, refresh
     from lowrank_kv_jax.generation.generate import Generation, decode_block, generate, ingest
+    from lowrank_kv_jax.generation.layer_cache import (
+        LayerCache,
+        LayerPlan,
+        append_and_attend,
+        plan_layers,
+        prefill_layer,
+        refresh_layer,
+    )
     from lowrank_kv_jax.generation.sampling import Sampler
     from lowrank_kv_jax.method import KVMethod, Layout, Part, Place, register
     from lowrank_kv_jax.method.accounting import CacheBytes, cache_bytes, full_cache_bytes
@@ -23,14 +34,21 @@ if TYPE_CHECKING:
     from lowrank_kv_jax.models.load import LoadedModel, load_model
     from lowrank_kv_jax.saving.saved_bases import load_bases, save_bases
     from lowrank_kv_jax.saving.saved_cache import load_cache, save_cache
+    from lowrank_kv_jax.selections.reread import attend_twice, prompt_twice
 
 _HOME = {
     "attention.partial": ("AttnPartial", "merge"),
+    "attention.rope": ("RopeSpec", "apply_rope"),
     "attention.spec": ("AttentionSpec", "Taps"),
+    "attention.taps": ("check_rotation", "rotary_taps"),
     "calibration.calibrate": ("calibrate", "collect_moments"),
+    "calibration.calibrator": ("Calibrator",),
     "calibration.corpus": ("load_corpus",),
     "generation.forward": ("decode_step", "extend", "prefill", "refresh"),
     "generation.generate": ("Generation", "decode_block", "generate", "ingest"),
+    "generation.layer_cache": (
+        "LayerCache", "LayerPlan", "append_and_attend", "plan_layers", "prefill_layer", "refresh_layer",
+    ),
     "generation.sampling": ("Sampler",),
     "method": ("KVMethod", "Layout", "Part", "Place", "register"),
     "method.accounting": ("CacheBytes", "cache_bytes", "full_cache_bytes"),
@@ -40,16 +58,18 @@ _HOME = {
     "models.load": ("LoadedModel", "load_model"),
     "saving.saved_bases": ("load_bases", "save_bases"),
     "saving.saved_cache": ("load_cache", "save_cache"),
+    "selections.reread": ("attend_twice", "prompt_twice"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
-    "AttentionSpec", "AttnPartial", "Cache", "CacheBytes", "Generation", "KVMethod", "Layout",
-    "LoadedModel", "Part", "Place", "Sampler", "Taps", "__version__", "cache_bytes", "calibrate",
-    "collect_moments", "compose", "decode_block", "decode_step", "extend", "fork", "full_cache_bytes", "generate",
-    "ingest", "insert_rows", "load_bases", "load_cache", "load_corpus", "load_model", "merge", "methods",
-    "parse_method", "prefill", "refresh", "register", "save_bases", "save_cache", "spell_method",
-    "take_rows", "with_token_layout",
+    "AttentionSpec", "AttnPartial", "Cache", "CacheBytes", "Calibrator", "Generation", "KVMethod", "LayerCache",
+    "LayerPlan", "Layout", "LoadedModel", "Part", "Place", "RopeSpec", "Sampler", "Taps", "__version__",
+    "append_and_attend", "apply_rope", "attend_twice", "cache_bytes", "calibrate", "check_rotation", "collect_moments",
+    "compose", "decode_block", "decode_step", "extend", "fork", "full_cache_bytes", "generate", "ingest", "insert_rows",
+    "load_bases", "load_cache", "load_corpus", "load_model", "merge", "methods", "parse_method", "plan_layers",
+    "prefill", "prefill_layer", "prompt_twice", "refresh", "refresh_layer", "register", "rotary_taps", "save_bases",
+    "save_cache", "spell_method", "take_rows", "with_token_layout",
 ]
 
 

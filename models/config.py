@@ -75,6 +75,9 @@ class ModelConfig:
                 f"windows must have one entry for each of the {self.num_layers} layers, "
                 f"got {len(self.windows)}"
             )
+        if self.rope is not None and self.rope.interleaved:
+            raise ValueError("rope.interleaved=True: these decoders pair channels i and i + rotary_dim / 2; permute the "
+                             "weights of q and k")
         for window in self.windows:
             if window is not None and (not isinstance(window, int) or window < 1):
                 raise ValueError(f"a sliding window must be None or a positive integer, got {window!r}")

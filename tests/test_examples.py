@@ -1,14 +1,18 @@
 """The examples run as they stand, on a tiny model in the place of the real one."""
 
 import dataclasses
+import functools
 import json
 import runpy
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import matplotlib
+import numpy as np
 import pytest
-from helpers import PLAIN
+from helpers import PLAIN, prompts
 from suites import Loaded
 
 import lowrank_kv_jax as lkv
@@ -47,3 +51,58 @@ def test_the_evaluation(monkeypatch, capsys, tmp_path):
     runpy.run_path(str(FOLDER / "evaluate.py"), run_name="__main__")
     shown = capsys.readouterr().out
     assert shown.count("x smaller, mean score") == 2 and (tmp_path / "r.jsonl").read_text().count("\n") == 4
+
+
+# ---- decoders of one's own: at full rank and budget each token is what the decoder says without a cache ---------------
+
+EXACT = [
+    "full", "ojakv:rank=1.0", "ojakv:rank=1.0,rope=pre+snapkv:keep=1.0", "palu:rank=1.0", "osp:rank=1.0", "xkv:rank=1.0,group=2",
+    "kvzip:keep=1.0,layers=uniform", "h2o:keep=1.0+moments", "quest:keep=1.0",
+]
+LENGTHS, STEPS = (48, 37), 24
+
+
+def logits_through_a_cache(own, method, params, tokens):
+    """Of the prompt's last tokens and of those that come after, `[B, 1 + STEPS, V]`, one at a time and then a few."""
+    lengths = jnp.asarray(LENGTHS)
+    plans = own["plan"](method, params, tokens[:, :48], batch=2, prompt=48, capacity=48 + STEPS, dtype="float32")
+    caches, logits = own["prefill"](params, plans, tokens[:, :48], lengths)
+    seen, at = [logits], 48
+    for width in (1,) * 16 + (8,):
+        if at == 64:
+            caches = own["refresh"](plans, caches)
+        caches, logits = own["extend"](params, plans, caches, tokens[:, at : at + width])
+        seen, at = [*seen, logits], at + width
+    return np.concatenate(seen, axis=1)
+
+
+@functools.cache
+def parts(file):
+    """What the example defines, weights, texts, and the logits of the texts as a whole, `[B, 1 + STEPS, V]`: behind a
+    shorter prompt the tokens follow at once."""
+    own = decoder(file)
+    params, tokens = own["init"](jax.random.key(0)), prompts(length=48 + STEPS)
+    index = np.stack([[*range(n), *range(48, 48 + STEPS), *range(48 - n)] for n in LENGTHS])
+    logits = jax.jit(own["read"])(params, jnp.take_along_axis(tokens, index, axis=1))[0]
+    return own, params, tokens, np.stack([logits[row, n - 1 : n + STEPS] for row, n in enumerate(LENGTHS)])
+
+
+@pytest.mark.parametrize("file, method", [
+    *(("own_model.py", method) for method in EXACT),
+    *(("own_model_nnx.py", method) for method in ("full", "ojakv:rank=1.0,rope=pre+snapkv:keep=1.0")),
+])
+def test_a_decoder_of_ones_own_is_exact(file, method):
+    own, params, tokens, expected = parts(file)
+    np.testing.assert_allclose(logits_through_a_cache(own, method, params, tokens), expected, atol=2e-4)
+
+
+@functools.cache
+def decoder(file):
+    return runpy.run_path(str(FOLDER / file))
+
+
+@pytest.mark.parametrize("file", ["own_model.py", "own_model_nnx.py"])
+def test_a_decoder_of_ones_own_decodes(file, capsys):
+    decoder(file)["main"](["--method", "ojakv:rank=0.5", "--tokens", "20"])
+    said, size = capsys.readouterr().out.splitlines()
+    assert len(json.loads(said)) == 20 and size.startswith("ojakv:rank=0.5: ")

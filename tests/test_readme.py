@@ -113,8 +113,10 @@ def test_extending(shelf, capsys):
 
 def test_own_model(shelf):
     names = run_page("docs/own-model.md")
-    assert names["out"].tokens[0] and names["seen"].out.shape == (1, 1, 4, 16)
-    assert np.isfinite(np.asarray(names["seen"].out)).all()
+    assert names["out"].tokens[0] and names["votes"].shape == (1, 2, 128)
+    assert np.isfinite(np.asarray(names["attended"])).all() and names["cache"].length.tolist() == [128]
+    with pytest.raises(ValueError, match=r"0\.[3-9]\d* of its norm|1\.\d+ of its norm"):
+        lkv.check_rotation(names["spec"], names["own"], names["at"])
 
 
 # ---- what pages name ------------------------------------------------------------------------------------------------

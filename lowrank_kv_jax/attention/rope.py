@@ -1,6 +1,7 @@
 """Rotary position embedding (RoPE), plain, and with linear, Llama-3 and YaRN scaling.
 
-Half-split convention of the HF checkpoints: channel `i` is paired with channel `i + rotary_dim / 2`.
+Half-split convention of the HF checkpoints: channel `i` is paired with channel `i + rotary_dim / 2`. A decoder may pair
+neighbours instead (`RopeSpec.interleaved`); what a cache holds is half-split all the same (see `taps.half_split`).
 Su et al., 2021 (RoFormer); linear scaling: Chen et al., 2023; llama3: the Llama 3.1 release; yarn: Peng et al., 2023.
 """
 
@@ -26,6 +27,7 @@ class RopeSpec:
         original_context: tokens of the unscaled model, read by "llama3" and "yarn".
         beta_fast, beta_slow: only read by "yarn": turns within the original context beyond which a channel pair keeps its
             frequency, and below which it is divided by `factor`.
+        interleaved: channel `2 i` is paired with channel `2 i + 1` (GPT-J, MaxText).
     """
 
     theta: float
@@ -37,6 +39,7 @@ class RopeSpec:
     original_context: int = 8192
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    interleaved: bool = False
 
     def __post_init__(self):
         if self.scaling not in ("default", "linear", "llama3", "yarn"):
@@ -103,3 +106,25 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     first, second = first.astype(jnp.float32), second.astype(jnp.float32)
     rotated = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate([*(r.astype(x.dtype) for r in rotated), rest], axis=-1)
+
+
+def half_split_channels(spec: RopeSpec | None, x: jax.Array) -> jax.Array:
+    """`x` `[..., D]` with its channels in half-split order; products of two arrays so ordered are what they were."""
+    if spec is None or not spec.interleaved:
+        return x
+    pairs = x[..., : spec.rotary_dim].reshape(*x.shape[:-1], -1, 2)
+    halves = pairs.swapaxes(-1, -2).reshape(*x.shape[:-1], -1)
+    return jnp.concatenate([halves, x[..., spec.rotary_dim :]], axis=-1)
+
+
+def apply_rope(spec: RopeSpec | None, x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Heads `x` `[B, T, H, D]` rotated to int32 `positions` `[B, T]`, paired as `spec` says; as they are without one."""
+    if spec is None:
+        return x
+    cos, sin = rope_angles(spec, positions[..., None])
+    if not spec.interleaved:
+        return rotate(x, cos, sin)
+    turned = rotate(half_split_channels(spec, x), cos, sin)
+    halves = turned[..., : spec.rotary_dim].reshape(*x.shape[:-1], 2, -1)
+    pairs = halves.swapaxes(-1, -2).reshape(*x.shape[:-1], -1)
+    return jnp.concatenate([pairs, turned[..., spec.rotary_dim :]], axis=-1)

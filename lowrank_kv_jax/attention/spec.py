@@ -46,6 +46,10 @@ class AttentionSpec:
             included), `None` where a layer sees everything.
         latent: where the cache holds latents (then K = 1), else `None`.
         softmax_scale: factor on the logits where it is not 1 / sqrt(head_dim).
+
+    Raises:
+        ValueError: sizes below 1, query heads that are no multiple of the kv heads, windows that are not one for each
+            layer, RoPE over more channels than a head has.
     """
 
     num_layers: int
@@ -57,6 +61,21 @@ class AttentionSpec:
     windows: tuple[int | None, ...]
     latent: LatentSpec | None = None
     softmax_scale: float | None = None
+
+    def __post_init__(self):
+        sizes = {name: getattr(self, name) for name in ("num_layers", "q_heads", "kv_heads", "head_dim", "context")}
+        sizes |= {f"windows[{i}]": window for i, window in enumerate(self.windows) if window is not None}
+        for name, value in sizes.items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}: must be a positive integer")
+        if self.q_heads % self.kv_heads:
+            raise ValueError(f"q_heads={self.q_heads}: must be a multiple of kv_heads={self.kv_heads}")
+        if len(self.windows) != self.num_layers:
+            raise ValueError(f"windows={self.windows}: must hold one entry for each of {self.num_layers} layers")
+        if self.rope is not None and self.rope.rotary_dim > self.head_dim:
+            raise ValueError(f"rope.rotary_dim={self.rope.rotary_dim}: must be at most head_dim={self.head_dim}")
+        if self.rope is not None and self.rope.interleaved and self.latent is not None:
+            raise ValueError("rope.interleaved=True: not of latent attention, whose rotary keys lie half-split in front")
 
     @property
     def cached_channels(self) -> int:
@@ -85,7 +104,7 @@ class Taps(NamedTuple):
         k: keys after RoPE, `[B, T, K, D]`.
         k_pre: what enters RoPE (after Qwen3's k-norm), `[B, T, K, D]`.
         v: values, `[B, T, K, D]`.
-        x: the normalised hidden state that the projections read, `[B, T, H]`.
+        x: the normalised hidden state that the projections read, `[B, T, H]`; no cache reads it.
         reread: of a prompt that a method has read twice (`KVMethod.rereads`), how much the second reading attends to
             each token, float32 `[B, K, T]` in 0..1; else None.
     """
@@ -94,10 +113,11 @@ class Taps(NamedTuple):
     k: jax.Array
     k_pre: jax.Array
     v: jax.Array
-    x: jax.Array
+    x: jax.Array | None = None
     reread: jax.Array | None = None
 
     def part(self, cut: slice) -> "Taps":
         """Of some of the tokens."""
         reread = None if self.reread is None else self.reread[:, :, cut]
-        return Taps(*(x[:, cut] for x in self[:5]), reread)
+        x = None if self.x is None else self.x[:, cut]
+        return Taps(self.q[:, cut], self.k[:, cut], self.k_pre[:, cut], self.v[:, cut], x, reread)

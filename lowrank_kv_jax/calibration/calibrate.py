@@ -1,6 +1,5 @@
 """Calibration: a model's second moments over a corpus, and the bases that a method takes from them."""
 
-import functools
 import hashlib
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -11,21 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
+from lowrank_kv_jax.calibration.calibrator import Calibrator, fit_to, groups_read
 from lowrank_kv_jax.calibration.checkpoint_sums import CheckpointedSums
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus, token_windows
 from lowrank_kv_jax.calibration.fisher import collect_fisher
 from lowrank_kv_jax.calibration.layer_votes import collect_votes
 from lowrank_kv_jax.calibration.sensitivity import collect_sensitivity
-from lowrank_kv_jax.estimators.moments import Across, Moments, layer_moments, moments_across
+from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.generation.forward import embed_tokens, layer_prefill
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.methods.parse import as_method
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.progress import ProgressBar
-from lowrank_kv_jax.storage.sharding import to_host
-
-_layer_moments = functools.partial(jax.jit, static_argnums=0)(layer_moments)
-_moments_across = jax.jit(moments_across)
 
 
 def iterate_taps(config: ModelConfig, params: Any, tokens: jax.Array) -> Iterator[Taps]:
@@ -65,38 +61,23 @@ def collect_moments(
     """
     config = model.config
     tokens = _checked_windows(config, tokens)
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    valid = jnp.ones(positions.shape, bool)
     sums = sums or CheckpointedSums(None, {})
-    begin, longest = sums.load(), max(map(len, groups), default=0)
+    begin = sums.load()
+    calibrator = Calibrator(config.attention, groups=groups, sums=sums, tokens=begin * tokens.shape[1])
     with ProgressBar("calibrating", len(tokens) * config.num_layers, progress) as bar:
         bar.advance(begin * config.num_layers)
-        for number, window in enumerate(tokens[begin:], begin + 1):
-            layers: dict[str, list[np.ndarray]] = {}
-            recent: list[Taps] = []
+
+        def shown(window: np.ndarray) -> Iterator[Taps]:
             for layer, taps in enumerate(iterate_taps(config, model.params, window[None])):
                 if see is not None:
                     see(layer, taps)
-                recent = [*recent, taps._replace(q=None, x=None)][-longest:] if longest else []
-                for group in (own for own in groups if own[-1] == layer):
-                    for name, product in _moments_across(recent[-len(group):]).items():
-                        sums.add(_across_name(group, name), _finite(to_host(product).astype(np.float64), name, layer))
-                products = _layer_moments(config.attention, taps, positions, valid)
-                for name, product in products.items():
-                    layers.setdefault(name, []).append(_finite(to_host(product).astype(np.float64), name, layer))
+                yield taps
                 bar.advance()
-            for name, found in layers.items():
-                sums.add(name, np.stack(found))
+
+        for number, window in enumerate(tokens[begin:], begin + 1):
+            calibrator.add(shown(window))
             sums.save(number)
-    across = {
-        group: Across(**{name: sums.arrays[_across_name(group, name)] for name in Across._fields}) for group in groups
-    }
-    of_layers = {name: array for name, array in sums.arrays.items() if name in Moments._fields}
-    return Moments(tokens=tokens.size, across=across or None, **of_layers)  # type: ignore[arg-type]
-
-
-def _across_name(group: tuple[int, ...], name: str) -> str:
-    return f"{name} of layers {group[0]} to {group[-1]}"
+    return calibrator.moments()
 
 
 def calibrate(
@@ -156,7 +137,7 @@ def moments_for(
     tokens = _checked_windows(model.config, tokens)
     of_moments, of_fisher = sums or (None, None)
     read = frozenset().union(*(method.reads for method in methods))
-    groups = {group for method in methods for group in _groups_read(method, model.config.attention)}
+    groups = {group for method in methods for group in groups_read(model.config.attention, method)}
     moments = Moments(tokens.size, *5 * [None])  # type: ignore[arg-type]
     if "moments" in read:
         moments = collect_moments(model, tokens, progress, sums=of_moments, groups=sorted(groups))
@@ -171,18 +152,13 @@ def moments_for(
 
 def serve(moments: Moments, method: Part, spec: AttentionSpec) -> bool:
     """Whether the method's `fit` finds all that it reads in these moments."""
-    return method.reads <= moments.held and all(group in (moments.across or ()) for group in _groups_read(method, spec))
-
-
-def _groups_read(method: Part, spec: AttentionSpec) -> list[tuple[int, ...]]:
-    """Layers whose moments the method reads together."""
-    return [group for group in method.layer_groups(spec) if len(group) > 1] if "across" in method.reads else []
+    return method.reads <= moments.held and all(group in (moments.across or ()) for group in groups_read(spec, method))
 
 
 def _checkpoints(model: Any, method: Part, tokens: np.ndarray, prefix: str | os.PathLike | None):
     key: dict[str, Any] = {"fingerprint": getattr(model, "fingerprint", None), "shape": list(tokens.shape),
            "sha256": hashlib.sha256(np.ascontiguousarray(tokens).tobytes()).hexdigest()}
-    if groups := _groups_read(method, model.config.attention):
+    if groups := groups_read(model.config.attention, method):
         key["groups"] = [list(group) for group in groups]
     return tuple(
         CheckpointedSums(None if prefix is None else f"{os.fspath(prefix)}.{kind}.npz", {"of": kind, **key})
@@ -192,15 +168,7 @@ def _checkpoints(model: Any, method: Part, tokens: np.ndarray, prefix: str | os.
 
 def fit_bases(model: Any, method: Part, moments: Moments, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
     """`method.fit` with floats in the given dtype: several methods can share the moments of one run of the model."""
-    bases = method.fit(model.config.attention, moments)
-    return jax.tree.map(lambda u: jnp.asarray(u, dtype if jnp.issubdtype(u.dtype, jnp.floating) else None), bases)
-
-
-def _finite(product: np.ndarray, name: str, layer: int) -> np.ndarray:
-    if not np.isfinite(product).all():
-        raise ValueError(f"calibration: the second moments of tap {name!r} in layer {layer} are not finite; "
-                         "the weights or the activations hold NaN, or they overflow")
-    return product
+    return fit_to(model.config.attention, method, moments, dtype)
 
 
 def _checked_windows(config: ModelConfig, tokens: np.ndarray) -> np.ndarray:

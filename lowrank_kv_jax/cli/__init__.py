@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lowrank_kv_jax.cli.bounds import check_bounds
+from lowrank_kv_jax.cli.imports import import_modules, take_imports
 
 COMMANDS = {
     "compare": "what each method costs and keeps, beside the full cache",
@@ -38,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv, debug = _without_debug(sys.argv[1:] if argv is None else argv)
     try:
+        argv, modules = take_imports(argv)
         _prepare_environment()
+        import_modules(modules)
         args = _parser(argv).parse_args(argv)
         check_bounds(args)
         code = args.run(args) or 0
@@ -102,6 +105,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
                "Mistakes are told in one line; with --debug, anywhere, where they arose stands before it.",
     )
     parser.add_argument("--debug", action="store_true", help="show where an error arose")
+    parser.add_argument("--import", metavar="MODULE", help="import a module of yours first, for the methods it registers")
     parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     asked = argv[0] if argv else None

@@ -75,6 +75,7 @@ class GroupedProjections(LowRank):
 
     calibrated: ClassVar[bool] = True
     bases_type: ClassVar[type | None] = PaluBases
+    without: ClassVar[Mapping[str, str]] = {"fisher": "rank_by=uniform"}
     projects: ClassVar[bool] = True
     foldable: ClassVar[bool] = False  # rebuilt keys may have a mean
 

@@ -90,6 +90,7 @@ class Transform(TokenCodec):
 
     calibrated: ClassVar[bool] = True
     bases_type: ClassVar[type | None] = TransformBases
+    without: ClassVar[Mapping[str, str]] = {"sensitivity": "metric=attention"}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {  # of arXiv 2511.01815, in these widths, before entropy coding
         "kvtc": {"group": None, "metric": "plain", "recent": 128},
     }

@@ -8,6 +8,8 @@ from typing import Any, ClassVar, TypeVar
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.method.registry import check_free
+
 PRIOR = 1e-3  # energy of a starting basis in estimators that keep energies: it decides only where no token does
 
 
@@ -98,11 +100,10 @@ _Estimator = TypeVar("_Estimator", bound=Estimator)
 
 
 def register_estimator(name: str) -> Callable[[type[_Estimator]], type[_Estimator]]:
-    """Class decorator: make an estimator known to `make_estimator`, the comparison and the tests."""
+    """Class decorator: make an estimator known to `make_estimator`, the comparison and the tests; see `register`."""
 
     def add(cls: type[_Estimator]) -> type[_Estimator]:
-        if name in ESTIMATORS:
-            raise ValueError(f"estimator name {name!r} is taken by {ESTIMATORS[name].__qualname__}")
+        check_free(ESTIMATORS, name, cls, "estimator")
         cls.name = name
         ESTIMATORS[name] = cls
         return cls

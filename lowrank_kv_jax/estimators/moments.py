@@ -153,11 +153,11 @@ def layer_moments(spec: AttentionSpec, taps: Taps, positions: jax.Array, valid: 
     }
 
 
-def moments_across(taps: Sequence[Taps]) -> dict[str, jax.Array]:
-    """`Across` of layers whose taps `[B, T, ...]` are all valid, float32."""
+def moments_across(taps: Sequence[Taps], valid: jax.Array) -> dict[str, jax.Array]:
+    """`Across` of layers over the valid tokens of their taps `[B, T, ...]`, float32; valid bool `[B, T]`."""
 
     def side_by_side(name):
-        parts = [getattr(own, name).astype(jnp.float32) for own in taps]
+        parts = [jnp.where(valid[:, :, None, None], getattr(own, name), 0).astype(jnp.float32) for own in taps]
         return jnp.concatenate([x.reshape(x.shape[0] * x.shape[1], -1) for x in parts], axis=-1)
 
     return {name: _products(side_by_side(name)) for name in Across._fields}

@@ -15,21 +15,18 @@ import numpy as np
 from jax.core import Tracer
 
 from lowrank_kv_jax.attention.spec import Taps
+from lowrank_kv_jax.generation.groups import compress_group, refresh_group, step_group
 from lowrank_kv_jax.method import Layout, Part, Place
 from lowrank_kv_jax.method.cache import Cache, check_method
+from lowrank_kv_jax.method.filling import checked_lengths, guard, next_block, refreshed, with_block
+from lowrank_kv_jax.method.layout import DEFAULT_BLOCK, layout_of
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.group_bases import bases_of_group
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import block_output, block_prefill, block_taps, embed, unembed
 from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention
-from lowrank_kv_jax.selections.reread import CHUNK, reread_attention, reread_positions
-from lowrank_kv_jax.storage.bits import hold_bits, like_before
-from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
-from lowrank_kv_jax.storage.lanes import lay_out
-from lowrank_kv_jax.storage.sharding import check_mesh, constrain, replicate, shard_rows
-
-DEFAULT_BLOCK = 32
-
+from lowrank_kv_jax.selections.reread import CHUNK, attend_twice, prompt_twice
+from lowrank_kv_jax.storage.sharding import replicate, shard_rows
 
 # ---- one layer, jitted: shared by all layers of a model ---------------------------------------------------------
 
@@ -49,38 +46,20 @@ def layer_prefill_twice(
     size, votes = x.shape[1] // 2, []
 
     def attend(q, k, v):
-        first = causal_attention(*(y[:, :size] for y in (q, k, v)), scale=config.attention.scale, window=window)
-        second, found = reread_attention(q[:, size:], k, v, lengths, scale=config.attention.scale, window=window)
+        out, found = attend_twice(q, k, v, lengths, scale=config.attention.scale, window=window)
         votes.append(found)
-        return jnp.concatenate([first, second], axis=1)
+        return out
 
     x, taps = block_prefill(config, layer, x, positions, attend)
     return x, taps.part(slice(size))._replace(reread=votes[0])
 
 
-@functools.partial(jax.jit, static_argnames=("method", "layout"))
-def compress_group(method: Part, layout: Layout, bases: Any, taps: tuple[Taps, ...], lengths: jax.Array):
-    """The compressed state of a group of layers whose prompt was prefilled."""
-    method = machine_of(method)
-    empty = constrain(layout.mesh, method.init(layout, bases))
-    return constrain(layout.mesh, hold_bits(method.compress(layout, bases, empty, taps, lengths)))
-
-
 @functools.partial(jax.jit, static_argnames=("config", "method", "layout", "place"), donate_argnames=("state",))
 def layer_extend(config, method, layout, place, layer, bases, state, x, positions, counts):
     """Append T tokens to one layer's cache and attend through it."""
-    method, taps = machine_of(method), block_taps(config, layer, x, positions)
-    before = state
-    state = method.append(layout, bases, state, taps, counts, positions, place)
-    partial = method.attend(layout, bases, state, taps.q, positions, place)
-    state = method.observe(layout, bases, state, taps.q, partial.lse, positions, place)
-    return block_output(config, layer, x, partial.out), constrain(layout.mesh, like_before(before, state))
-
-
-@functools.partial(jax.jit, static_argnames=("method", "layout"), donate_argnames=("state",))
-def refresh_group(method, layout, bases, state):
-    refreshed = machine_of(method).refresh(layout, bases, lay_out(state, "rows"))
-    return constrain(layout.mesh, like_before(state, lay_out(refreshed, layout.tokens)))
+    taps = block_taps(config, layer, x, positions)
+    state, partial = step_group(method, layout, place, bases, state, taps, positions, counts)
+    return block_output(config, layer, x, partial.out), state
 
 
 embed_tokens = jax.jit(embed, static_argnums=0)
@@ -101,26 +80,8 @@ def make_layout(
     config: ModelConfig, batch: int, prompt: int, capacity: int | None, block: int = DEFAULT_BLOCK, dtype: Any = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Layout:
-    """A checked `Layout`; `capacity` defaults to the prompt and one block more, `dtype` to `default_cache_dtype()`.
-
-    Raises:
-        ValueError: empty prompt, capacity below the prompt or above the model's context, block below 1.
-        TypeError: a dtype that is not floating.
-    """
-    capacity = prompt + block if capacity is None else capacity
-    dtype = jnp.dtype(default_cache_dtype() if dtype is None else dtype)
-    if batch < 1 or prompt < 0:
-        raise ValueError(f"batch={batch}, prompt={prompt}: must be at least 1 and 0")
-    if block < 1:
-        raise ValueError(f"block={block}: must be at least 1")
-    if capacity < max(prompt, 1):
-        raise ValueError(f"capacity={capacity}: the prompt has {prompt} tokens; capacity must be at least that")
-    if capacity > config.context:
-        raise ValueError(f"capacity={capacity}: the model's context is {config.context} tokens")
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"cache dtype {dtype.name}: must be a floating dtype")
-    mesh = None if mesh is None else check_mesh(mesh, config.attention, batch)
-    return Layout(config.attention, batch, prompt, capacity, min(block, capacity), dtype.name, mesh)
+    """A checked `Layout`; see `layout_of`."""
+    return layout_of(config.attention, batch, prompt, capacity, block, dtype, mesh)
 
 
 def prefill(
@@ -191,15 +152,14 @@ def start_reading(config: ModelConfig, params: Any, tokens: jax.Array, lengths: 
         ValueError: to be read twice, it outgrows the model's context.
     """
     width = tokens.shape[1]
-    positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), tokens.shape)
     if not twice:
+        positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), tokens.shape)
         return Reading(embed_tokens(config, params, tokens), positions, None)
     needed = width + min(width, CHUNK)
     if needed > config.context:
         raise ValueError(f"a prompt of {width} tokens, read twice, needs {needed} positions; the model's context has "
                          f"{config.context}")
-    positions = jnp.concatenate([positions, reread_positions(lengths, width)], axis=1)
-    tokens = jnp.concatenate([tokens, tokens], axis=1)
+    tokens, positions = prompt_twice(tokens, lengths)
     return Reading(embed_tokens(config, params, tokens, positions), positions, lengths)
 
 
@@ -242,26 +202,20 @@ def extend(
     if config.attention != layout.spec:
         raise ValueError("this cache was made for another model: its attention differs")
     bases = bases_of_group(method, config.attention, replicate(layout.mesh, bases))
-    given = jnp.full((batch,), width, jnp.int32) if counts is None else _checked_counts(counts, batch, width)
-    tokens, given = shard_rows(layout.mesh, tokens, given)
-    counts = jnp.clip(given, 0, width)
-    positions = cache.length[:, None] + jnp.arange(width, dtype=jnp.int32)
-    x = embed_tokens(config, params, tokens, positions)
+    (tokens,) = shard_rows(layout.mesh, tokens)
+    block = next_block(cache, width, counts)
+    x = embed_tokens(config, params, tokens, block.positions)
     states = []
     for group, group_bases, state in zip(method.layer_groups(config.attention), bases, cache.groups, strict=True):
         for index, layer in enumerate(group):
             place = Place(index, config.windows[layer])
             x, state = layer_extend(
-                config, method, layout, place, params["layers"][layer], group_bases, state, x, positions, counts
+                config, method, layout, place, params["layers"][layer], group_bases, state, x, block.positions,
+                block.counts,
             )
         states.append(state)
-    logits = logits_of(config, params, x) if all_logits else last_logits(config, params, x, counts)
-    fits = (cache.length + counts <= cache.limit) & (cache.pending + width <= layout.block) & (counts == given)
-    logits = jnp.where(fits.reshape(-1, *(1,) * (logits.ndim - 1)), logits, jnp.nan)
-    cache = dataclasses.replace(
-        cache, groups=tuple(states), length=cache.length + counts, pending=cache.pending + width
-    )
-    return cache, logits
+    logits = logits_of(config, params, x) if all_logits else last_logits(config, params, x, block.counts)
+    return dataclasses.replace(with_block(cache, block), groups=tuple(states)), guard(block, logits)
 
 
 def decode_step(
@@ -284,9 +238,7 @@ def refresh(method: Part, cache: Cache, *, bases: Any = None) -> Cache:
     check_method(cache, method)
     bases = bases_of_group(method, cache.layout.spec, replicate(cache.layout.mesh, bases))
     states = (refresh_group(method, cache.layout, b, s) for b, s in zip(bases, cache.groups, strict=True))
-    # a cache that was fed beyond its block has lost tokens: it stays marked, and its logits NaN
-    pending = jnp.where(cache.pending > cache.layout.block, cache.pending, 0)
-    return dataclasses.replace(cache, groups=tuple(states), pending=pending)
+    return dataclasses.replace(refreshed(cache), groups=tuple(states))
 
 
 def _together(*trees):
@@ -294,16 +246,6 @@ def _together(*trees):
     if not any(isinstance(leaf, Tracer) for leaf in leaves):
         return trees
     return treedef.unflatten(jax.lax.optimization_barrier(leaves))
-
-
-def _checked_counts(counts, batch: int, width: int) -> jax.Array:
-    """int32 `[B]`; that they lie in 0..width is only checked of NumPy arrays: reading others would stop dispatch."""
-    if counts.shape != (batch,) or not jnp.issubdtype(counts.dtype, jnp.integer):
-        raise ValueError(f"counts: expected integers, one for each of the {batch} rows, got {counts.dtype}{counts.shape}")
-    if isinstance(counts, np.ndarray) and ((counts < 0) | (counts > width)).any():
-        row = int(np.argmax((counts < 0) | (counts > width)))
-        raise ValueError(f"counts[{row}]={int(counts[row])}: {width} tokens were given, so it must lie in 0..{width}")
-    return jnp.asarray(counts, jnp.int32)
 
 
 def _checked_tokens(tokens, lengths, vocab_size: int):
@@ -314,15 +256,4 @@ def _checked_tokens(tokens, lengths, vocab_size: int):
         wrong = (host < 0) | (host >= vocab_size)
         if wrong.any():
             raise ValueError(f"tokens hold id {int(host[wrong][0])}: ids lie in 0..{vocab_size - 1}")
-    if lengths is None:
-        return jnp.asarray(tokens, jnp.int32), jnp.full((tokens.shape[0],), tokens.shape[1], jnp.int32)
-    lengths = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
-    if lengths.shape != tokens.shape[:1] or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"lengths: expected integers, one for each of the {tokens.shape[0]} rows, got "
-                         f"{lengths.dtype}{lengths.shape}")
-    if not isinstance(lengths, Tracer):
-        host = np.asarray(lengths)
-        if (host < 1).any() or (host > tokens.shape[1]).any():
-            row = int(np.argmax((host < 1) | (host > tokens.shape[1])))
-            raise ValueError(f"lengths[{row}]={int(host[row])}: every row needs 1..{tokens.shape[1]} tokens")
-    return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    return jnp.asarray(tokens, jnp.int32), checked_lengths(lengths, *tokens.shape)

@@ -1,6 +1,7 @@
 """Bytes that exist: sums over the real leaves of a cache, by what they are spent on."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -60,10 +61,13 @@ def full_cache_bytes(spec: AttentionSpec, tokens: int) -> int:
     return 2 * spec.num_layers * spec.cached_channels * tokens
 
 
-def cache_bytes(cache: "Cache", bases: Any = None) -> CacheBytes:
+def cache_bytes(cache: "Cache | Sequence[Any]", bases: Any = None) -> CacheBytes:
     """Account for every leaf of `cache` (arrays, or their shapes from `jax.eval_shape`) and of `bases`.
 
     Buffers count in full, the slots still free included: they are what the device has to hold.
+
+    Args:
+        cache: of a whole model; or the `LayerCache` of each of its layers, not stacked.
     """
     by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
     on_host = 0
@@ -72,5 +76,6 @@ def cache_bytes(cache: "Cache", bases: Any = None) -> CacheBytes:
         on_host += _nbytes(array) if isinstance(array, OnHost) else 0
     shared = sum(_nbytes(x) for x in jax.tree.leaves(bases))
     by_kind["bases"] += shared
-    tokens = cache.layout.batch * cache.layout.capacity
-    return CacheBytes(by_kind, tokens, full_cache_bytes(cache.layout.spec, tokens), on_host, shared)
+    layout = cache[0].layout if isinstance(cache, Sequence) else cache.layout
+    tokens = layout.batch * layout.capacity
+    return CacheBytes(by_kind, tokens, full_cache_bytes(layout.spec, tokens), on_host, shared)

@@ -1,8 +1,11 @@
-"""A compressed cache as a value: the states of a method's groups, and operations on its rows."""
+"""A compressed cache as a value: the states of a method's groups, and operations on its rows.
+
+They take the cache of one group (`generation.layer_cache.LayerCache`) as they take that of a whole model.
+"""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +36,16 @@ class Cache:
     layout: Layout = static()
 
 
-def check_method(cache: Cache, method: Part) -> None:
+_Cache = TypeVar("_Cache", bound=Any)
+
+
+def check_method(cache: Any, method: Part) -> None:
     """Raise ValueError unless `method` made `cache`."""
     if cache.method != method:
         raise ValueError(f"this cache was made by {cache.method!r}; it cannot be read by {method!r}")
 
 
-def fork(cache: Cache, copies: int | None = None) -> Cache:
+def fork(cache: _Cache, copies: int | None = None) -> _Cache:
     """A copy that can be continued while the original is kept.
 
     Args:
@@ -53,7 +59,7 @@ def fork(cache: Cache, copies: int | None = None) -> Cache:
     return _rebatch(cache, lambda axis, x: jnp.repeat(x, copies, axis=axis), cache.layout.batch * copies)
 
 
-def take_rows(cache: Cache, rows: Sequence[int]) -> Cache:
+def take_rows(cache: _Cache, rows: Sequence[int]) -> _Cache:
     """The given rows, in the given order; leaving rows out removes them from the batch."""
     batch = cache.layout.batch
     wrong = [r for r in rows if not 0 <= r < batch]
@@ -63,7 +69,7 @@ def take_rows(cache: Cache, rows: Sequence[int]) -> Cache:
     return _rebatch(cache, lambda axis, x: jnp.take(x, index, axis=axis), len(rows))
 
 
-def insert_rows(cache: Cache, other: Cache) -> Cache:
+def insert_rows(cache: _Cache, other: _Cache) -> _Cache:
     """The rows of both caches, those of `other` last; the next refresh is due when the nearer of the two was.
 
     Raises:
@@ -85,7 +91,7 @@ def insert_rows(cache: Cache, other: Cache) -> Cache:
     return map_leaves(join, cache, other)
 
 
-def with_token_layout(cache: Cache, layout: str) -> Cache:
+def with_token_layout(cache: _Cache, layout: str) -> _Cache:
     """The cache with its coefficients laid out as `layout`; its static `layout.tokens` says which.
 
     Of storage in fewer bits than a float, 8 bits with a scale for each component of 128 tokens are laid out too; the
@@ -102,11 +108,12 @@ def with_token_layout(cache: Cache, layout: str) -> Cache:
         raise ValueError(f"token layout {layout!r}: allowed are {', '.join(TOKEN_LAYOUTS)}")
     if layout == cache.layout.tokens:
         return cache
-    groups = lay_out(cache.groups, layout)
-    return dataclasses.replace(cache, groups=groups, layout=dataclasses.replace(cache.layout, tokens=layout))
+    states = "groups" if hasattr(cache, "groups") else "group"
+    relaid = lay_out(getattr(cache, states), layout)
+    return dataclasses.replace(cache, layout=dataclasses.replace(cache.layout, tokens=layout), **{states: relaid})
 
 
-def _rebatch(cache: Cache, change, batch: int) -> Cache:
+def _rebatch(cache: _Cache, change, batch: int) -> _Cache:
     def per_leaf(info, x):
         return change(info.axes.index("batch"), x) if "batch" in info.axes else jnp.copy(x)
 

@@ -1,11 +1,16 @@
 """What a method may know of the cache that it lives in."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
+from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
+from lowrank_kv_jax.storage.sharding import check_mesh
+
+DEFAULT_BLOCK = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +26,10 @@ class Layout:
         dtype: name of the dtype of the cache's floating leaves.
         mesh: devices that the cache is laid out over, with the axes "data" and "model"; None for one device.
         tokens: how coded tokens lie in memory, "rows" or "lanes" (see `storage.lanes`).
+
+    Raises:
+        ValueError: sizes below 1 (a prompt below 0), a capacity below the prompt.
+        TypeError: a dtype that is not floating.
     """
 
     spec: AttentionSpec
@@ -31,6 +40,39 @@ class Layout:
     dtype: str
     mesh: jax.sharding.Mesh | None = None
     tokens: str = "rows"
+
+    def __post_init__(self):
+        for name, least in (("batch", 1), ("prompt", 0), ("capacity", 1), ("block", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+        if self.capacity < self.prompt:
+            raise ValueError(f"capacity={self.capacity}: the prompt has {self.prompt} tokens; capacity must be at least "
+                             "that")
+        if not jnp.issubdtype(jnp.dtype(self.dtype), jnp.floating):
+            raise TypeError(f"cache dtype {self.dtype}: must be a floating dtype")
+
+
+def layout_of(
+    spec: AttentionSpec, batch: int, prompt: int, capacity: int | None = None, block: int = DEFAULT_BLOCK,
+    dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
+) -> Layout:
+    """A `Layout` within a model's context, on a mesh that can hold it.
+
+    Args:
+        capacity: the prompt and one block more where it is None.
+        block: no more than the capacity is taken of it.
+        dtype: any floating one, `default_cache_dtype()` where it is None.
+
+    Raises:
+        ValueError: as `Layout`; a capacity above the model's context, a mesh that cannot cut batch or heads.
+        TypeError: as `Layout`.
+    """
+    capacity = prompt + block if capacity is None else capacity
+    if capacity > spec.context:
+        raise ValueError(f"capacity={capacity}: the model's context is {spec.context} tokens")
+    dtype = jnp.dtype(default_cache_dtype() if dtype is None else dtype).name
+    layout = Layout(spec, batch, prompt, capacity, min(block, max(capacity, 1)), dtype)
+    return layout if mesh is None else dataclasses.replace(layout, mesh=check_mesh(mesh, spec, batch))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.partial import merge
+from lowrank_kv_jax.attention.rope import half_split_channels
 from lowrank_kv_jax.attention.spec import Taps
+from lowrank_kv_jax.attention.taps import half_split
 from lowrank_kv_jax.method import chosen, in_order, pages, voting
 from lowrank_kv_jax.method.budget import Room, selected_tokens, tokens_for_bytes
 from lowrank_kv_jax.method.codec import Codec, Ends
@@ -260,7 +262,7 @@ class Machine(KVMethod):
     # ---- the prompt ---------------------------------------------------------------------------------------------
 
     def compress(self, layout, bases, state, taps, lengths):
-        bases = self.of_group(bases)
+        bases, taps = self.of_group(bases), tuple(half_split(layout.spec, own) for own in taps)
         if self.selection is None:
             state = in_order.compress(self, layout, bases, state, taps, lengths)
         else:
@@ -280,7 +282,7 @@ class Machine(KVMethod):
     # ---- a block of new tokens ----------------------------------------------------------------------------------
 
     def append(self, layout, bases, state, taps, counts, positions, place):
-        ends = list(state.ends)
+        ends, taps = list(state.ends), half_split(layout.spec, taps)
         ends[place.index] = exact_tokens.append(ends[place.index], taps.k, taps.v, counts)
         state = dataclasses.replace(state, ends=tuple(ends))
         if self.selection is not None and self.selection.schedule == "paper" and taps.k.shape[1] == 1:
@@ -288,6 +290,7 @@ class Machine(KVMethod):
         return state
 
     def attend(self, layout, bases, state, q, positions, place):
+        q = half_split_channels(layout.spec.rope, q)
         parts = self._retained(layout, self.of_group(bases), state, q, positions, place)
         if self.standing is not None and place.window is None:  # moments do not know which left a sliding window
             parts.append(moment_summary.partial(state.gone[place.index], q, layout.spec.scale))
@@ -295,6 +298,7 @@ class Machine(KVMethod):
 
     def retained(self, layout, bases, state, q, positions, place):
         """Attention over the tokens that are still there."""
+        q = half_split_channels(layout.spec.rope, q)
         return merge(self._retained(layout, self.of_group(bases), state, q, positions, place))
 
     def _retained(self, layout, bases, state, q, positions, place):
@@ -313,6 +317,7 @@ class Machine(KVMethod):
     def observe(self, layout, bases, state, q, lse, positions, place):
         if not self._votes:
             return state
+        q = half_split_channels(layout.spec.rope, q)
         return voting.observe(self, layout, self.of_group(bases), state, q, lse, positions, place)
 
     # ---- between blocks -----------------------------------------------------------------------------------------

@@ -33,6 +33,10 @@ class Part(abc.ABC):
     (information of the projections, a backward pass), "votes" (of a second reading), "sensitivity" (of the loss to
     keys and values, a backward pass) and "across" (second moments of each of its layer groups together)."""
 
+    without: ClassVar[Mapping[str, str]] = {}
+    """For what `fit` reads and a decoder's taps alone do not show ("fisher", "votes", "sensitivity"), the setting that
+    does without it."""
+
     latents: ClassVar[bool] = False
     """Whether it can hold the cache of latent attention (MLA), whose keys are their own values."""
 

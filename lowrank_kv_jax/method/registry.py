@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from lowrank_kv_jax.method.part import Part
@@ -10,15 +10,25 @@ from lowrank_kv_jax.method.part import Part
 REGISTRY: dict[str, type[Part]] = {}
 
 
+def check_free(table: Mapping[str, type], name: str, cls: type, kind: str) -> None:
+    """Raise ValueError where a name is that of another class than an earlier definition of the same one."""
+    old = table.get(name, cls)
+    if (old.__module__, old.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise ValueError(f"{kind} name {name!r} is taken by {old.__module__}.{old.__qualname__}")
+
+
 _Part = TypeVar("_Part", bound=Part)
 
 
 def register(name: str) -> Callable[[type[_Part]], type[_Part]]:
-    """Class decorator: make a part known to the CLI, the evals and the contract tests under `name`."""
+    """Class decorator: make a part known to the CLI, the evals and the contract tests under `name`.
+
+    Raises:
+        ValueError: the name is that of another class. A class defined anew (a notebook's cell, a reload) takes its place.
+    """
 
     def add(cls: type[_Part]) -> type[_Part]:
-        if name in REGISTRY:
-            raise ValueError(f"method name {name!r} is taken by {REGISTRY[name].__qualname__}")
+        check_free(REGISTRY, name, cls, "method")
         cls.name = name
         cls.__post_init__ = _bounded(cls.__post_init__)
         cls.__eq__, cls.__hash__ = _equal, _hash

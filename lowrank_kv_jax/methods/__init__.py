@@ -15,6 +15,7 @@ from lowrank_kv_jax.codecs.verbatim import Full
 from lowrank_kv_jax.codecs.xkv import XKV
 from lowrank_kv_jax.method import REGISTRY as REGISTRY
 from lowrank_kv_jax.methods.compose import compose, machine_of
+from lowrank_kv_jax.methods.plugins import load_plugins
 from lowrank_kv_jax.selections.adakv import AdaKV
 from lowrank_kv_jax.selections.h2o import H2O
 from lowrank_kv_jax.selections.kvzip import KVzip
@@ -31,3 +32,5 @@ __all__ = [
     "SnapKV", "StaticPCA", "StaticPCAH", "StaticSubspace", "StreamingKV", "StreamingLLM", "Transform", "XKV", "compose",
     "machine_of",
 ]
+
+load_plugins()  # last: a plugin finds all that is here

@@ -15,7 +15,8 @@ def bases_of_group(method: Part, spec, bases: Sequence[Any] | None) -> tuple[Any
     """
     check_latents(method, spec)
     if bases is None and method.calibrated:
-        raise ValueError(f"method {method.name!r} needs calibrated bases: pass bases=calibrate(model, method)")
+        raise ValueError(f"method {method.name!r} needs calibrated bases: pass bases=calibrate(model, method), or "
+                         "those of a Calibrator")
     return machine_of(method).group_bases(spec, bases)
 
 

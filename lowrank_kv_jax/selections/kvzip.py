@@ -1,6 +1,7 @@
 """KVzip: what a second reading of the prompt attends to stays."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 from lowrank_kv_jax.method import register
@@ -32,6 +33,7 @@ class KVzip(Budgeted):
     layers: str = "calibrated"
 
     rereads: ClassVar[bool] = True
+    without: ClassVar[Mapping[str, str]] = {"votes": "layers=uniform"}
     bases_type: ClassVar[type | None] = LayerShare
 
     def __post_init__(self):
@@ -81,5 +83,6 @@ class KVzip(Budgeted):
 
     def prompt_scores(self, layout, tap, lengths):
         if tap.reread is None:
-            raise ValueError("kvzip: the taps hold no votes of a second reading; use prefill or prefill_many")
+            raise ValueError("kvzip: the taps hold no votes of a second reading; use prefill or prefill_many, or give "
+                             "Taps.reread what attend_twice returns")
         return tap.reread

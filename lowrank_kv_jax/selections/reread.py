@@ -9,6 +9,8 @@ same place as the prompt has, and a long prompt does not outgrow the model's con
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention
+
 CHUNK = 2048  # tokens that are repeated in one go, as in the paper (section 3.3)
 SINKS = 4  # first tokens that stand for the rest of the prompt where a chunk's attention is normalised
 QUERIES = 64  # of a block: the probabilities of one block are all that lives at a time
@@ -17,6 +19,39 @@ QUERIES = 64  # of a block: the probabilities of one block are all that lives at
 def reread_positions(lengths: jax.Array, size: int) -> jax.Array:
     """Positions int32 `[B, S]` of the copies of a prompt's S tokens."""
     return lengths[:, None] + jnp.arange(size, dtype=jnp.int32) % CHUNK
+
+
+def prompt_twice(tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A prompt with its copy behind it.
+
+    Args:
+        tokens: `[B, S]`, rows padded on the right.
+        lengths: int32 `[B]`.
+
+    Returns:
+        Tokens `[B, 2 S]` and their positions, int32 `[B, 2 S]`, the largest below S + min(S, `CHUNK`).
+    """
+    first = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    positions = jnp.concatenate([first, reread_positions(lengths, tokens.shape[1])], axis=1)
+    return jnp.concatenate([tokens, tokens], axis=1), positions
+
+
+def attend_twice(
+    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, *, scale: float, window: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Exact attention of a prompt and of its copy, and what the copy attends to.
+
+    Args:
+        q, k, v: `[B, 2 S, heads, D]` after RoPE at the positions of `prompt_twice`.
+        lengths, scale, window: as for `reread_attention`.
+
+    Returns:
+        `[B, 2 S, N, D]` in the dtype of `q`, and what `Taps.reread` holds of the prompt's S tokens, float32 `[B, K, S]`.
+    """
+    size = q.shape[1] // 2
+    first = causal_attention(*(y[:, :size] for y in (q, k, v)), scale=scale, window=window)
+    second, votes = reread_attention(q[:, size:], k, v, lengths, scale=scale, window=window)
+    return jnp.concatenate([first, second], axis=1), votes
 
 
 def reread_attention(

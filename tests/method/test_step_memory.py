@@ -136,7 +136,7 @@ def test_bits_and_arrays_of_bfloat16_decode_to_the_same_logits(name, monkeypatch
     tokens = tokens[:, : PROMPT + BLOCK + 3]
     cache, on_bits = run(method, PLAIN, tokens, PROMPT, width=8, dtype="bfloat16")
     assert any(isinstance(x, Bits) for _, x, _ in walk(cache))
-    monkeypatch.setattr("lowrank_kv_jax.generation.forward.hold_bits", lambda tree: tree)
+    monkeypatch.setattr("lowrank_kv_jax.generation.groups.hold_bits", lambda tree: tree)
     programs_of_their_own = dataclasses.replace(PLAIN, context=PLAIN.context + 1)
     cache, on_arrays = run(method, programs_of_their_own, tokens, PROMPT, width=8, dtype="bfloat16")
     assert not any(isinstance(x, Bits) for _, x, _ in walk(cache))

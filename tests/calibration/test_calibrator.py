@@ -1,0 +1,101 @@
+"""Taps of any decoder, summed: what comes out is NumPy's, and what taps cannot give is told at once."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import PLAIN
+
+import lowrank_kv_jax as lkv
+
+SPEC, LENGTH, COUNTS = PLAIN.attention, 24, (24, 17)
+ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # half-split, of pairs of neighbours
+
+
+def layers(spec=SPEC, seed=0):
+    """Taps of each layer of two rows."""
+    rng, at = np.random.default_rng(seed), jnp.broadcast_to(jnp.arange(LENGTH), (2, LENGTH))
+    shape = (2, LENGTH, spec.kv_heads, spec.head_dim)
+    for _ in range(spec.num_layers):
+        q = rng.normal(size=(2, LENGTH, spec.q_heads, spec.head_dim))
+        k, v = rng.normal(size=shape) * np.linspace(2, 0.1, spec.head_dim), rng.normal(size=shape)
+        yield lkv.rotary_taps(spec, *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), at)
+
+
+def counted(x):
+    """The tokens that count, one row `[W]` a token, float64."""
+    return np.concatenate([np.asarray(x[row, :n], np.float64).reshape(n, -1) for row, n in enumerate(COUNTS)])
+
+
+def summed(spec=SPEC, *methods):
+    calibrator = lkv.Calibrator(spec, *methods)
+    for seed in (0, 1):
+        calibrator.add(layers(spec, seed), np.asarray(COUNTS))
+    return calibrator
+
+
+def test_padding_does_not_count_and_layers_are_taken_together():
+    moments = summed(SPEC, "transform:metric=plain,group=2").moments()
+    texts = [list(layers(seed=seed)) for seed in (0, 1)]
+    assert moments.tokens == 2 * sum(COUNTS) and list(moments.across) == [(0, 1)]
+    for name in ("k", "k_pre", "v"):
+        tokens = [[counted(getattr(one, name)) for one in text] for text in texts]
+        want = sum(x.T @ x for x, *_ in tokens)
+        np.testing.assert_allclose(getattr(moments, name)[0], want, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(getattr(moments, f"{name}_sum")[2], sum(x.sum(0) for *_, x in tokens), atol=1e-3)
+        pairs = [np.concatenate(text[:2], axis=1) for text in tokens]
+        np.testing.assert_allclose(moments.between(name, (0, 1)), sum(x.T @ x for x in pairs), rtol=1e-4, atol=1e-4)
+    q = sum(np.einsum("tkgd,tkge->kde", x, x) for x in (counted(text[1].q).reshape(-1, 4, 2, 8) for text in texts))
+    np.testing.assert_allclose(moments.q[1], q, rtol=1e-4, atol=1e-4)
+
+
+def test_bases_are_the_methods_and_of_half_split_channels():
+    interleaved = dataclasses.replace(SPEC, rope=dataclasses.replace(SPEC.rope, interleaved=True))
+    calibrator = summed(interleaved, "static-pca:rank=3,rope=pre")
+    x = np.concatenate([counted(list(layers(interleaved, seed))[1].k_pre) for seed in (0, 1)])[:, :8][:, ORDER]
+    np.testing.assert_allclose(calibrator.moments().per_head("k_pre", 4)[1, 0], x.T @ x, rtol=1e-4, atol=1e-4)
+    q = np.concatenate([counted(list(layers(interleaved, seed))[1].q).reshape(-1, 4, 2, 8) for seed in (0, 1)])
+    q = q[:, 0][..., ORDER].reshape(-1, 8)
+    np.testing.assert_allclose(calibrator.moments().q[1, 0], q.T @ q, rtol=1e-4, atol=1e-4)
+    bases = calibrator.bases("static-pca:rank=3,rope=pre", jnp.float32)
+    assert len(bases) == SPEC.num_layers and bases[0].k.shape == (4, 8, 3)
+    v = np.concatenate([counted(list(layers(interleaved, seed))[1].v) for seed in (0, 1)])[:, :8]
+    want = np.linalg.eigh(v.T @ v)[1][:, ::-1][:, :3]
+    np.testing.assert_allclose(np.abs(np.sum(want * np.asarray(bases[1].v[0]), axis=0)), 1.0, atol=1e-4)
+    assert bases[0].k.dtype == jnp.float32 and summed().bases("ojakv:rank=4")[0].k.dtype == jnp.bfloat16
+    assert summed().bases("snapkv:keep=0.5") == (None,) * 3
+
+
+@pytest.mark.parametrize("method, message", [
+    ("palu:rank_by=fisher", "palu: its bases read 'fisher' .gradients by the projections.*; give rank_by=uniform"),
+    ("transform", "transform: its bases read 'sensitivity'.*; give metric=attention"),
+    ("kivi:bits=4+kvzip:keep=0.25", "kvzip: its bases read 'votes'.*; give layers=uniform"),
+    ("ojakv:rank=9", "rank=9"),
+])
+def test_what_taps_do_not_show_is_told_before_any_text(method, message):
+    with pytest.raises(ValueError, match=message):
+        lkv.Calibrator(SPEC, method)
+    with pytest.raises(ValueError, match=message):
+        summed().bases(method)
+
+
+def test_every_way_out_is_one():
+    for name, cls in lkv.methods.REGISTRY.items():
+        for avoided in cls.without.values():
+            lkv.Calibrator(SPEC, f"{name}:{avoided}")
+
+
+def test_taps_that_do_not_fit_are_refused_and_not_summed():
+    calibrator = summed()
+    before = calibrator.moments()
+    with pytest.raises(ValueError, match="taps of 2 layers: this decoder has num_layers=3"):
+        calibrator.add(list(layers())[:2])
+    broken = [one._replace(v=one.v.at[0, 3].set(jnp.nan)) for one in layers()]
+    with pytest.raises(ValueError, match="tap 'v' in layer 0 are not finite"):
+        calibrator.add(broken)
+    np.testing.assert_array_equal(calibrator.moments().v, before.v)
+    with pytest.raises(ValueError, match="no text was added"):
+        lkv.Calibrator(SPEC).bases("ojakv:rank=4")
+    with pytest.raises(ValueError, match="these moments hold no products of layers 0 to 1"):
+        calibrator.bases("transform:metric=plain,group=2")
