@@ -151,7 +151,8 @@ def full_configuration(cls: type[Part], capacity: int = CAPACITY) -> Part:
 
 def small_configuration(cls: type[Part]) -> Part:
     """The default compression, shrunken to prompts of a hundred tokens."""
-    return _configured(cls, {"budget": 24, "keep": None, "sinks": 4, "recent": 8, "chunk_length": 32})
+    return _configured(cls, {"budget": 24, "keep": None, "sinks": 4, "recent": 8, "chunk_length": 32, "dense_layers": 0,
+                             "start": 0, "outliers": 1})
 
 
 @functools.cache

@@ -17,7 +17,7 @@ class Frame(NamedTuple):
 
     Attributes:
         k, v: `[J, W, R]`, or of each row `[B, J, W, R]`; x^ = C U^T + mean.
-        k_mean, v_mean: `[K, D]`, taken off before tokens are coded; None where there are none.
+        k_mean, v_mean: `[K, D]`, or of each row `[B, K, D]`, taken off before tokens are coded; None: there are none.
         k_encoder, v_encoder: what codes in the place of `k` and `v`; None where they do.
         gamma: factor of each kv head on the logits, float32 `[K]`; None is 1.
     """
@@ -43,7 +43,7 @@ class Frame(NamedTuple):
     def rebuild(self, side: str, coefficients: jax.Array, kv_heads: int) -> jax.Array:
         """Keys ("k") or values ("v") `[B, K, T, D]` from coefficients `[B, J, T, R]`."""
         rebuilt, mean = reconstruct(getattr(self, side), coefficients, kv_heads), getattr(self, f"{side}_mean")
-        return rebuilt if mean is None else rebuilt + mean.astype(rebuilt.dtype)[:, None]
+        return rebuilt if mean is None else rebuilt + mean.astype(rebuilt.dtype)[..., None, :]
 
     def keys(self, spec: AttentionSpec, rope: str, coefficients: jax.Array, positions: Runs | PerHead) -> jax.Array:
         """Keys after RoPE `[B, K, T, D]` from coefficients of keys before it (`rope` "pre") or after it ("post")."""
@@ -61,7 +61,12 @@ class Frame(NamedTuple):
 
 
 def _minus(x: jax.Array, mean: jax.Array | None) -> jax.Array:
-    return x if mean is None else x - mean.astype(x.dtype)
+    return x if mean is None else x - for_tokens(mean).astype(x.dtype)
+
+
+def for_tokens(mean: jax.Array) -> jax.Array:
+    """Means `[K, D]`, or of each row `[B, K, D]`, as they broadcast over tokens `[B, T, K, D]`."""
+    return mean if mean.ndim == 2 else mean[:, None]
 
 
 def one_below_the_other(basis: jax.Array) -> jax.Array:
@@ -82,8 +87,8 @@ def as_seen(k: jax.Array, gamma: jax.Array | None) -> jax.Array:
 
 
 def around(out: jax.Array, lse: jax.Array, mean: jax.Array | None) -> jax.Array:
-    """Attended values `[B, T, N, D]` with the mean `[K, D]` that tokens were coded without."""
+    """Attended values `[B, T, N, D]` with the mean `[K, D]` or `[B, K, D]` that tokens were coded without."""
     if mean is None:
         return out
-    mean = jnp.repeat(mean.astype(out.dtype), out.shape[2] // len(mean), axis=0)
+    mean = for_tokens(jnp.repeat(mean.astype(out.dtype), out.shape[2] // mean.shape[-2], axis=-2))
     return jnp.where(jnp.isneginf(lse)[..., None], out, out + mean)  # an empty part stays zero

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.spec import AttentionSpec
-from lowrank_kv_jax.codecs.frame import Frame, around
+from lowrank_kv_jax.codecs.frame import Frame, around, for_tokens
 from lowrank_kv_jax.codecs.layer_groups import stride_groups
 from lowrank_kv_jax.codecs.transform_bases import (
     Side,
@@ -28,6 +28,14 @@ from lowrank_kv_jax.codecs.transform_bases import (
     total_bytes,
 )
 from lowrank_kv_jax.codecs.transform_metrics import METRICS, Metric
+from lowrank_kv_jax.codecs.transform_store import (
+    SIDES,
+    Transformed,
+    empty_store,
+    means_in,
+    runs_in,
+    with_means_of,
+)
 from lowrank_kv_jax.estimators.bit_allocation import allocate, ladder
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.estimators.rank_for_bytes import state_bytes
@@ -38,17 +46,6 @@ from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_atte
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.storage.basis import expand_values, fold_query, project
-from lowrank_kv_jax.storage.state import state
-from lowrank_kv_jax.storage.water_filled import empty_water_filled
-
-SIDES = ("k", "v")
-
-
-@state
-class Transformed:
-    """Codes of a group's tokens, which all of its layers share."""
-
-    tokens: coded_tokens.Coded
 
 
 @register("transform")
@@ -68,6 +65,7 @@ class Transform(TokenCodec):
             tokens of its own.
         group: adjacent layers whose tokens are coded together, in one basis, None: all; the fewer bits for an error, and
             the more work, as every layer reads the codes of its group. The last group of a model may be smaller.
+        means: "prompt", what tokens are coded around is fitted to each prompt; "calibrated", it is the calibration's.
         metric: what errors cost, of `transform_metrics`: "loss", what they add to the model's loss (calibration runs
             backward, too); "attention", errors of logits and relative errors of values; "plain", relative errors.
         sinks, recent: exact tokens at both ends.
@@ -82,6 +80,7 @@ class Transform(TokenCodec):
     rope: str = "pre"
     heads: str = "joint"
     group: int | None = 1
+    means: str = "prompt"
     metric: str = "loss"
     sinks: int = 4
     recent: int = 8
@@ -96,7 +95,8 @@ class Transform(TokenCodec):
     }
 
     def __post_init__(self):
-        allowed = {"rope": ("pre", "post"), "heads": ("joint", "per_head"), "metric": tuple(METRICS)}
+        allowed = {"rope": ("pre", "post"), "heads": ("joint", "per_head"),
+                   "means": ("prompt", "calibrated"), "metric": tuple(METRICS)}
         for field, values in allowed.items():
             if getattr(self, field) not in values:
                 raise ValueError(f"{field}={getattr(self, field)!r}: allowed are {', '.join(values)}")
@@ -113,6 +113,11 @@ class Transform(TokenCodec):
         if self.bits is None and (self.bits_k is None) != (self.bits_v is None):
             raise ValueError("bits=None: give bits_k and bits_v, or neither")
 
+    @property
+    def keys(self) -> str:
+        """The tap that is coded as keys."""
+        return "k_pre" if self.rope == "pre" else "k"
+
     # ---- calibration --------------------------------------------------------------------------------------------
 
     def layer_groups(self, spec):
@@ -128,9 +133,9 @@ class Transform(TokenCodec):
         Raises:
             ValueError: moments without what `metric` or `group` reads.
         """
-        keys, groups, units = "k_pre" if self.rope == "pre" else "k", self.layer_groups(spec), self.units(spec, None)
-        metric = METRICS[self.metric](spec, moments, keys)
-        k = [principal(spec, moments, keys, layers, units, metric.k) for layers in groups]
+        groups, units = self.layer_groups(spec), self.units(spec, None)
+        metric = METRICS[self.metric](spec, moments, self.keys)
+        k = [principal(spec, moments, self.keys, layers, units, metric.k) for layers in groups]
         v = [principal(spec, moments, "v", layers, units, metric.v) for layers in groups]
         return tuple(map(group_bases, k, v, self._widths(spec, metric, k, v)))
 
@@ -231,28 +236,28 @@ class Transform(TokenCodec):
     def empty(self, layout, bases, size, positions=None):
         heads = self.units(layout.spec, bases) if positions is None or positions.owner is None else 1
 
-        def side(index: int) -> Any:
-            if not bases.widths.rungs:
-                shape = (layout.batch, heads, size, getattr(bases, SIDES[index]).shape[-1])
-                return jnp.zeros(shape, jnp.dtype(layout.dtype))
-            return empty_water_filled(layout.batch, heads, size, bases.widths.rungs[0][index])
+        return empty_store(layout, bases, heads, size, positions, own_means=self.means == "prompt")
 
-        return Transformed(coded_tokens.without_tokens(side(0), side(1), positions))
+    def learn(self, layout, bases, store, taps, lengths, weight):
+        if self.means == "calibrated":
+            return store
+        return with_means_of(store, taps, self.keys, weight)
 
     def frame(self, bases: TransformBases, store: Transformed, layer: int) -> Frame:
         """What that layer of the group reads the codes of `store` in: steps are folded into it."""
         k, v = (decoder(bases, side, runs_in(store, side), layer) for side in SIDES)
-        means = (None if mean is None else mean[layer] for mean in (bases.k_mean, bases.v_mean))
-        return Frame(k, v, *means)
+        means = (means_in(bases, store, side) for side in SIDES)
+        return Frame(k, v, *(None if mean is None else mean[..., layer, :, :] for mean in means))
 
     def encode(self, layout, bases, store, tokens):
         def code(side: str, name: str):
             x = jnp.stack([getattr(one, name) for one in tokens], axis=2).astype(jnp.float32)  # [B, T, G, K, D]
-            mean = getattr(bases, f"{side}_mean")
-            x = x if mean is None else x - mean.astype(x.dtype)
+            mean = means_in(bases, store, side)
+            if mean is not None:
+                x = x - (mean if mean.ndim == 3 else mean[:, None]).astype(x.dtype)
             return project(encoder(bases, side, runs_in(store, side)), by_unit(x, self.units(layout.spec, bases)))
 
-        return code("k", "k_pre" if self.rope == "pre" else "k"), code("v", "v")
+        return code("k", self.keys), code("v", "v")
 
     def decode(self, layout, bases, store, k, v, positions, index):
         frame, (k, v) = self.frame(bases, store, index), (x.astype(jnp.float32) for x in (k, v))
@@ -266,8 +271,8 @@ class Transform(TokenCodec):
         if self.rope == "post" or spec.rope is None:
             out, lse = coefficient_attention(fold_query(frame.k, q, spec.kv_heads), tokens, **common)
             if frame.k_mean is not None:  # one number a query and head: it shifts the logits of all these tokens alike
-                mean = jnp.repeat(frame.k_mean.astype(jnp.float32), spec.group_size, axis=0)
-                lse = lse + spec.scale * jnp.einsum("btnd,nd->btn", q.astype(jnp.float32), mean)
+                mean = for_tokens(jnp.repeat(frame.k_mean.astype(jnp.float32), spec.group_size, axis=-2))
+                lse = lse + spec.scale * (q.astype(jnp.float32) * mean).sum(-1)
         else:
             out, lse = rotary_coefficient_attention(
                 q, tokens, frame.at(tokens.positions).k, rope=spec.rope, kv_heads=spec.kv_heads, key_mean=frame.k_mean,
@@ -281,8 +286,3 @@ class Transform(TokenCodec):
             return Logits(fold_query(frame.k, q, spec.kv_heads), store.tokens.k)
         codes = codes_of(store)[0].astype(jnp.float32)
         return Logits(q, frame.keys(spec, self.rope, codes, store.tokens.positions))
-
-
-def runs_in(store: Transformed, side: str) -> Any:
-    """Widths of the stored keys or values; None of floats."""
-    return getattr(getattr(store.tokens, side), "runs", None)

@@ -31,7 +31,7 @@ def rotary_coefficient_attention(
         scale, q_positions, causal, window, backend: as in `coefficient_attention`.
         value_basis: give the output in head space (the compute order of OjaKV's section 3.3, which XLA follows by
             rebuilding the values; a kernel expands the attended coefficients, which is the same sum).
-        key_mean: `[K, D]`, added to the rebuilt keys before they are rotated (XLA only).
+        key_mean: `[K, D]` or per row `[B, K, D]`, added to the rebuilt keys before they are rotated (XLA only).
 
     Returns:
         Partial whose out is in the space of the values, or in head space with `value_basis`.

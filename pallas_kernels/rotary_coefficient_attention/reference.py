@@ -39,14 +39,14 @@ def rotary_coefficient_attention(
         codes, values = (slice_block(x, start, block).astype(q.dtype) for x in (tokens.keys, tokens.values))
         keys = _rebuild(basis, codes)
         if key_mean is not None:
-            keys = keys + _heads_inside(key_mean.reshape(groups, -1, 1), kv_heads).astype(q.dtype)
+            keys = keys + _heads_inside(key_mean.reshape(*key_mean.shape[:-2], groups, -1, 1), kv_heads).astype(q.dtype)
         if rope is not None:
             keys = _rotate(keys, *block_angles(rope, tokens.positions, positions, start))
         keys = keys if few else keys.swapaxes(2, 3)
         keys = keys.reshape(batch, shared, -1, keys.shape[-1])
         if value_basis is not None:
             values = reconstruct(value_basis, values, kv_heads)
-        return keys, values if values.shape[1] == 1 else spread_heads(values, shared), mask
+        return keys, values if values.shape[1] == 1 else spread_heads(values, shared), _of_heads(mask, shared, heads)
 
     value_dim = tokens.values.shape[-1] if value_basis is None else dim
     first, last = block_range(size, tokens.lengths, block=block)
@@ -114,6 +114,14 @@ def _heads_inside(basis: jax.Array, kv_heads: int) -> jax.Array:
     *lead, groups, width, rank = basis.shape
     each = kv_heads // groups
     return basis.reshape(*lead, groups, each, width // each, rank).swapaxes(-3, -2)
+
+
+def _of_heads(mask: jax.Array, shared: int, heads: int) -> jax.Array:
+    """`[B, K, T, G, S]` where each kv head reads keys of its own: of packed tokens the mask is one of all query heads."""
+    if shared == 1 or mask.shape[3] != heads:
+        return mask
+    batch, _, queries, _, slots = mask.shape
+    return mask.reshape(batch, queries, shared, heads // shared, slots).swapaxes(1, 2)
 
 
 def _among_zeros(q: jax.Array, kv_heads: int, groups: int) -> jax.Array:

@@ -258,7 +258,7 @@ def test_streaming_equals_prefill_where_nothing_is_looked_ahead():
     bases = bases_of(method)
     first = jax.tree.map(lambda x: x[:, :50], taps)
     state = compress_group(method, layout, bases, (first,), jnp.array([50, 28]))
-    refresh = jax.jit(functools.partial(method.refresh, layout, bases))
+    refresh = jax.jit(functools.partial(machine_of(method).refresh, layout, bases))
     for done in range(0, 62, 16):
         rows = np.stack([np.minimum(begin + done + np.arange(16), LENGTH - 1) for begin in (50, 28)])
         new = jax.tree.map(lambda x, rows=rows: x[np.arange(2)[:, None], rows], taps)
@@ -266,7 +266,7 @@ def test_streaming_equals_prefill_where_nothing_is_looked_ahead():
         state = refresh(machine_of(method).append(layout, bases, state, new, counts, None, Place()))
     lengths = (50 + 62, 28 + 62)
     whole = compress_group(method, layout_of(), bases, (taps,), jnp.array(lengths))
-    for ours, theirs in zip(rebuilt(method, layout, bases, state.store), rebuilt(method, layout_of(), bases, whole), strict=True):
+    for ours, theirs in zip(rebuilt(method, layout, bases, state.store), rebuilt(method, layout_of(), bases, whole.store), strict=True):
         for row, n in enumerate(lengths):
             np.testing.assert_allclose(ours[row, :, : n - 12], theirs[row, :, : n - 12], atol=1e-4)
     np.testing.assert_array_equal(state.store.tokens.length, whole.store.tokens.length)

@@ -106,6 +106,34 @@ def test_attention_over_codes_equals_the_oracle(spec):
         np.einsum("btnd,bsnd->btns", q, keys), atol=2e-3)
 
 
+@pytest.mark.parametrize("spec", ["bits=2,group=3", "bits=2,heads=per_head,rope=post"])
+def test_each_prompt_is_coded_around_its_own_mean(spec):
+    """Tokens far from the calibration's: their mean, drawn by 32 tokens towards the calibrated one, is what is read around."""
+    method = parse_method(f"transform:{spec}")
+    moments = random_moments(PLAIN, means=True, group=method.group)
+    bases = method.fit(SPEC, moments)[0]
+    tokens = [tokens_like(moments, layer, layer)[1] for layer in range(bases.layers)]
+    shift = jnp.asarray([3.0, 0.0])[:, None, None, None]
+    tokens = tuple(x._replace(k=x.k + shift, k_pre=x.k_pre + shift, v=x.v + shift) for x in tokens)
+    weight, counts = (jnp.arange(SIZE)[None] < jnp.asarray([[SIZE], [0]])).astype(jnp.float32), jnp.asarray([SIZE, SIZE])
+    where = Runs(jnp.zeros((2, 2), jnp.int32), jnp.zeros((2, 2), jnp.int32))
+    errors = {}
+    for own in (method, dataclasses.replace(method, means="calibrated")):
+        store = own.learn(LAYOUT, bases, own.empty(LAYOUT, bases, SIZE), tokens, counts, weight)
+        store = own.take_in(LAYOUT, bases, store, tokens, counts, counts, where)
+        codes = [x.read_block(0, SIZE) for x in (store.tokens.k, store.tokens.v)]
+        last = bases.layers - 1
+        _, read = own.decode(LAYOUT, bases, store, *codes, where, last)
+        errors[own.means] = np.mean((np.asarray(read).swapaxes(1, 2) - tokens[last].v) ** 2, axis=(1, 2, 3))
+    assert store.k_mean is None and errors["prompt"][0] < 0.6 * errors["calibrated"][0]
+    np.testing.assert_allclose(errors["prompt"][1], errors["calibrated"][1], rtol=1e-4)  # no token counted: the calibration's
+    fitted = method.learn(LAYOUT, bases, method.empty(LAYOUT, bases, SIZE), tokens, counts, weight)
+    for side, name in (("k", method.keys), ("v", "v")):
+        own = np.stack([np.asarray(getattr(x, name)[0], np.float64).mean(0) for x in tokens])
+        expected = (32 * np.asarray(getattr(bases, f"{side}_mean")) + SIZE * own) / (32 + SIZE)
+        np.testing.assert_allclose(getattr(fitted, f"{side}_mean")[0], expected, atol=1e-5)
+
+
 def test_more_bits_err_less_and_the_metric_favours_the_logits():
     moments = random_moments(PLAIN, means=True)
     errors = {}

@@ -65,7 +65,7 @@ def refusal(config, *names):
 PARTS = [(codec, rule, summary) for codec in CODECS for rule in SELECTIONS for summary in (False, True)]
 QUICK = {  # of each shape of state one: the whole product is slow
     (FEW, "xkv", "snapkv", True), (EIGHT, "palu", "h2o", False),
-    (FEW, "transform", "kvzip", True),
+    (FEW, "transform", "kvzip", True), (FEW, "static-pca", "adakv", False),
 }
 
 
@@ -79,11 +79,17 @@ def cases():
 
 
 def rows_of(cache):
-    """Leaves of each row, on the host."""
+    """Leaves of each row, on the host; of a store the slots that hold a token."""
+    leaves = {name: (np.asarray(x), info.axes) for name, x, info in walk(cache) if "batch" in info.axes}
+
+    def of_row(name, x, axes, row):
+        held = leaves.get(".".join(name.split(".")[:2]) + ".store.tokens.length")
+        if held is not None and "tokens" in axes and (".store." in name or ".far_votes" in name):
+            x = np.take(x, np.arange(held[0][row]), axis=axes.index("tokens"))
+        return np.take(x, row, axis=axes.index("batch"))
+
     return [
-        {name: np.take(np.asarray(x), row, axis=info.axes.index("batch"))
-         for name, x, info in walk(cache) if "batch" in info.axes}
-        for row in range(cache.layout.batch)
+        {name: of_row(name, x, axes, row) for name, (x, axes) in leaves.items()} for row in range(cache.layout.batch)
     ]
 
 

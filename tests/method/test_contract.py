@@ -158,6 +158,8 @@ def test_compression_is_finite_smaller_and_shows(name):
     exact = exact_logits(SMALL)
     np.testing.assert_allclose(logits[:, 0], exact[:, 0], atol=TOLERANCE)  # prefill attends exactly
     assert np.abs(logits[:, 1:] - exact[:, 1:]).max() > 100 * TOLERANCE  # so that the tests above can fail
+    if machine_of(method).standing_reading is not None:
+        return  # it reads less of what it keeps
     spent = cache_bytes(cache, bases_for(method, SMALL))
     assert spent.total < 2 * full_cache_bytes(SMALL.attention, 2 * CAPACITY)  # float32: twice 16 bit
 
@@ -178,8 +180,9 @@ def test_every_leaf_is_declared_and_counted(name):
 def test_init_has_the_shapes_of_every_later_state(name):
     cache, _ = small_run(name)
     method, layout = cache.method, cache.layout
-    for group, bases in zip(cache.groups, bases_for(method, SMALL), strict=True):
-        abstract = jax.eval_shape(functools.partial(machine_of(method).init, layout), bases)
+    machine = machine_of(method)
+    for group, bases in zip(cache.groups, machine.group_bases(SMALL.attention, bases_for(method, SMALL)), strict=True):
+        abstract = jax.eval_shape(functools.partial(machine.init, layout), bases)
         assert jax.tree.structure(abstract) == jax.tree.structure(group)
         for x, y in zip(jax.tree.leaves(abstract), jax.tree.leaves(group), strict=True):
             assert (x.shape, x.dtype) == (y.shape, y.dtype)
@@ -286,8 +289,8 @@ def test_a_short_row_has_the_room_that_its_padding_left(name):
     logits, behind = short_row_to_its_limit(method, WINDOWED, PROMPT)
     room, machine, bases = len(logits) + 2, machine_of(method), bases_for(method, WINDOWED)
     layout = make_layout(WINDOWED, 2, PROMPT, CAPACITY, BLOCK)
-    leaves = all(machine.ends_of(layout, group).flushes for group in machine.group_bases(WINDOWED.attention, bases))
-    assert room == CAPACITY if leaves or name == "full" else CAPACITY - PROMPT + 3 <= room < CAPACITY
+    ends = [machine.ends_of(layout, group) for group in machine.group_bases(WINDOWED.attention, bases)]
+    assert room == CAPACITY if all(one.flushes or one.everything(layout) for one in ends) else CAPACITY - PROMPT + 3 <= room < CAPACITY
     assert_equals_exact(logits, exact_short_row()[0][: len(logits)])
     assert np.isnan(behind).all()
 

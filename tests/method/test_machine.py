@@ -60,7 +60,7 @@ VARIANTS = (
     "ojakv:rank=4,bits=4", "ojakv:paper,rank=4", "ojakv:rank=4,rope=pre", "ojakv:rank=4,heads=joint", "eigenattention:rank=4",
     "osp-static:rank=4,gamma=sqrt_rank", "single-svd:rank=8", "palu:rank=0.5", "palu:rank=0.5,head_group=1",
     "streamingkv:rank=0.5,update=joint", "kivi", "kivi:int8", "xkv:rank=24,bits=4",
-    "transform:bits=1.5,heads=per_head", "transform:smaller=1,sinks=4,recent=8,group=2",
+    "transform:bits=1.5,heads=per_head", "transform:smaller=0.5,sinks=4,recent=8,group=2",
 )
 RULES = ("snapkv", "snapkv:paper", "h2o", "scissorhands", "adakv", "pyramidkv", "kvzip", "momentkv",
          "adakv:budget_bytes=300000,keep=none", "snapkv+moments", "adakv+moments:order=gaussian")

@@ -1,0 +1,82 @@
+"""What transform coding holds of a group's tokens: codes, and what each row's are coded around."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lowrank_kv_jax.attention.spec import Taps
+from lowrank_kv_jax.codecs.transform_bases import TransformBases
+from lowrank_kv_jax.method.layout import Layout
+from lowrank_kv_jax.segments import coded as coded_tokens
+from lowrank_kv_jax.storage.positions import PerHead
+from lowrank_kv_jax.storage.state import leaf, state
+from lowrank_kv_jax.storage.water_filled import empty_water_filled
+
+SIDES = ("k", "v")
+
+PRIOR = 32
+"""Tokens that the calibration's means count for beside a prompt's: a short one has no good mean of its own."""
+
+
+@state
+class Transformed:
+    """Codes of a group's tokens, which all of its layers share.
+
+    Attributes:
+        tokens: the codes.
+        k_mean, v_mean: of each row's prompt `[B, G, K, D]`; None where the calibration's are read.
+    """
+
+    tokens: coded_tokens.Coded
+    k_mean: jax.Array | None = leaf("batch", None, "kv_heads", "head_dim", kind="bases")
+    v_mean: jax.Array | None = leaf("batch", None, "kv_heads", "head_dim", kind="bases")
+
+
+def empty_store(
+    layout: Layout, bases: TransformBases, heads: int, size: int, positions: PerHead | None, own_means: bool
+) -> Transformed:
+    """Room for `size` tokens of each of so many heads; the means of its own, if any, begin as the calibration's."""
+    def side(index: int) -> Any:
+        if not bases.widths.rungs:
+            shape = (layout.batch, heads, size, getattr(bases, SIDES[index]).shape[-1])
+            return jnp.zeros(shape, jnp.dtype(layout.dtype))
+        return empty_water_filled(layout.batch, heads, size, bases.widths.rungs[0][index])
+
+    def mean(of_bases: jax.Array | None) -> jax.Array | None:
+        if not own_means:
+            return None
+        shape = (layout.batch, bases.layers, layout.spec.kv_heads, layout.spec.head_dim)
+        return jnp.broadcast_to(jnp.zeros(()) if of_bases is None else of_bases, shape).astype(layout.dtype)
+
+    tokens = coded_tokens.without_tokens(side(0), side(1), positions)
+    return Transformed(tokens, mean(bases.k_mean), mean(bases.v_mean))
+
+
+def with_means_of(store: Transformed, taps: tuple[Taps, ...], keys: str, weight: jax.Array) -> Transformed:
+    """An empty store with the means of a prompt, which are rounded before anything is coded around them.
+
+    Args:
+        taps: of each layer.
+        keys: the tap that is coded as keys.
+        weight: float32 `[B, T]`, 1 for the tokens that count.
+    """
+    total = PRIOR + weight.sum(1)[:, None, None, None]
+
+    def mean(known: jax.Array, name: str) -> jax.Array:
+        sums = [jnp.einsum("bt,btkd->bkd", weight, getattr(tap, name).astype(jnp.float32)) for tap in taps]
+        return ((PRIOR * known.astype(jnp.float32) + jnp.stack(sums, axis=1)) / total).astype(known.dtype)
+
+    return dataclasses.replace(store, k_mean=mean(store.k_mean, keys), v_mean=mean(store.v_mean, "v"))
+
+
+def means_in(bases: TransformBases, store: Transformed, side: str) -> jax.Array | None:
+    """What tokens are coded around, `[G, K, D]` or of each row `[B, G, K, D]`; None is zero."""
+    own = getattr(store, f"{side}_mean")
+    return getattr(bases, f"{side}_mean") if own is None else own
+
+
+def runs_in(store: Transformed, side: str) -> Any:
+    """Widths of the stored keys or values; None of floats."""
+    return getattr(getattr(store.tokens, side), "runs", None)
