@@ -116,7 +116,7 @@ def test_groups_of_heads_share_a_latent(group, shape):
     """M-LRD, G-LRD and J-LRD; by default the largest divisor up to 4."""
     method, bases = fitted(f"palu:rank=0.5,head_group={str(group).lower()}")
     assert bases[0].k.shape == bases[0].v.shape == shape
-    assert parse_method("palu").group_of(dataclasses.replace(PLAIN.attention, kv_heads=6)) == 3
+    assert parse_method("palu").group_of(dataclasses.replace(PLAIN.attention, q_heads=12, kv_heads=6)) == 3
     for u in bases[0][:2]:
         gram = np.einsum("jwr,jwp->jrp", u, u)
         np.testing.assert_allclose(gram, np.broadcast_to(np.eye(shape[2]), gram.shape), atol=1e-5)

@@ -73,8 +73,10 @@ def case(name: str, full: bool) -> Case:
     """The method at full rank and budget, or compressing."""
     part = (full_configuration if full else small_configuration)(REGISTRY[name])
     machine, layout = machine_of(part), make_layout(PLAIN, ROWS, PROMPT, CAPACITY, BLOCK, jnp.float32)
-    bases = machine.group_bases(SPEC, bases_for(part) if part.calibrated else None)[-1]
-    layers = len(machine.layer_groups(SPEC)[-1])
+    groups = machine.layer_groups(SPEC)
+    which = max(range(len(groups)), key=lambda i: (len(groups[i]), i))
+    bases = machine.group_bases(SPEC, bases_for(part) if part.calibrated else None)[which]
+    layers = len(groups[which])
 
     @jax.jit
     def program(bases, prompt, lengths, taps, counts):
