@@ -113,7 +113,8 @@ def random_moments(
     squares = rng.uniform(0.1, 2.0, (3, layers, 1, 1)) * np.linspace(0.2, 2.0, dim) * np.ones((kv, 1))
     of_layers = Moments(64, k, k_pre, v, q, q_pre, *sums[:3], fisher=information, votes=votes,
                         sensitivity=Sensitivity(*squares))
-    return of_layers if group == 1 else _across_layers(of_layers, rng, group)
+    moments = of_layers if group == 1 else _across_layers(of_layers, rng, group)
+    return moments._replace(sampled=moments)  # a model that writes what it reads: all means stay what they are
 
 
 def _across_layers(moments: Moments, rng, group: int) -> Moments:

@@ -15,6 +15,7 @@ from lowrank_kv_jax.calibration.checkpoint_sums import CheckpointedSums
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus, token_windows
 from lowrank_kv_jax.calibration.fisher import collect_fisher
 from lowrank_kv_jax.calibration.layer_votes import collect_votes
+from lowrank_kv_jax.calibration.sampled import sampled_windows
 from lowrank_kv_jax.calibration.sensitivity import collect_sensitivity
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.generation.forward import embed_tokens, layer_prefill
@@ -22,6 +23,9 @@ from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.methods.parse import as_method
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.progress import ProgressBar
+
+SAMPLED_TOKENS = 2
+"""Tokens that the model writes for one of a corpus, where a method reads what it writes."""
 
 
 def iterate_taps(config: ModelConfig, params: Any, tokens: jax.Array) -> Iterator[Taps]:
@@ -113,7 +117,7 @@ def calibrate(
     length = min(length, model.config.context)
     tokens = token_windows(model.tokenizer, corpus.texts, length, windows, seed)
     held = _checkpoints(model, method, tokens, resume)
-    moments = moments_for(model, [method], tokens, progress, held)
+    moments = moments_for(model, [method], tokens, progress, held, seed)
     bases = fit_bases(model, method, moments, dtype)
     for sums in held:
         sums.discard()
@@ -122,12 +126,14 @@ def calibrate(
 
 def moments_for(
     model: Any, methods: Sequence[Part], tokens: np.ndarray, progress: bool = False,
-    sums: tuple[CheckpointedSums, CheckpointedSums] | None = None,
+    sums: tuple[CheckpointedSums, ...] | None = None, seed: int = 0,
 ) -> Moments:
     """What the `fit` of all of these methods reads of a corpus (see `Part.reads`).
 
     Args:
-        sums: of moments and of Fisher information, to go on from; see `collect_moments`.
+        sums: of moments, of Fisher information and of moments of text that the model writes, to go on from; see
+            `collect_moments`.
+        seed: of that text.
 
     Raises:
         ValueError: a method that does not suit the model, before the model runs.
@@ -135,12 +141,16 @@ def moments_for(
     for method in methods:
         method.validate(model.config.attention)
     tokens = _checked_windows(model.config, tokens)
-    of_moments, of_fisher = sums or (None, None)
+    of_moments, of_fisher, of_sampled = sums or (None, None, None)
     read = frozenset().union(*(method.reads for method in methods))
     groups = {group for method in methods for group in groups_read(model.config.attention, method)}
     moments = Moments(tokens.size, *5 * [None])  # type: ignore[arg-type]
     if "moments" in read:
         moments = collect_moments(model, tokens, progress, sums=of_moments, groups=sorted(groups))
+    if "sampled" in read:
+        written = sampled_windows(model, SAMPLED_TOKENS * tokens.size, seed, progress)
+        sampled = collect_moments(model, written, progress, sums=of_sampled, groups=sorted(groups))
+        moments = moments._replace(sampled=sampled)
     if "fisher" in read:
         moments = moments._replace(fisher=collect_fisher(model, tokens, progress, of_fisher))
     if "votes" in read:
@@ -152,7 +162,9 @@ def moments_for(
 
 def serve(moments: Moments, method: Part, spec: AttentionSpec) -> bool:
     """Whether the method's `fit` finds all that it reads in these moments."""
-    return method.reads <= moments.held and all(group in (moments.across or ()) for group in groups_read(spec, method))
+    of_layers = [moments, moments.sampled] if "sampled" in method.reads and moments.sampled else [moments]
+    groups = groups_read(spec, method)
+    return method.reads <= moments.held and all(group in (own.across or ()) for own in of_layers for group in groups)
 
 
 def _checkpoints(model: Any, method: Part, tokens: np.ndarray, prefix: str | os.PathLike | None):
@@ -162,7 +174,7 @@ def _checkpoints(model: Any, method: Part, tokens: np.ndarray, prefix: str | os.
         key["groups"] = [list(group) for group in groups]
     return tuple(
         CheckpointedSums(None if prefix is None else f"{os.fspath(prefix)}.{kind}.npz", {"of": kind, **key})
-        for kind in ("moments", "fisher")
+        for kind in ("moments", "fisher", "sampled")
     )
 
 

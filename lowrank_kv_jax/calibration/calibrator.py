@@ -126,15 +126,17 @@ def check_taps_suffice(spec: AttentionSpec, method: Part) -> None:
     method.validate(spec)
     for part in machine_of(method).parts:
         if getattr(part, "calibrated", False):
-            for name in sorted(part.reads - SUMMED):
-                instead = part.without.get(name)
-                raise ValueError(f"{part.name}: its bases read {name!r} ({COSTS[name]}), which taps do not show"
+            more = sorted(part.reads - SUMMED)
+            if more:
+                instead = ",".join(part.without[name] for name in more if name in part.without)
+                what = " and ".join(f"{name!r} ({COSTS[name]})" for name in more)
+                raise ValueError(f"{part.name}: its bases read {what}, which taps do not show"
                                  + (f"; give {instead}" if instead else ""))
 
 
 COSTS = {
     "fisher": "gradients by the projections", "sensitivity": "gradients by keys and values",
-    "votes": "what a second reading attends to",
+    "votes": "what a second reading attends to", "sampled": "text that the model writes",
 }
 
 

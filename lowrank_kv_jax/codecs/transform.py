@@ -66,6 +66,7 @@ class Transform(TokenCodec):
         group: adjacent layers whose tokens are coded together, in one basis, None: all; the fewer bits for an error, and
             the more work, as every layer reads the codes of its group. The last group of a model may be smaller.
         means: "prompt", what tokens are coded around is fitted to each prompt; "calibrated", it is the calibration's.
+        sampled: bases are calibrated on text that the model writes itself, too: directions that it takes for likely.
         metric: what errors cost, of `transform_metrics`: "loss", what they add to the model's loss (calibration runs
             backward, too); "attention", errors of logits and relative errors of values; "plain", relative errors.
         sinks, recent: exact tokens at both ends.
@@ -81,6 +82,7 @@ class Transform(TokenCodec):
     heads: str = "joint"
     group: int | None = 1
     means: str = "prompt"
+    sampled: bool = True
     metric: str = "loss"
     sinks: int = 4
     recent: int = 8
@@ -89,9 +91,9 @@ class Transform(TokenCodec):
 
     calibrated: ClassVar[bool] = True
     bases_type: ClassVar[type | None] = TransformBases
-    without: ClassVar[Mapping[str, str]] = {"sensitivity": "metric=attention"}
+    without: ClassVar[Mapping[str, str]] = {"sensitivity": "metric=attention", "sampled": "sampled=False"}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {  # of arXiv 2511.01815, in these widths, before entropy coding
-        "kvtc": {"group": None, "metric": "plain", "recent": 128},
+        "kvtc": {"group": None, "metric": "plain", "recent": 128, "sampled": False},
     }
 
     def __post_init__(self):
@@ -131,17 +133,19 @@ class Transform(TokenCodec):
         """Bases of each group of layers, float32.
 
         Raises:
-            ValueError: moments without what `metric` or `group` reads.
+            ValueError: moments without what `metric`, `group` or `sampled` reads.
         """
         groups, units = self.layer_groups(spec), self.units(spec, None)
         metric = METRICS[self.metric](spec, moments, self.keys)
-        k = [principal(spec, moments, self.keys, layers, units, metric.k) for layers in groups]
-        v = [principal(spec, moments, "v", layers, units, metric.v) for layers in groups]
+        known = moments.with_sampled() if self.sampled else moments
+        k = [principal(spec, known, self.keys, layers, units, metric.k) for layers in groups]
+        v = [principal(spec, known, "v", layers, units, metric.v) for layers in groups]
         return tuple(map(group_bases, k, v, self._widths(spec, metric, k, v)))
 
     @property
     def reads(self):
         more = {"sensitivity"} if self.metric == "loss" else set()
+        more |= {"sampled"} if self.sampled else set()
         return frozenset({"moments"} | more | (set() if self.group == 1 else {"across"}))
 
     def _widths(self, spec: AttentionSpec, metric: Metric, k: list[Side], v: list[Side]) -> list[Widths]:
@@ -171,7 +175,7 @@ class Transform(TokenCodec):
 
     def fit_key(self, spec):
         key: dict[str, Any] = {"fit": "water-filled pca", "rope": self.rope, "heads": self.heads, "group": self.group,
-                               "metric": self.metric}
+                               "metric": self.metric, "sampled": self.sampled}
         if self.smaller is not None:
             return key | {"smaller": self.smaller, "profiles": self.profiles}
         if self.mean_bits is None:

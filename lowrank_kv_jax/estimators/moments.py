@@ -64,6 +64,7 @@ class Moments(NamedTuple):
         votes: of a second reading, where a method reads them; see `calibration.layer_votes.collect_votes`.
         sensitivity: of the loss to keys and values, where a method reads it.
         across: of groups of layers, where a method reads them.
+        sampled: of text that the model wrote itself, where a method reads it; see `calibration.sampled`.
     """
 
     tokens: np.ndarray | int
@@ -79,13 +80,32 @@ class Moments(NamedTuple):
     votes: np.ndarray | None = None
     sensitivity: Sensitivity | None = None
     across: Mapping[tuple[int, ...], Across] | None = None
+    sampled: "Moments | None" = None
 
     @property
     def held(self) -> frozenset[str]:
         """What of `KVMethod.reads` is here."""
         there = {"moments": self.k, "fisher": self.fisher, "votes": self.votes, "sensitivity": self.sensitivity,
-                 "across": self.across}
+                 "across": self.across, "sampled": self.sampled}
         return frozenset(name for name, found in there.items() if found is not None)
+
+    def with_sampled(self) -> "Moments":
+        """Keys and values of the corpus and of what the model wrote, together; queries stay those of the corpus.
+
+        Raises:
+            ValueError: the model wrote nothing.
+        """
+        if self.sampled is None:
+            raise ValueError("these moments hold no text that the model wrote: calibrate with `calibrate`, or give "
+                             "sampled=False")
+        own, sums = self.sampled, {}
+        for name in ("tokens", "k", "k_pre", "v", "k_sum", "k_pre_sum", "v_sum"):
+            mine, more = getattr(self, name), getattr(own, name)
+            sums[name] = None if mine is None else mine + more
+        if self.across is not None:
+            sums["across"] = {group: Across(*map(np.add, mine, (own.across or {})[group]))
+                              for group, mine in self.across.items() if group in (own.across or {})}
+        return self._replace(**sums)
 
     def mean(self, name: str) -> np.ndarray:
         """Mean token `[L, W]` of `k`, `k_pre` or `v`."""

@@ -167,7 +167,7 @@ def test_moments_are_sums_of_outer_products_of_the_taps(config):
 
 def test_layers_taken_together_and_what_their_moments_serve(tmp_path):
     tokens, spec = np.asarray(helpers.prompts(3, 40)), helpers.PLAIN.attention
-    pair, single = (parse_method(f"transform:metric=plain,group={group}") for group in (2, 1))
+    pair, single = (parse_method(f"transform:metric=plain,group={group},sampled=False") for group in (2, 1))
     moments = moments_for(model(), [pair, single], tokens)
     assert list(moments.across) == [(0, 1)]
     taps = list(iterate_taps(helpers.PLAIN, model().params, jnp.asarray(tokens)))
@@ -175,7 +175,7 @@ def test_layers_taken_together_and_what_their_moments_serve(tmp_path):
         x = np.concatenate([np.asarray(getattr(own, name), np.float64).reshape(tokens.size, -1) for own in taps[:2]], axis=1)
         np.testing.assert_allclose(moments.between(name, (0, 1)), x.T @ x, rtol=1e-4, atol=1e-4)
     assert serve(moments, pair, spec) and serve(moments, single, spec)
-    assert not serve(moments, parse_method("transform:metric=plain,group=3"), spec)
+    assert not serve(moments, parse_method("transform:metric=plain,group=3,sampled=False"), spec)
     assert not serve(moments, parse_method("transform"), spec)  # no sensitivity
     # a run that was killed goes on with them
     held = CheckpointedSums(tmp_path / "sums.npz", {})

@@ -1,0 +1,69 @@
+"""Text that the model writes itself."""
+
+import dataclasses
+
+import helpers
+import numpy as np
+import pytest
+from character_tokenizer import Characters
+
+from lowrank_kv_jax.calibration.calibrate import collect_moments, moments_for, serve
+from lowrank_kv_jax.calibration.sampled import openings, sampled_windows
+from lowrank_kv_jax.calibration.sensitivity import collect_sensitivity
+from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.models.load import LoadedModel
+
+SHORT = dataclasses.replace(helpers.PLAIN, context=48, bos_id=3, eos_ids=(5,))
+
+
+def model() -> LoadedModel:
+    return LoadedModel("tiny", SHORT, helpers.model(helpers.PLAIN).params, Characters(), "a" * 64)
+
+
+def test_texts_fill_the_context_open_in_turn_and_follow_the_seed():
+    found = sampled_windows(model(), 3 * 48 - 5)
+    assert found.shape == (3, 48) and found.dtype == np.int32
+    assert found[:, 0].tolist() == [3, 5, 3]
+    assert (found >= 0).all() and (found < SHORT.vocab_size).all()
+    assert not np.array_equal(found[0, 1:], found[2, 1:])  # as they are drawn, not chosen
+    np.testing.assert_array_equal(sampled_windows(model(), 96), found[:2])
+    np.testing.assert_array_equal(sampled_windows(model(), 96, seed=2)[:1], found[2:])
+
+
+def test_a_chat_opens_a_text_too():
+    class Chatting(Characters):
+        chat_template = "there is one"
+
+        def apply_chat_template(self, turns, tokenize):
+            return "<" + turns[0]["content"]
+
+    assert openings(model()) == [3, 5]
+    assert openings(dataclasses.replace(model(), tokenizer=Chatting())) == [3, 5, ord("<") % 60]
+    assert openings(dataclasses.replace(model(), config=helpers.PLAIN, tokenizer=None)) == [0]
+
+
+def test_second_moments_are_of_both_and_what_matters_of_the_corpus_alone():
+    tokens, method = np.asarray(helpers.prompts(2, 40)), parse_method("transform:group=2")
+    moments = moments_for(model(), [method], tokens, seed=4)
+    written = collect_moments(model(), sampled_windows(model(), 2 * tokens.size, 4), groups=[(0, 1)])
+    both = moments.with_sampled()
+    assert both.tokens == tokens.size + 4 * 48
+    np.testing.assert_allclose(both.k, moments.k + written.k, rtol=1e-6)
+    np.testing.assert_allclose(both.mean("v"), (moments.v_sum + written.v_sum) / both.tokens, rtol=1e-6)
+    np.testing.assert_allclose(both.between("k_pre", (0, 1)), moments.between("k_pre", (0, 1))
+                               + written.between("k_pre", (0, 1)), rtol=1e-6)
+    np.testing.assert_array_equal(moments.sensitivity.v, collect_sensitivity(model(), tokens).v)
+    np.testing.assert_array_equal(both.q, collect_moments(model(), tokens).q)
+    spec = SHORT.attention
+    assert serve(moments, method, spec) and not serve(moments._replace(sampled=None), method, spec)
+    wide = method.fit(spec, moments)[0]
+    alone = parse_method("transform:group=2,sampled=False").fit(spec, moments._replace(sampled=None))[0]
+    assert not np.allclose(wide.k_mean, alone.k_mean)
+    np.testing.assert_allclose(wide.k_mean.reshape(2, -1), both.mean("k_pre")[:2], rtol=1e-5)
+    with pytest.raises(ValueError, match="no text that the model wrote.*sampled=False"):
+        method.fit(spec, moments._replace(sampled=None))
+
+
+def test_only_methods_that_read_it_have_the_model_write():
+    moments = moments_for(model(), [parse_method("ojakv:rank=4")], np.asarray(helpers.prompts(1, 16)))
+    assert moments.sampled is None and "sampled" not in moments.held
