@@ -79,6 +79,7 @@ _REQUIRED = (
 )
 _ATTRIBUTES = frozenset({
     "q_lora_rank", "first_k_dense_replace", "routed_scaling_factor", "topk_method", "n_group", "topk_group",
+    "qk_head_dim",
     # nothing of inference: losses of the training, and how the published code is loaded and spread
     "aux_loss_alpha", "seq_aux", "ep_size", "auto_map",
 })
@@ -103,6 +104,9 @@ def read_deepseek(config: Mapping[str, Any]) -> DeepseekConfig:
     limited = method == "group_limited_greedy"
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     nope, rotary, latent = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank"))
+    if config.get("qk_head_dim") not in (None, nope + rotary):
+        raise ValueError(f"qk_head_dim={config['qk_head_dim']}: must be qk_nope_head_dim + qk_rope_head_dim, "
+                         f"{nope + rotary}")
     rope, magnitude, scale = _read_rope(config, rotary)
     return DeepseekConfig(
         family="deepseek_v2",
