@@ -1,4 +1,4 @@
-"""One decoder for the Llama-like families: RMS norm, grouped-query attention with RoPE, gated MLP.
+"""One decoder for the Llama-like families: RMS norm, grouped-query attention with RoPE, gated MLP or experts.
 
 The modules are Flax NNX and describe what is computed. The weights that move through `jax.jit` are plain
 pytrees (nested dicts of arrays): they are bound to the modules inside a trace, where binding costs nothing at
@@ -23,14 +23,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lowrank_kv_jax.attention.rope import rope_angles, rotate
+from lowrank_kv_jax.attention.rope import apply_rope
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.models.config import ModelConfig
-from lowrank_kv_jax.models.deepseek import ExpertsBlock, LatentBlock
+from lowrank_kv_jax.models.deepseek import LatentBlock
 from lowrank_kv_jax.models.deepseek_config import DeepseekConfig
+from lowrank_kv_jax.models.experts import feed_forward
 from lowrank_kv_jax.models.gpt import GPTBlock, LayerNorm
 from lowrank_kv_jax.models.gpt_config import GPTConfig
-from lowrank_kv_jax.models.layers import MLP, RMSNorm
+from lowrank_kv_jax.models.layers import RMSNorm
 from lowrank_kv_jax.models.linear import Linear
 from lowrank_kv_jax.models.parameters import ParamInfo, param_table
 
@@ -59,8 +60,12 @@ class Attention(nnx.Module):
         v = self.v_proj(x).reshape(*x.shape[:-1], config.kv_heads, config.head_dim)
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        cos, sin = (table[..., None, :] for table in rope_angles(config.rope, positions))
-        return Taps(q=rotate(q, cos, sin), k=rotate(k, cos, sin), k_pre=k, v=v, x=x)
+        after = apply_rope(config.rope, q, positions)
+        if config.rope is not None and config.rope_magnitude != 1:
+            # the factor stands on both sides of the product: squared on one, rotations stay rotations
+            turned = jnp.arange(config.head_dim) < config.rope.rotary_dim
+            after = after * jnp.where(turned, config.rope_magnitude**2, 1.0).astype(after.dtype)
+        return Taps(q=after, k=apply_rope(config.rope, k, positions), k_pre=k, v=v, x=x)
 
     def output(self, attention: jax.Array) -> jax.Array:
         """Mix the heads of `[B, T, N, D]` into `[B, T, H]`."""
@@ -70,11 +75,11 @@ class Attention(nnx.Module):
 class Block(nnx.Module):
     """One pre-norm layer, cut in two where attention happens."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, routed: bool, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config, rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, rngs, config.mlp_bias)
+        self.mlp = feed_forward(config, routed, rngs)
 
     def taps(self, x: jax.Array, positions: jax.Array) -> Taps:
         return self.attention.taps(self.attention_norm(x), positions)
@@ -120,23 +125,22 @@ class Decoder(nnx.Module):
 
 
 @functools.lru_cache(maxsize=32)
-def _graphdef(module: Callable[..., nnx.Module], config: ModelConfig) -> nnx.GraphDef:
-    """The static part of `module(config)`, made without allocating a weight."""
-    return nnx.split(nnx.eval_shape(lambda: module(config, nnx.Rngs(0))))[0]
+def _graphdef(module: Callable[..., nnx.Module], *args: Any) -> nnx.GraphDef:
+    """The static part of `module(*args, rngs)`, made without allocating a weight."""
+    return nnx.split(nnx.eval_shape(lambda: module(*args, nnx.Rngs(0))))[0]
 
 
 def _block(config: ModelConfig, layer_params: dict) -> Any:
     """A layer's module with its weights."""
-    kind = LatentBlock if isinstance(config, DeepseekConfig) else Block
     if isinstance(config, GPTConfig):
-        kind = GPTBlock
-    elif "experts" in layer_params["mlp"]:
-        kind = ExpertsBlock
-    return _bind(kind, config, layer_params)
+        return _bind(layer_params, GPTBlock, config)
+    kind = LatentBlock if isinstance(config, DeepseekConfig) else Block
+    return _bind(layer_params, kind, config, "experts" in layer_params["mlp"])
 
 
-def _bind(module: Callable[..., nnx.Module], config: ModelConfig, weights: dict):
-    return nnx.merge(_graphdef(module, config), weights)
+def _bind(weights: dict, module: Callable[..., nnx.Module], *args: Any):
+    """`module(*args, rngs)` with these weights."""
+    return nnx.merge(_graphdef(module, *args), weights)
 
 
 def _surroundings(params: dict) -> dict:
@@ -151,7 +155,7 @@ def embed(config: ModelConfig, params: dict, tokens: jax.Array, positions: jax.A
         positions: int32 `[B, T]`, read where positions are learned; None counts from 0.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if positions is None else positions
-    return _bind(Decoder, config, _surroundings(params)).hidden(tokens, positions)
+    return _bind(_surroundings(params), Decoder, config).hidden(tokens, positions)
 
 
 def block_taps(config: ModelConfig, layer_params: dict, x: jax.Array, positions: jax.Array) -> Taps:
@@ -186,7 +190,7 @@ def block_prefill(
 
 def unembed(config: ModelConfig, params: dict, x: jax.Array) -> jax.Array:
     """float32 logits `[B, T, V]` of the residual stream `x` `[B, T, H]` after the last layer."""
-    return _bind(Decoder, config, _surroundings(params)).logits(x)
+    return _bind(_surroundings(params), Decoder, config).logits(x)
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> dict:

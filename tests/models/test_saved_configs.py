@@ -4,11 +4,12 @@ import json
 import os
 
 import pytest
+from goldens.tiny_families import FAMILIES
 from goldens.tiny_models import CONFIGS, DEEPSEEK, GPT_CONFIGS
 
 from lowrank_kv_jax import models
 
-ALL = CONFIGS | GPT_CONFIGS | DEEPSEEK
+ALL = CONFIGS | GPT_CONFIGS | DEEPSEEK | FAMILIES
 
 
 @pytest.fixture(scope="module")
