@@ -36,6 +36,7 @@ class ModelConfig:
         eos_ids: tokens that end a generation; may be empty.
         rope_magnitude: factor on queries and keys after RoPE (LongRoPE, YaRN), on the channels that rotate.
         softmax_scale: factor on the logits where it is not 1 / sqrt(head_dim).
+        ropes: the rotary embedding of each layer where they differ, `None` where a layer has none; `rope` is one of them.
         moe: the mixture of experts in the place of the MLP of some layers.
 
     Raises:
@@ -63,6 +64,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     rope_magnitude: float = _later(1.0)
     softmax_scale: float | None = _later(None)
+    ropes: tuple[RopeSpec | None, ...] | None = _later(None)
     moe: ExpertsConfig | None = _later(None)
 
     def __post_init__(self):
@@ -109,4 +111,12 @@ class ModelConfig:
             context=self.context,
             windows=self.windows,
             softmax_scale=self.softmax_scale,
+            ropes=self.ropes,
         )
+
+    @property
+    def by_layer(self) -> "tuple[ModelConfig, ...]":
+        """Of each layer the config with its rotary embedding for all, so that layers of one kind share programs."""
+        if self.ropes is None:
+            return (self,) * self.num_layers
+        return tuple(dataclasses.replace(self, rope=rope, ropes=None) for rope in self.ropes)

@@ -14,7 +14,7 @@ _INTEGERS = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "head_dim", "kv_lora_rank", "q_lora_rank",
                      "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "num_experts_per_tok",
                      "n_shared_experts", "n_group", "topk_group", "num_experts", "num_local_experts",
-                     "decoder_sparse_step"), (1, _FEW)),
+                     "decoder_sparse_step", "no_rope_layer_interval"), (1, _FEW)),
     **dict.fromkeys(("num_hidden_layers", "n_layer"), (1, 4096)),
     **dict.fromkeys(("max_window_layers", "first_k_dense_replace"), (0, _SIZE)),
     "bos_token_id": (0, _SIZE),
@@ -27,7 +27,7 @@ _NUMBERS = {
 }
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "use_parallel_residual",
           "norm_topk_prob")
-_LISTS = {"layer_types": (str, "strings"), "mlp_only_layers": (int, "integers")}
+_LISTS = {"layer_types": (str, "strings"), "mlp_only_layers": (int, "integers"), "no_rope_layers": (int, "integers")}
 _OBJECTS = ("rope_scaling", "rope_parameters")
 
 

@@ -19,6 +19,7 @@ FAMILY_ATTRIBUTES = {
     "phi3": {"sliding_window", "partial_rotary_factor", "original_max_position_embeddings", "resid_pdrop", "embd_pdrop",
              "auto_map"},
     "mixtral": {"sliding_window", "num_local_experts", "num_experts_per_tok", "router_jitter_noise"},
+    "smollm3": _QWEN_WINDOW | {"attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval"},
     "qwen3_moe": _QWEN_WINDOW - {"layer_types"} | {
         "attention_bias", "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
         "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers",
@@ -42,6 +43,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "phi3": {"rms_norm_eps": 1e-5},
     "mixtral": {"rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen3": {"head_dim": 128},
+    "smollm3": {"rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
 }
 
 
@@ -59,6 +61,7 @@ def read_llama(config: Mapping[str, Any]) -> ModelConfig:
     num_layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope = read_rope(config, head_dim, ("default", "longrope") if family == "phi3" else LLAMA_KINDS)
+    ropes = [rope.rope if turned else None for turned in _rotary_layers(config)] if family == "smollm3" else [rope.rope]
     attention_bias = bool(config.get("attention_bias"))
     return ModelConfig(
         family=family,
@@ -81,8 +84,18 @@ def read_llama(config: Mapping[str, Any]) -> ModelConfig:
         bos_id=config.get("bos_token_id"),
         eos_ids=token_ids(config.get("eos_token_id")),
         rope_magnitude=rope.magnitude,
+        ropes=tuple(ropes) if len(set(ropes)) > 1 else None,
         moe=_read_experts(config, family),
     )
+
+
+def _rotary_layers(config: Mapping[str, Any]) -> list[bool]:
+    """Which layers of SmolLM3 have RoPE: all but every fourth, or those whose entry of `no_rope_layers` is not 0."""
+    layers, stride = config["num_hidden_layers"], config["no_rope_layer_interval"]
+    found = config.get("no_rope_layers") or [(layer + 1) % stride != 0 for layer in range(layers)]
+    if len(found) < layers or not any(found[:layers]):
+        raise ValueError(f"no_rope_layers={found!r:.80}: must hold an entry for each of {layers} layers, not all 0")
+    return [bool(turned) for turned in found[:layers]]
 
 
 def _read_experts(config: Mapping[str, Any], family: str) -> ExpertsConfig | None:
@@ -112,9 +125,8 @@ def _read_windows(config: Mapping[str, Any], family: str, num_layers: int) -> tu
     if family == "qwen3_moe":
         return (window,) * num_layers
     first = config.get("max_window_layers", 28)
-    kinds = config.get("layer_types") or [
-        "full_attention" if i < first else "sliding_attention" for i in range(num_layers)
-    ]
+    full = _rotary_layers(config) if family == "smollm3" else [layer < first for layer in range(num_layers)]
+    kinds = config.get("layer_types") or ["full_attention" if sees_all else "sliding_attention" for sees_all in full]
     return windows_of(kinds, window, num_layers)
 
 

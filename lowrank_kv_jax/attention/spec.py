@@ -46,10 +46,11 @@ class AttentionSpec:
             included), `None` where a layer sees everything.
         latent: where the cache holds latents (then K = 1), else `None`.
         softmax_scale: factor on the logits where it is not 1 / sqrt(head_dim).
+        ropes: the rotary embedding of each layer where they differ, `None` where a layer has none; `rope` is one of them.
 
     Raises:
-        ValueError: sizes below 1, query heads that are no multiple of the kv heads, windows that are not one for each
-            layer, RoPE over more channels than a head has.
+        ValueError: sizes below 1, query heads that are no multiple of the kv heads, windows or rotary embeddings that are
+            not one for each layer, RoPE over more channels than a head has.
     """
 
     num_layers: int
@@ -61,6 +62,7 @@ class AttentionSpec:
     windows: tuple[int | None, ...]
     latent: LatentSpec | None = None
     softmax_scale: float | None = None
+    ropes: tuple[RopeSpec | None, ...] | None = None
 
     def __post_init__(self):
         sizes = {name: getattr(self, name) for name in ("num_layers", "q_heads", "kv_heads", "head_dim", "context")}
@@ -72,10 +74,22 @@ class AttentionSpec:
             raise ValueError(f"q_heads={self.q_heads}: must be a multiple of kv_heads={self.kv_heads}")
         if len(self.windows) != self.num_layers:
             raise ValueError(f"windows={self.windows}: must hold one entry for each of {self.num_layers} layers")
-        if self.rope is not None and self.rope.rotary_dim > self.head_dim:
-            raise ValueError(f"rope.rotary_dim={self.rope.rotary_dim}: must be at most head_dim={self.head_dim}")
+        if self.ropes is not None and (len(self.ropes) != self.num_layers or self.rope not in self.ropes):
+            raise ValueError(f"ropes: must hold one entry for each of {self.num_layers} layers, rope among them")
+        for rope in filter(None, self.each_rope):
+            if rope.rotary_dim > self.head_dim:
+                raise ValueError(f"rope.rotary_dim={rope.rotary_dim}: must be at most head_dim={self.head_dim}")
         if self.rope is not None and self.rope.interleaved and self.latent is not None:
             raise ValueError("rope.interleaved=True: not of latent attention, whose rotary keys lie half-split in front")
+
+    @property
+    def each_rope(self) -> tuple[RopeSpec | None, ...]:
+        """The rotary embeddings that layers have."""
+        return (self.rope,) if self.ropes is None else self.ropes
+
+    def of_layer(self, layer: int) -> "AttentionSpec":
+        """The same with the rotary embedding of one layer for all: layers of one embedding are of one kind."""
+        return self if self.ropes is None else dataclasses.replace(self, rope=self.ropes[layer], ropes=None)
 
     @property
     def cached_channels(self) -> int:

@@ -45,8 +45,8 @@ def layer_output(config: ModelConfig, layer: Any, x: jax.Array, attend: Any) -> 
 def residual_streams(config: ModelConfig, params: Any, tokens: jax.Array) -> list[jax.Array]:
     """`[B, T, H]` before each layer, and after the last one; tokens int32 `[B, T]`."""
     streams = [embed_tokens(config, params, tokens)]
-    for window, layer in zip(config.windows, params["layers"], strict=True):
-        streams.append(_forward(config, window, layer, streams[-1]))
+    for own, window, layer in zip(config.by_layer, config.windows, params["layers"], strict=True):
+        streams.append(_forward(own, window, layer, streams[-1]))
     return streams
 
 

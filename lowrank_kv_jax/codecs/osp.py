@@ -126,7 +126,7 @@ class OnlineSubspaceProjection(Subspace):
 
     def validate(self, spec):
         self.check_model(spec)
-        if self.rotary and (spec.rope is None or spec.rope.rotary_dim != spec.head_dim):
+        if self.rotary and any(rope is None or rope.rotary_dim != spec.head_dim for rope in spec.each_rope):
             raise ValueError("rotary=True: this model does not rotate all channels of a head; use rotary=False")
         if self.energy is None:
             for rank in self.ranks(spec):

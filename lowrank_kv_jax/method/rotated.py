@@ -46,11 +46,12 @@ def attend_by_index(
         at = positions + nearer[..., 0] if state.store is None else positions
         parts.append(exact_tokens.attend(first, q, at, scale=spec.scale, window=place.window))
     if state.store is not None:
-        tokens = state.store.tokens
-        there = jnp.arange(tokens.k.shape[2])[None, None] < tokens.length[:, None, None]
-        turn = jnp.where(there, sinks + index - tokens.positions.position, 0)
-        tokens = dataclasses.replace(tokens, k=rotate(codes_of(state.store)[0], *rope_angles(spec.rope, turn)))
-        store = dataclasses.replace(state.store, tokens=tokens)
+        store, tokens = state.store, state.store.tokens
+        if turned:
+            there = jnp.arange(tokens.k.shape[2])[None, None] < tokens.length[:, None, None]
+            turn = jnp.where(there, sinks + index - tokens.positions.position, 0)
+            tokens = dataclasses.replace(tokens, k=rotate(codes_of(store)[0], *rope_angles(spec.rope, turn)))
+            store = dataclasses.replace(store, tokens=tokens)
         parts.append(method.codec.attend(layout, bases.codec, store, q, positions, place))
     return parts
 

@@ -26,6 +26,7 @@ _QWEN3_MOE = _BASE | {
     "model_type": "qwen3_moe", "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
     "norm_topk_prob": True,
 }
+_SMOLLM3 = _BASE | {"model_type": "smollm3", "no_rope_layer_interval": 2, "tie_word_embeddings": True}
 
 # HF configs; goldens run past windows and original contexts (32).
 FAMILIES = {
@@ -35,6 +36,10 @@ FAMILIES = {
     "mixtral": _BASE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "rope_theta": 1e6},
     "qwen3_moe": _QWEN3_MOE,
     "qwen3_moe_mixed": _QWEN3_MOE | {"mlp_only_layers": [1], "decoder_sparse_step": 2, "norm_topk_prob": False},
+    "smollm3": _SMOLLM3,
+    "smollm3_listed": _SMOLLM3
+    | {"no_rope_layers": [0, 1, 1, 0], "tie_word_embeddings": False, "use_sliding_window": True, "sliding_window": 12,
+       "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]},
 }
 POSITIONS = np.r_[3, 17, 40:71:6]
 """Of a text, whose logits the goldens hold."""

@@ -94,6 +94,8 @@ def test_what_tells_the_families_apart_matters_in_the_goldens(loaded):
 
 
 CHANGES = {
+    "smollm3": lambda config: {"ropes": None},
+    "smollm3_listed": lambda config: {"ropes": None, "windows": (None,) * config.num_layers},
     "phi3": lambda config: {"windows": (None,) * config.num_layers},
     "phi3_longrope": lambda config: {"rope_magnitude": 1.0},
     "mixtral": lambda config: {"moe": dataclasses.replace(config.moe, normalised=False)},
@@ -125,6 +127,7 @@ def test_directories_that_lack_a_tensor_or_have_another_shape_are_refused(name, 
     ("phi3_longrope", {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": "2"}},
      "rope long_factor='2': must be a list of finite numbers"),
     ("mixtral", {"num_experts_per_tok": 5}, r"experts_per_token=5: must lie in 1..4"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\]: must hold an entry for each of 4 layers"),
     ("qwen3_moe", {"num_experts": None}, "num_experts=None, num_experts_per_tok=3, .*: must all be given"),
     ("qwen3_moe", {"mlp_only_layers": "1"}, "mlp_only_layers='1' is not a list of integers"),
 ])

@@ -63,8 +63,8 @@ def forward(config, params, tokens):
     """float32 logits `[B, T, V]` of a whole sequence."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     x = models.embed(config, params, tokens)
-    for window, layer in zip(config.windows, params["layers"], strict=True):
-        x = layer_forward(config, window, layer, x, positions)
+    for own, window, layer in zip(config.by_layer, config.windows, params["layers"], strict=True):
+        x = layer_forward(own, window, layer, x, positions)
     return jax.jit(models.unembed, static_argnums=0)(config, params, x)
 
 

@@ -75,12 +75,13 @@ def eviction_errors(
     positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
     rows = []
     for layer, weights in enumerate(model.params["layers"]):
-        x, taps = layer_prefill(config, config.windows[layer], weights, x, positions)
+        x, taps = layer_prefill(config.by_layer[layer], config.windows[layer], weights, x, positions)
         before, after = taps.part(slice(prompt)), taps.part(slice(prompt, None))
         for spec, method in methods.items():
             bases = method.default_bases(config.attention)[layer]
-            state = compress_group(method, layout, bases, (before,), jnp.asarray([prompt], jnp.int32))
-            found = _partials(method, layout, bases, state, before, after.q, positions[:, prompt:])
+            own = layout.of_layer(layer)
+            state = compress_group(method, own, bases, (before,), jnp.asarray([prompt], jnp.int32))
+            found = _partials(method, own, bases, state, before, after.q, positions[:, prompt:])
             rows.append(_measure(spec, layer, jax.tree.map(lambda y: np.asarray(y, np.float64), found)))
     return rows
 
