@@ -37,6 +37,11 @@ class ModelConfig:
         rope_magnitude: factor on queries and keys after RoPE (LongRoPE, YaRN), on the channels that rotate.
         softmax_scale: factor on the logits where it is not 1 / sqrt(head_dim).
         ropes: the rotary embedding of each layer where they differ, `None` where a layer has none; `rope` is one of them.
+        mlp_activation: of the gate of gated MLPs, "silu" or "gelu_tanh".
+        norm_offset: added to the weights of all RMS norms (Gemma: 1).
+        post_norms: what attention and MLP give is normed before it is added to the residual stream (Gemma).
+        embed_scale: factor on the embedding.
+        output_cap: logits of tokens become cap * tanh(logits / cap), None where they stay as they are.
         moe: the mixture of experts in the place of the MLP of some layers.
 
     Raises:
@@ -65,6 +70,11 @@ class ModelConfig:
     rope_magnitude: float = _later(1.0)
     softmax_scale: float | None = _later(None)
     ropes: tuple[RopeSpec | None, ...] | None = _later(None)
+    mlp_activation: str = _later("silu")
+    norm_offset: float = _later(0.0)
+    post_norms: bool = _later(False)
+    embed_scale: float = _later(1.0)
+    output_cap: float | None = _later(None)
     moe: ExpertsConfig | None = _later(None)
 
     def __post_init__(self):
@@ -95,6 +105,10 @@ class ModelConfig:
         if self.rope is not None and self.rope.interleaved:
             raise ValueError("rope.interleaved=True: these decoders pair channels i and i + rotary_dim / 2; permute the "
                              "weights of q and k")
+        if self.mlp_activation not in ("silu", "gelu_tanh"):
+            raise ValueError(f"mlp_activation {self.mlp_activation!r}: must be 'silu' or 'gelu_tanh'")
+        if self.output_cap is not None and not self.output_cap > 0:
+            raise ValueError(f"output_cap {self.output_cap}: must be above 0")
         for window in self.windows:
             if window is not None and (not isinstance(window, int) or window < 1):
                 raise ValueError(f"a sliding window must be None or a positive integer, got {window!r}")

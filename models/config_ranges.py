@@ -14,14 +14,16 @@ _INTEGERS = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "head_dim", "kv_lora_rank", "q_lora_rank",
                      "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "num_experts_per_tok",
                      "n_shared_experts", "n_group", "topk_group", "num_experts", "num_local_experts",
-                     "decoder_sparse_step", "no_rope_layer_interval"), (1, _FEW)),
+                     "decoder_sparse_step", "no_rope_layer_interval", "sliding_window_pattern",
+                     "_sliding_window_pattern"), (1, _FEW)),
     **dict.fromkeys(("num_hidden_layers", "n_layer"), (1, 4096)),
     **dict.fromkeys(("max_window_layers", "first_k_dense_replace"), (0, _SIZE)),
     "bos_token_id": (0, _SIZE),
 }
 _NUMBERS = {
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), (0.0, 1.0)),
-    **dict.fromkeys(("rope_theta", "rotary_emb_base"), (1.0, math.inf)),
+    **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq", "query_pre_attn_scalar"), (1.0, math.inf)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (1.0, math.inf)),
     **dict.fromkeys(("rotary_pct", "partial_rotary_factor"), (0.0, 1.0)),
     "rope_condense_ratio": (1.0, math.inf), "routed_scaling_factor": (0.0, math.inf),
 }

@@ -68,4 +68,4 @@ def feed_forward(config: ModelConfig, routed: bool, rngs: nnx.Rngs) -> nnx.Modul
     """What stands behind attention in a layer: experts, or the gated MLP."""
     if routed:
         return Experts(config, rngs)
-    return MLP(config.hidden_size, config.intermediate_size, rngs, config.mlp_bias)
+    return MLP(config.hidden_size, config.intermediate_size, rngs, config.mlp_bias, config.mlp_activation)

@@ -58,9 +58,14 @@ def _layer_table(config: ModelConfig, layer: int) -> dict:
     if config.qk_norm:
         attention["q_norm"] = norm(config.head_dim, None, f"{hf}self_attn.q_norm", f"{gguf}attn_q_norm")
         attention["k_norm"] = norm(config.head_dim, None, f"{hf}self_attn.k_norm", f"{gguf}attn_k_norm")
-    return {
+    before_mlp = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+    table = {
         "attention_norm": norm(*hidden, f"{hf}input_layernorm", f"{gguf}attn_norm"),
         "attention": attention,
-        "mlp_norm": norm(*hidden, f"{hf}post_attention_layernorm", f"{gguf}ffn_norm"),
+        "mlp_norm": norm(*hidden, f"{hf}{before_mlp}", f"{gguf}ffn_norm"),
         "mlp": feed_forward_table(config, layer),
     }
+    if config.post_norms:
+        table["attention_post_norm"] = norm(*hidden, f"{hf}post_attention_layernorm", f"{gguf}post_attention_norm")
+        table["mlp_post_norm"] = norm(*hidden, f"{hf}post_feedforward_layernorm", f"{gguf}post_ffw_norm")
+    return table

@@ -27,6 +27,9 @@ _QWEN3_MOE = _BASE | {
     "norm_topk_prob": True,
 }
 _SMOLLM3 = _BASE | {"model_type": "smollm3", "no_rope_layer_interval": 2, "tie_word_embeddings": True}
+_GEMMA = {name: value for name, value in _BASE.items() if name not in ("hidden_act", "tie_word_embeddings")} | {
+    "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, "sliding_window": 12,
+}
 
 # HF configs; goldens run past windows and original contexts (32).
 FAMILIES = {
@@ -40,6 +43,8 @@ FAMILIES = {
     "smollm3_listed": _SMOLLM3
     | {"no_rope_layers": [0, 1, 1, 0], "tie_word_embeddings": False, "use_sliding_window": True, "sliding_window": 12,
        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]},
+    "gemma3_text": _GEMMA | {"model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 100.0,
+                             "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 3},
 }
 POSITIONS = np.r_[3, 17, 40:71:6]
 """Of a text, whose logits the goldens hold."""

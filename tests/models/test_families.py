@@ -94,6 +94,7 @@ def test_what_tells_the_families_apart_matters_in_the_goldens(loaded):
 
 
 CHANGES = {
+    "gemma3_text": lambda config: {"ropes": config.ropes[:1] * 4, "rope": config.ropes[0]},
     "smollm3": lambda config: {"ropes": None},
     "smollm3_listed": lambda config: {"ropes": None, "windows": (None,) * config.num_layers},
     "phi3": lambda config: {"windows": (None,) * config.num_layers},
@@ -127,6 +128,9 @@ def test_directories_that_lack_a_tensor_or_have_another_shape_are_refused(name, 
     ("phi3_longrope", {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": "2"}},
      "rope long_factor='2': must be a list of finite numbers"),
     ("mixtral", {"num_experts_per_tok": 5}, r"experts_per_token=5: must lie in 1..4"),
+    ("gemma3_text", {"hidden_activation": "relu"}, "hidden_activation='relu' is not supported"),
+    ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4}}, "must hold 'full_attention' and 'sliding_attention'"),
+    ("gemma3_text", {"rope_scaling": {"rope_type": "llama3"}}, "rope_type 'llama3' is not supported"),
     ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\]: must hold an entry for each of 4 layers"),
     ("qwen3_moe", {"num_experts": None}, "num_experts=None, num_experts_per_tok=3, .*: must all be given"),
     ("qwen3_moe", {"mlp_only_layers": "1"}, "mlp_only_layers='1' is not a list of integers"),
