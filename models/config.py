@@ -41,6 +41,7 @@ class ModelConfig:
         norm_offset: added to the weights of all RMS norms (Gemma: 1).
         post_norms: what attention and MLP give is normed before it is added to the residual stream (Gemma).
         embed_scale: factor on the embedding.
+        logit_cap: logits of attention become cap * tanh(logits / cap), None where they stay as they are.
         output_cap: logits of tokens become cap * tanh(logits / cap), None where they stay as they are.
         moe: the mixture of experts in the place of the MLP of some layers.
 
@@ -74,6 +75,7 @@ class ModelConfig:
     norm_offset: float = _later(0.0)
     post_norms: bool = _later(False)
     embed_scale: float = _later(1.0)
+    logit_cap: float | None = _later(None)
     output_cap: float | None = _later(None)
     moe: ExpertsConfig | None = _later(None)
 
@@ -126,6 +128,7 @@ class ModelConfig:
             windows=self.windows,
             softmax_scale=self.softmax_scale,
             ropes=self.ropes,
+            logit_cap=self.logit_cap,
         )
 
     @property

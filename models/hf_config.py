@@ -10,7 +10,8 @@ from lowrank_kv_jax.models.gpt_config import read_gpt2, read_gpt_neox
 from lowrank_kv_jax.models.llama_config import FAMILY_ATTRIBUTES, read_llama
 
 _READERS = dict.fromkeys(FAMILY_ATTRIBUTES, read_llama) | {
-    "deepseek_v2": read_deepseek, "gemma3_text": read_gemma, "gpt2": read_gpt2, "gpt_neox": read_gpt_neox,
+    "deepseek_v2": read_deepseek, "gemma2": read_gemma, "gemma3_text": read_gemma, "gpt2": read_gpt2,
+    "gpt_neox": read_gpt_neox,
 }
 
 

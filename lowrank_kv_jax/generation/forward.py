@@ -34,7 +34,7 @@ from lowrank_kv_jax.storage.sharding import replicate, shard_rows
 @functools.partial(jax.jit, static_argnames=("config", "window"))
 def layer_prefill(config: ModelConfig, window: int | None, layer: Any, x: jax.Array, positions: jax.Array):
     """Exact causal attention within the prompt: the residual stream after the layer and its taps."""
-    attend = functools.partial(causal_attention, scale=config.attention.scale, window=window)
+    attend = functools.partial(causal_attention, **config.attention.logits, window=window)
     return block_prefill(config, layer, x, positions, attend)
 
 
@@ -46,7 +46,7 @@ def layer_prefill_twice(
     size, votes = x.shape[1] // 2, []
 
     def attend(q, k, v):
-        out, found = attend_twice(q, k, v, lengths, scale=config.attention.scale, window=window)
+        out, found = attend_twice(q, k, v, lengths, **config.attention.logits, window=window)
         votes.append(found)
         return out
 

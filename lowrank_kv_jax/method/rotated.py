@@ -28,7 +28,7 @@ def attend_by_index(
     spec, exact = layout.spec, state.ends[place.index]
     sinks = method.ends_of(layout, bases).sinks
     near = exact_tokens.part(exact, sinks, exact.k.shape[2]) if sinks else exact
-    parts = [exact_tokens.attend(near, q, positions, scale=spec.scale, window=window)]
+    parts = [exact_tokens.attend(near, q, positions, **spec.logits, window=window)]
     turned = method.selection.positions == "cache" and spec.rope is not None
     index, kept = _indices(exact, state.store, spec.kv_heads)
     nearer = jnp.zeros((*positions.shape, 1), jnp.int32)
@@ -44,7 +44,7 @@ def attend_by_index(
     if sinks:
         first = exact_tokens.part(exact, 0, sinks)
         at = positions + nearer[..., 0] if state.store is None else positions
-        parts.append(exact_tokens.attend(first, q, at, scale=spec.scale, window=place.window))
+        parts.append(exact_tokens.attend(first, q, at, **spec.logits, window=place.window))
     if state.store is not None:
         store, tokens = state.store, state.store.tokens
         if turned:

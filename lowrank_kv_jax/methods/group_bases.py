@@ -16,6 +16,9 @@ def bases_of_group(method: Part, spec, bases: Sequence[Any] | None) -> tuple[Any
     """
     check_latents(method, spec)
     check_ropes(method, spec)
+    if spec.logit_cap is not None and machine_of(method).sums_up:
+        raise ValueError(f"method {method.name!r} sums up dropped tokens by their exponentials; this model caps its "
+                         f"logits (logit_cap={spec.logit_cap}): use a method without moments")
     if bases is None and method.calibrated:
         raise ValueError(f"method {method.name!r} needs calibrated bases: pass bases=calibrate(model, method), or "
                          "those of a Calibrator")

@@ -43,6 +43,7 @@ FAMILIES = {
     "smollm3_listed": _SMOLLM3
     | {"no_rope_layers": [0, 1, 1, 0], "tie_word_embeddings": False, "use_sliding_window": True, "sliding_window": 12,
        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]},
+    "gemma2": _GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
     "gemma3_text": _GEMMA | {"model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 100.0,
                              "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 3},
 }

@@ -93,7 +93,7 @@ def _partials(method: Any, layout: Layout, bases: Any, state: Any, prompt: Taps,
     none = jnp.zeros((1, 1), jnp.int32)
     everything = CachedTokens(k, v, jnp.full((1,), layout.prompt, jnp.int32), Runs(none, none))
     scale = layout.spec.scale
-    full = coefficient_attention(q, everything, scale=scale, q_positions=positions, causal=False, window=None)
+    full = coefficient_attention(q, everything, **layout.spec.logits, q_positions=positions, causal=False, window=None)
     sums = state.gone[0]
     orders = {"0": {"products": None, "squares": None, "longest": None}, "1": {"squares": None, "longest": None}}
     return {"full": full, "retained": machine_of(method).retained(layout, bases, state, q, positions, Place())} | {
