@@ -132,6 +132,8 @@ def test_directories_that_lack_a_tensor_or_have_another_shape_are_refused(name, 
 
 
 @pytest.mark.parametrize("name, change, message", [
+    ("phi3", {"model_type": "gpt_oss"}, "model_type 'gpt_oss' is not supported; it must be one of"),
+    ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping=0.0 is not a finite number in 1..inf"),
     ("phi3", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
     ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear' is not supported"),
     ("phi3_longrope", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, r"missing \['long_factor'\]"),
