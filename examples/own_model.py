@@ -68,7 +68,7 @@ def read(params, tokens, lengths=None):
         if lengths is None:
             attended = causal(own)
         else:
-            attended, votes = lkv.attend_twice(own.q, own.k, own.v, lengths, scale=SPEC.scale)
+            attended, votes = lkv.attend_twice(own.q, own.k, own.v, lengths, **SPEC.logits)
         x = output(weights, x, attended)
         seen.append(own.part(slice(size))._replace(reread=votes))
     return norm(x[:, :size]) @ params["head"], seen

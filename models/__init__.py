@@ -1,4 +1,4 @@
-"""Llama, Qwen and DeepSeek-V2 families in Flax NNX, with weights converted from HF and GGUF files as they are loaded."""
+"""Llama-like families, GPTs and DeepSeek-V2 in Flax NNX; weights are converted from HF and GGUF files as they load."""
 
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import (

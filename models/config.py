@@ -4,6 +4,12 @@ import dataclasses
 
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.attention.spec import AttentionSpec
+from lowrank_kv_jax.models.experts_config import ExpertsConfig
+
+
+def _later(default):
+    """A field that a model's fingerprint names only where it is set; see `convert`."""
+    return dataclasses.field(default=default, metadata={"later": True})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,7 +17,7 @@ class ModelConfig:
     """Static description of a decoder, hashable by value. Nothing else decides what the decoder computes.
 
     Attributes:
-        family: "llama", "mistral", "qwen2", "qwen3", "deepseek_v2", "gpt2" or "gpt_neox"; kept for messages only.
+        family: `model_type` of HF's config; decides under which names checkpoints keep the weights, and nothing else.
         vocab_size: rows of the embedding.
         hidden_size: H, the width of the residual stream.
         intermediate_size: width of the gated MLP.
@@ -20,7 +26,7 @@ class ModelConfig:
         kv_heads: K.
         head_dim: D; N * D need not be H.
         norm_eps: epsilon of every RMS norm.
-        rope: the rotary embedding, `None` where positions are learned.
+        rope: the rotary embedding, `None` where there is none.
         context: the longest sequence that the model was made for, in tokens.
         windows: sliding window of each layer in tokens, `None` where a layer sees everything.
         qkv_bias, o_bias, mlp_bias: whether these projections carry a bias.
@@ -28,6 +34,19 @@ class ModelConfig:
         tie_embeddings: the output head is the transposed embedding.
         bos_id: token that opens a sequence, `None` where the family has none.
         eos_ids: tokens that end a generation; may be empty.
+        rope_magnitude: factor on queries and keys after RoPE (LongRoPE, YaRN), on the channels that rotate.
+        softmax_scale: factor on the logits where it is not 1 / sqrt(head_dim).
+        ropes: the rotary embedding of each layer where they differ, `None` where a layer has none; `rope` is one of them.
+        mlp_activation: of the gate of gated MLPs, "silu" or "gelu_tanh".
+        norm_offset: added to the weights of all RMS norms (Gemma: 1).
+        post_norms: what attention and MLP give is normed before it is added to the residual stream (Gemma).
+        embed_scale: factor on the embedding.
+        logit_cap: logits of attention become cap * tanh(logits / cap), None where they stay as they are.
+        output_cap: logits of tokens become cap * tanh(logits / cap), None where they stay as they are.
+        moe: the mixture of experts in the place of the MLP of some layers.
+
+    Raises:
+        ValueError: sizes that are no positive integers or do not fit, windows that are not one for each layer.
     """
 
     family: str
@@ -49,6 +68,16 @@ class ModelConfig:
     tie_embeddings: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    rope_magnitude: float = _later(1.0)
+    softmax_scale: float | None = _later(None)
+    ropes: tuple[RopeSpec | None, ...] | None = _later(None)
+    mlp_activation: str = _later("silu")
+    norm_offset: float = _later(0.0)
+    post_norms: bool = _later(False)
+    embed_scale: float = _later(1.0)
+    logit_cap: float | None = _later(None)
+    output_cap: float | None = _later(None)
+    moe: ExpertsConfig | None = _later(None)
 
     def __post_init__(self):
         for field in (
@@ -78,6 +107,10 @@ class ModelConfig:
         if self.rope is not None and self.rope.interleaved:
             raise ValueError("rope.interleaved=True: these decoders pair channels i and i + rotary_dim / 2; permute the "
                              "weights of q and k")
+        if self.mlp_activation not in ("silu", "gelu_tanh"):
+            raise ValueError(f"mlp_activation {self.mlp_activation!r}: must be 'silu' or 'gelu_tanh'")
+        if self.output_cap is not None and not self.output_cap > 0:
+            raise ValueError(f"output_cap {self.output_cap}: must be above 0")
         for window in self.windows:
             if window is not None and (not isinstance(window, int) or window < 1):
                 raise ValueError(f"a sliding window must be None or a positive integer, got {window!r}")
@@ -93,4 +126,14 @@ class ModelConfig:
             rope=self.rope,
             context=self.context,
             windows=self.windows,
+            softmax_scale=self.softmax_scale,
+            ropes=self.ropes,
+            logit_cap=self.logit_cap,
         )
+
+    @property
+    def by_layer(self) -> "tuple[ModelConfig, ...]":
+        """Of each layer the config with its rotary embedding for all, so that layers of one kind share programs."""
+        if self.ropes is None:
+            return (self,) * self.num_layers
+        return tuple(dataclasses.replace(self, rope=rope, ropes=None) for rope in self.ropes)

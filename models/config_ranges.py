@@ -9,20 +9,27 @@ _SIZE, _FEW = 2**31 - 1, 2**16  # of dimensions and positions, which are 32 bits
 # Bounds are met; null is as good as not there.
 _INTEGERS = {
     **dict.fromkeys(("vocab_size", "hidden_size", "n_embd", "intermediate_size", "n_inner", "max_position_embeddings",
-                     "n_positions", "sliding_window", "moe_intermediate_size"), (1, _SIZE)),
+                     "n_positions", "sliding_window", "moe_intermediate_size", "original_max_position_embeddings"),
+                    (1, _SIZE)),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "head_dim", "kv_lora_rank", "q_lora_rank",
                      "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "num_experts_per_tok",
-                     "n_shared_experts", "n_group", "topk_group"), (1, _FEW)),
+                     "n_shared_experts", "n_group", "topk_group", "num_experts", "num_local_experts",
+                     "decoder_sparse_step", "no_rope_layer_interval", "sliding_window_pattern",
+                     "_sliding_window_pattern"), (1, _FEW)),
     **dict.fromkeys(("num_hidden_layers", "n_layer"), (1, 4096)),
     **dict.fromkeys(("max_window_layers", "first_k_dense_replace"), (0, _SIZE)),
     "bos_token_id": (0, _SIZE),
 }
 _NUMBERS = {
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), (0.0, 1.0)),
-    **dict.fromkeys(("rope_theta", "rotary_emb_base"), (1.0, math.inf)),
-    "rotary_pct": (0.0, 1.0), "rope_condense_ratio": (1.0, math.inf), "routed_scaling_factor": (0.0, math.inf),
+    **dict.fromkeys(("rope_theta", "rotary_emb_base", "rope_local_base_freq", "query_pre_attn_scalar"), (1.0, math.inf)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (1.0, math.inf)),
+    **dict.fromkeys(("rotary_pct", "partial_rotary_factor"), (0.0, 1.0)),
+    "rope_condense_ratio": (1.0, math.inf), "routed_scaling_factor": (0.0, math.inf),
 }
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "use_parallel_residual")
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "use_parallel_residual",
+          "norm_topk_prob")
+_LISTS = {"layer_types": (str, "strings"), "mlp_only_layers": (int, "integers"), "no_rope_layers": (int, "integers")}
 _OBJECTS = ("rope_scaling", "rope_parameters")
 
 
@@ -54,8 +61,9 @@ def _violated(name: str, value: Any) -> str | None:
         ids = value if isinstance(value, list) else [value]
         fits = all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= _SIZE for i in ids)
         return None if fits else f"an integer in 0..{_SIZE}, or a list of these"
-    if name == "layer_types":
-        return None if isinstance(value, list) and all(isinstance(kind, str) for kind in value) else "a list of strings"
+    if name in _LISTS:
+        kind, plural = _LISTS[name]
+        return None if isinstance(value, list) and all(isinstance(x, kind) for x in value) else f"a list of {plural}"
     return None
 
 
@@ -65,9 +73,12 @@ def is_number(value: Any) -> bool:
 
 
 def check_rope_entry(entry: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first attribute of `rope_scaling` or `rope_parameters` that should be a finite number."""
+    """Raise ValueError for the first attribute of `rope_scaling` or `rope_parameters` of another type than it has."""
     for name, value in entry.items():
-        if name not in ("type", "rope_type") and value is not None and not is_number(value):
-            raise ValueError(f"rope {name}={value!r:.80}: must be a finite number")
-        if name in ("type", "rope_type") and value is not None and not isinstance(value, str):
-            raise ValueError(f"rope {name}={value!r:.80}: must be a string")
+        fits, allowed = is_number(value), "a finite number"
+        if name in ("type", "rope_type"):
+            fits, allowed = isinstance(value, str), "a string"
+        elif name in ("short_factor", "long_factor"):
+            fits, allowed = isinstance(value, list) and all(map(is_number, value)), "a list of finite numbers"
+        if value is not None and not fits:
+            raise ValueError(f"rope {name}={value!r:.80}: must be {allowed}")

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,8 +31,9 @@ class Checkpoint:
     naming: str
 
     def stored(self, info: ParamInfo) -> list[StoredTensor]:
-        """The stored tensors of a parameter: one, or those that it stacks."""
-        return [self.tensors[name] for name in info.names(self.naming)]
+        """The stored tensors of a parameter: one, its part of one, or those that it stacks."""
+        stored = [self.tensors[name] for name in info.names(self.naming)]
+        return stored if info.part is None else [tensor.rows(info.part[0], info.stored_shape[0]) for tensor in stored]
 
 
 def check_tensors(checkpoint: Checkpoint):
@@ -43,7 +45,7 @@ def check_tensors(checkpoint: Checkpoint):
     }
     present = checkpoint.tensors
     problems = [
-        f"missing: {name} {info.stored_shape}" for name, info in expected.items() if name not in present
+        f"missing: {name} {info.tensor_shape}" for name, info in expected.items() if name not in present
     ]
     problems += [
         f"extra: {name} {present[name].shape}"
@@ -51,9 +53,9 @@ def check_tensors(checkpoint: Checkpoint):
         if name not in expected and not _redundant(name, checkpoint.config)
     ]
     problems += [
-        f"misshapen: {name} is {present[name].shape}, the config asks for {info.stored_shape}"
+        f"misshapen: {name} is {present[name].shape}, the config asks for {info.tensor_shape}"
         for name, info in expected.items()
-        if name in present and present[name].shape != info.stored_shape
+        if name in present and present[name].shape != info.tensor_shape
     ]
     if problems:
         raise ValueError(f"{checkpoint.source}: tensors do not fit the config\n  " + "\n  ".join(problems))
@@ -88,13 +90,23 @@ def convert(
     digests = {}
     # the largest first: its host copy then stands beside an empty device, not beside all the other weights
     for i in sorted(range(len(infos)), key=lambda i: -np.prod(infos[i].shape)):
-        host, digests[infos[i].hf] = _read(checkpoint.stored(infos[i]), infos[i], dtype)
+        host, digests[infos[i].key] = _read(checkpoint.stored(infos[i]), infos[i], dtype)
         placed[i] = place(host, infos[i])
         del host
-    total = hashlib.sha256(repr(checkpoint.config).encode())
+    total = hashlib.sha256(_description(checkpoint.config).encode())
     for name in sorted(digests):
         total.update(name.encode() + digests[name])
     return treedef.unflatten(placed), total.hexdigest()
+
+
+def _description(config: Any) -> str:
+    """`repr` without the fields that came later and stand at their default, so that a model keeps its fingerprint."""
+    if not dataclasses.is_dataclass(config):
+        return repr(config)
+    values = [(field, getattr(config, field.name)) for field in dataclasses.fields(config)]
+    told = (f"{field.name}={_description(value)}" for field, value in values
+            if not (field.metadata.get("later") and value == field.default))
+    return f"{type(config).__qualname__}({', '.join(told)})"
 
 
 def _read(tensors: list[StoredTensor], info: ParamInfo, dtype: np.dtype) -> tuple[np.ndarray, bytes]:

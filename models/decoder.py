@@ -1,4 +1,4 @@
-"""One decoder for the Llama-like families: RMS norm, grouped-query attention with RoPE, gated MLP.
+"""One decoder for the Llama-like families: RMS norm, grouped-query attention with RoPE, gated MLP or experts.
 
 The modules are Flax NNX and describe what is computed. The weights that move through `jax.jit` are plain
 pytrees (nested dicts of arrays): they are bound to the modules inside a trace, where binding costs nothing at
@@ -23,14 +23,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lowrank_kv_jax.attention.rope import rope_angles, rotate
+from lowrank_kv_jax.attention.rope import apply_rope
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.models.config import ModelConfig
-from lowrank_kv_jax.models.deepseek import ExpertsBlock, LatentBlock
+from lowrank_kv_jax.models.deepseek import LatentBlock
 from lowrank_kv_jax.models.deepseek_config import DeepseekConfig
+from lowrank_kv_jax.models.experts import feed_forward
 from lowrank_kv_jax.models.gpt import GPTBlock, LayerNorm
 from lowrank_kv_jax.models.gpt_config import GPTConfig
-from lowrank_kv_jax.models.layers import MLP, RMSNorm
+from lowrank_kv_jax.models.layers import rms_norm
 from lowrank_kv_jax.models.linear import Linear
 from lowrank_kv_jax.models.parameters import ParamInfo, param_table
 
@@ -48,8 +49,7 @@ class Attention(nnx.Module):
         self.v_proj = Linear(config.hidden_size, keys, use_bias=config.qkv_bias, rngs=rngs)
         self.o_proj = Linear(queries, config.hidden_size, use_bias=config.o_bias, rngs=rngs)
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
+            self.q_norm, self.k_norm = rms_norm(config, config.head_dim), rms_norm(config, config.head_dim)
 
     def taps(self, x: jax.Array, positions: jax.Array) -> Taps:
         """Project normed hidden states `x` `[B, T, H]` at `positions` `[B, T]`."""
@@ -59,8 +59,12 @@ class Attention(nnx.Module):
         v = self.v_proj(x).reshape(*x.shape[:-1], config.kv_heads, config.head_dim)
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        cos, sin = (table[..., None, :] for table in rope_angles(config.rope, positions))
-        return Taps(q=rotate(q, cos, sin), k=rotate(k, cos, sin), k_pre=k, v=v, x=x)
+        after = apply_rope(config.rope, q, positions)
+        if config.rope is not None and config.rope_magnitude != 1:
+            # the factor stands on both sides of the product: squared on one, rotations stay rotations
+            turned = jnp.arange(config.head_dim) < config.rope.rotary_dim
+            after = after * jnp.where(turned, config.rope_magnitude**2, 1.0).astype(after.dtype)
+        return Taps(q=after, k=apply_rope(config.rope, k, positions), k_pre=k, v=v, x=x)
 
     def output(self, attention: jax.Array) -> jax.Array:
         """Mix the heads of `[B, T, N, D]` into `[B, T, H]`."""
@@ -70,18 +74,23 @@ class Attention(nnx.Module):
 class Block(nnx.Module):
     """One pre-norm layer, cut in two where attention happens."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+    def __init__(self, config: ModelConfig, routed: bool, rngs: nnx.Rngs):
+        self.attention_norm = rms_norm(config)
         self.attention = Attention(config, rngs)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, rngs, config.mlp_bias)
+        self.mlp_norm = rms_norm(config)
+        self.mlp = feed_forward(config, routed, rngs)
+        self.post_norms = config.post_norms
+        if config.post_norms:
+            self.attention_post_norm, self.mlp_post_norm = rms_norm(config), rms_norm(config)
 
     def taps(self, x: jax.Array, positions: jax.Array) -> Taps:
         return self.attention.taps(self.attention_norm(x), positions)
 
     def output(self, x: jax.Array, attention: jax.Array) -> jax.Array:
-        x = x + self.attention.output(attention.astype(x.dtype))
-        return x + self.mlp(self.mlp_norm(x))
+        attended = self.attention.output(attention.astype(x.dtype))
+        x = x + (self.attention_post_norm(attended) if self.post_norms else attended)
+        out = self.mlp(self.mlp_norm(x))
+        return x + (self.mlp_post_norm(out) if self.post_norms else out)
 
     def prefill(self, x: jax.Array, positions: jax.Array, attend: Attend) -> tuple[jax.Array, Taps]:
         taps = self.taps(x, positions)
@@ -93,8 +102,9 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.embed = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs)
-        norm = LayerNorm if isinstance(config, GPTConfig) else RMSNorm
-        self.norm = norm(config.hidden_size, config.norm_eps)
+        of_gpt = isinstance(config, GPTConfig)
+        self.norm = LayerNorm(config.hidden_size, config.norm_eps) if of_gpt else rms_norm(config)
+        self.scale, self.cap = config.embed_scale, config.output_cap
         self.learned = isinstance(config, GPTConfig) and config.learned_positions
         if self.learned:
             self.positions = nnx.Embed(config.context, config.hidden_size, rngs=rngs)
@@ -107,36 +117,36 @@ class Decoder(nnx.Module):
         table = self.embed.embedding[...]
         # an id outside of the vocabulary becomes NaN, one below 0 too, which would count from the end
         x = jnp.take(table, jnp.where(tokens < 0, table.shape[0], tokens), axis=0, mode="fill")
+        x = x if self.scale == 1 else x * jnp.asarray(self.scale, x.dtype)
         return x + jnp.take(self.positions.embedding[...], positions, axis=0) if self.learned else x
 
     def logits(self, x: jax.Array) -> jax.Array:
         x = self.norm(x)
         # the products of bf16 weights are summed and returned in float32: sampling reads the logits
         if self.tied:
-            return jnp.einsum(
-                "...h,vh->...v", x, self.embed.embedding[...], preferred_element_type=jnp.float32
-            )
-        return jnp.einsum("...h,hv->...v", x, self.head.kernel[...], preferred_element_type=jnp.float32)
+            out = jnp.einsum("...h,vh->...v", x, self.embed.embedding[...], preferred_element_type=jnp.float32)
+        else:
+            out = jnp.einsum("...h,hv->...v", x, self.head.kernel[...], preferred_element_type=jnp.float32)
+        return out if self.cap is None else self.cap * jnp.tanh(out / self.cap)
 
 
 @functools.lru_cache(maxsize=32)
-def _graphdef(module: Callable[..., nnx.Module], config: ModelConfig) -> nnx.GraphDef:
-    """The static part of `module(config)`, made without allocating a weight."""
-    return nnx.split(nnx.eval_shape(lambda: module(config, nnx.Rngs(0))))[0]
+def _graphdef(module: Callable[..., nnx.Module], *args: Any) -> nnx.GraphDef:
+    """The static part of `module(*args, rngs)`, made without allocating a weight."""
+    return nnx.split(nnx.eval_shape(lambda: module(*args, nnx.Rngs(0))))[0]
 
 
 def _block(config: ModelConfig, layer_params: dict) -> Any:
     """A layer's module with its weights."""
-    kind = LatentBlock if isinstance(config, DeepseekConfig) else Block
     if isinstance(config, GPTConfig):
-        kind = GPTBlock
-    elif "experts" in layer_params["mlp"]:
-        kind = ExpertsBlock
-    return _bind(kind, config, layer_params)
+        return _bind(layer_params, GPTBlock, config)
+    kind = LatentBlock if isinstance(config, DeepseekConfig) else Block
+    return _bind(layer_params, kind, config, "experts" in layer_params["mlp"])
 
 
-def _bind(module: Callable[..., nnx.Module], config: ModelConfig, weights: dict):
-    return nnx.merge(_graphdef(module, config), weights)
+def _bind(weights: dict, module: Callable[..., nnx.Module], *args: Any):
+    """`module(*args, rngs)` with these weights."""
+    return nnx.merge(_graphdef(module, *args), weights)
 
 
 def _surroundings(params: dict) -> dict:
@@ -151,7 +161,7 @@ def embed(config: ModelConfig, params: dict, tokens: jax.Array, positions: jax.A
         positions: int32 `[B, T]`, read where positions are learned; None counts from 0.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if positions is None else positions
-    return _bind(Decoder, config, _surroundings(params)).hidden(tokens, positions)
+    return _bind(_surroundings(params), Decoder, config).hidden(tokens, positions)
 
 
 def block_taps(config: ModelConfig, layer_params: dict, x: jax.Array, positions: jax.Array) -> Taps:
@@ -186,11 +196,11 @@ def block_prefill(
 
 def unembed(config: ModelConfig, params: dict, x: jax.Array) -> jax.Array:
     """float32 logits `[B, T, V]` of the residual stream `x` `[B, T, H]` after the last layer."""
-    return _bind(Decoder, config, _surroundings(params)).logits(x)
+    return _bind(_surroundings(params), Decoder, config).logits(x)
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> dict:
-    """Random weights: matrices normal with standard deviation 1 / sqrt(fan in), norms 1, biases small."""
+    """Random weights: matrices normal with standard deviation 1 / sqrt(fan in), norms of factor 1, biases small."""
     leaves, treedef = jax.tree.flatten(param_table(config))
 
     def draw(key: jax.Array, info: ParamInfo) -> jax.Array:
@@ -198,7 +208,7 @@ def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> dict:
             return jax.random.normal(key, info.shape, dtype) * info.shape[-2 if info.transposed else -1] ** -0.5
         if info.hf.endswith(".bias"):
             return 0.02 * jax.random.normal(key, info.shape, dtype)
-        return jnp.ones(info.shape, dtype)
+        return jnp.full(info.shape, 1 - config.norm_offset, dtype)
 
     return treedef.unflatten(
         [draw(k, info) for k, info in zip(jax.random.split(key, len(leaves)), leaves, strict=True)]

@@ -1,4 +1,4 @@
-"""Layers of DeepSeek-V2: multi-head latent attention and a mixture of experts (DeepSeek-AI, 2024, section 2).
+"""Layers of DeepSeek-V2: multi-head latent attention (DeepSeek-AI, 2024, section 2.1) before experts or an MLP.
 
 Of each token the cache holds a latent c, from which keys and values of all heads are projections W_UK c and W_UV c of
 its norm, and one rotated key that the heads share. A prompt is attended with whole heads. Through the cache the
@@ -13,7 +13,8 @@ from flax import nnx
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.attention.spec import LatentSpec, Taps
 from lowrank_kv_jax.models.deepseek_config import LATENT_EPS, DeepseekConfig
-from lowrank_kv_jax.models.layers import MLP, RMSNorm
+from lowrank_kv_jax.models.experts import feed_forward
+from lowrank_kv_jax.models.layers import RMSNorm
 from lowrank_kv_jax.models.linear import Linear
 
 
@@ -46,7 +47,7 @@ class LatentAttention(nnx.Module):
         q = q.reshape(*x.shape[:2], config.q_heads, -1)
         plain, rotary = q[..., : config.nope_head_dim], q[..., config.nope_head_dim :]
         # YaRN's factor stands on both sides of the product: squared on one, rotations stay rotations
-        return plain, self._rotate(_half_split(rotary), positions) * config.magnitude**2
+        return plain, self._rotate(_half_split(rotary), positions) * config.rope_magnitude**2
 
     def cached(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Latents before their norm `[B, T, 1, r]`, the shared key before and after RoPE `[B, T, 1, rope]`."""
@@ -104,70 +105,14 @@ def _half_split(x: jax.Array) -> jax.Array:
     return jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
 
 
-class Experts(nnx.Module):
-    """Routed experts, of which a token passes a few, and shared ones (DeepSeekMoE)."""
-
-    def __init__(self, config: DeepseekConfig, rngs: nnx.Rngs):
-        hidden, inner, count = config.hidden_size, config.expert_size, config.experts
-        self.config = config
-        self.router = Linear(hidden, count, use_bias=False, rngs=rngs)
-        self.experts = nnx.Dict(
-            gate=nnx.Param(jnp.zeros((count, hidden, inner))),
-            up=nnx.Param(jnp.zeros((count, hidden, inner))),
-            down=nnx.Param(jnp.zeros((count, inner, hidden))),
-        )
-        self.shared = MLP(hidden, inner * config.shared_experts, rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        tokens = x.reshape(-1, x.shape[-1])
-        weights, chosen = self.route(tokens)
-        few = chosen.size < self.config.experts
-        routed = (self._gathered if few else self._sorted)(tokens, weights, chosen)
-        return self.shared(x) + routed.astype(x.dtype).reshape(x.shape)
-
-    def route(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Weights float32 and numbers of the experts of each token, `[T, k]` of `[T, H]`."""
-        config = self.config
-        logits = jnp.matmul(tokens.astype(jnp.float32), self.router.kernel[...].astype(jnp.float32))
-        scores = jax.nn.softmax(logits, axis=-1)
-        if config.expert_groups > 1:
-            groups = scores.reshape(len(tokens), config.expert_groups, -1)
-            _, best = jax.lax.top_k(groups.max(-1), config.groups_per_token)
-            allowed = jax.nn.one_hot(best, config.expert_groups, dtype=bool).any(1)
-            scores = jnp.where(allowed[..., None], groups, 0.0).reshape(scores.shape)
-        weights, chosen = jax.lax.top_k(scores, config.experts_per_token)
-        return weights * config.routed_scale, chosen
-
-    def _gathered(self, tokens: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
-        """Few tokens: only the weights of their experts are read."""
-        gate, up, down = (self.experts[name][...][chosen] for name in ("gate", "up", "down"))
-        inner = jax.nn.silu(jnp.einsum("th,tkhi->tki", tokens, gate)) * jnp.einsum("th,tkhi->tki", tokens, up)
-        return jnp.einsum("tki,tkih,tk->th", inner, down, weights.astype(tokens.dtype))
-
-    def _sorted(self, tokens: jax.Array, weights: jax.Array, chosen: jax.Array) -> jax.Array:
-        """Many tokens: sorted by expert, every expert multiplies its own."""
-        order = jnp.argsort(chosen.reshape(-1))
-        owner = order // chosen.shape[1]
-        sizes = jnp.bincount(chosen.reshape(-1), length=self.config.experts).astype(jnp.int32)
-        gate, up, down = (self.experts[name][...] for name in ("gate", "up", "down"))
-        x = tokens[owner]
-        inner = jax.nn.silu(jax.lax.ragged_dot(x, gate, sizes)) * jax.lax.ragged_dot(x, up, sizes)
-        out = jax.lax.ragged_dot(inner, down, sizes) * weights.reshape(-1)[order, None].astype(tokens.dtype)
-        return jnp.zeros_like(tokens).at[owner].add(out)
-
-
 class LatentBlock(nnx.Module):
-    """One pre-norm layer of latent attention and a plain MLP, cut in two where attention happens."""
+    """One pre-norm layer of latent attention, cut in two where attention happens."""
 
-    def __init__(self, config: DeepseekConfig, rngs: nnx.Rngs):
+    def __init__(self, config: DeepseekConfig, routed: bool, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = LatentAttention(config, rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = self.feed_forward(config, rngs)
-
-    @staticmethod
-    def feed_forward(config: DeepseekConfig, rngs: nnx.Rngs) -> nnx.Module:
-        return MLP(config.hidden_size, config.intermediate_size, rngs)
+        self.mlp = feed_forward(config, routed, rngs)
 
     def taps(self, x: jax.Array, positions: jax.Array) -> Taps:
         return self.attention.taps(self.attention_norm(x), positions)
@@ -183,11 +128,3 @@ class LatentBlock(nnx.Module):
     def _rest(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x))
-
-
-class ExpertsBlock(LatentBlock):
-    """The same with a mixture of experts in the place of the MLP."""
-
-    @staticmethod
-    def feed_forward(config: DeepseekConfig, rngs: nnx.Rngs) -> nnx.Module:
-        return Experts(config, rngs)

@@ -10,6 +10,7 @@ from lowrank_kv_jax.attention.spec import AttentionSpec, LatentSpec
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.config_attributes import refuse_unknown, token_ids
 from lowrank_kv_jax.models.config_ranges import check_rope_entry
+from lowrank_kv_jax.models.experts_config import ExpertsConfig
 
 LATENT_EPS = 1e-6
 """Of the norms inside of the attention, whatever `norm_eps` is: the published code leaves it at its default."""
@@ -24,14 +25,7 @@ class DeepseekConfig(ModelConfig):
         kv_lora_rank: of the latent.
         nope_head_dim, rope_head_dim: channels of a query head without and with RoPE.
         v_head_dim: channels of a value head.
-        magnitude: YaRN's factor on queries and keys after RoPE; it enters the logits squared.
-        softmax_scale: factor on the logits, YaRN's `mscale_all_dim` squared included.
-        dense_layers: layers at the bottom with a plain MLP.
-        experts, experts_per_token: routed experts, and how many a token is sent to.
-        expert_size: inner width of an expert.
-        shared_experts: experts that see every token, one MLP of so many times `expert_size`.
-        routed_scale: factor on the router's weights.
-        expert_groups, groups_per_token: the experts of a token come from its best groups; 1 and 1 for all.
+        softmax_scale: factor on the logits, YaRN's `mscale_all_dim` squared included; that of whole heads by default.
     """
 
     q_lora_rank: int | None = None
@@ -39,30 +33,12 @@ class DeepseekConfig(ModelConfig):
     nope_head_dim: int = 128
     rope_head_dim: int = 64
     v_head_dim: int = 128
-    magnitude: float = 1.0
-    softmax_scale: float | None = None
-    dense_layers: int = 1
-    experts: int = 64
-    experts_per_token: int = 6
-    expert_size: int = 1408
-    shared_experts: int = 2
-    routed_scale: float = 1.0
-    expert_groups: int = 1
-    groups_per_token: int = 1
 
     def __post_init__(self):
         super().__post_init__()
         if self.kv_heads != 1 or self.head_dim != self.kv_lora_rank + self.rope_head_dim:
             raise ValueError(f"kv_heads={self.kv_heads}, head_dim={self.head_dim}: absorbed keys have one head of "
                              f"{self.kv_lora_rank + self.rope_head_dim} channels")
-        if self.experts % self.expert_groups:
-            raise ValueError(f"expert_groups={self.expert_groups}: must divide the {self.experts} experts")
-        if not 1 <= self.groups_per_token <= self.expert_groups:
-            raise ValueError(f"groups_per_token={self.groups_per_token}: must lie in 1..{self.expert_groups}")
-        reachable = self.experts // self.expert_groups * self.groups_per_token
-        if not 1 <= self.experts_per_token <= reachable:
-            raise ValueError(f"experts_per_token={self.experts_per_token}: must lie in 1..{reachable}, the experts of "
-                             f"{self.groups_per_token} groups")
 
     @property
     def attention(self) -> AttentionSpec:
@@ -79,6 +55,7 @@ _REQUIRED = (
 )
 _ATTRIBUTES = frozenset({
     "q_lora_rank", "first_k_dense_replace", "routed_scaling_factor", "topk_method", "n_group", "topk_group",
+    "qk_head_dim",
     # nothing of inference: losses of the training, and how the published code is loaded and spread
     "aux_loss_alpha", "seq_aux", "ep_size", "auto_map",
 })
@@ -97,12 +74,11 @@ def read_deepseek(config: Mapping[str, Any]) -> DeepseekConfig:
         ValueError: as `read_config`.
     """
     refuse_unknown(config, "deepseek_v2", _REQUIRED, _ATTRIBUTES, _FIXED)
-    method = config.get("topk_method") or "greedy"
-    if method not in _METHODS:
-        raise ValueError(f"topk_method={method!r}: must be one of {list(_METHODS)}")
-    limited = method == "group_limited_greedy"
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     nope, rotary, latent = (config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank"))
+    if config.get("qk_head_dim") not in (None, nope + rotary):
+        raise ValueError(f"qk_head_dim={config['qk_head_dim']}: must be qk_nope_head_dim + qk_rope_head_dim, "
+                         f"{nope + rotary}")
     rope, magnitude, scale = _read_rope(config, rotary)
     return DeepseekConfig(
         family="deepseek_v2",
@@ -125,15 +101,25 @@ def read_deepseek(config: Mapping[str, Any]) -> DeepseekConfig:
         nope_head_dim=nope,
         rope_head_dim=rotary,
         v_head_dim=config["v_head_dim"],
-        magnitude=magnitude,
+        rope_magnitude=magnitude,
         softmax_scale=scale * (nope + rotary) ** -0.5,
-        dense_layers=min(int(config.get("first_k_dense_replace") or 0), layers),
-        experts=config["n_routed_experts"],
-        experts_per_token=config["num_experts_per_tok"],
-        expert_size=config["moe_intermediate_size"],
-        shared_experts=config["n_shared_experts"],
-        routed_scale=float(config.get("routed_scaling_factor") or 1.0),
-        expert_groups=(config.get("n_group") or 1) if limited else 1,
+        moe=_read_experts(config),
+    )
+
+
+def _read_experts(config: Mapping[str, Any]) -> ExpertsConfig:
+    method = config.get("topk_method") or "greedy"
+    if method not in _METHODS:
+        raise ValueError(f"topk_method={method!r}: must be one of {list(_METHODS)}")
+    limited, layers = method == "group_limited_greedy", config["num_hidden_layers"]
+    return ExpertsConfig(
+        count=config["n_routed_experts"],
+        per_token=config["num_experts_per_tok"],
+        size=config["moe_intermediate_size"],
+        layers=tuple(range(min(int(config.get("first_k_dense_replace") or 0), layers), layers)),
+        shared=config["n_shared_experts"],
+        scale=float(config.get("routed_scaling_factor") or 1.0),
+        groups=(config.get("n_group") or 1) if limited else 1,
         groups_per_token=(config.get("topk_group") or 1) if limited else 1,
     )
 

@@ -45,7 +45,7 @@ class LoadedModel:
 
 
 def load_model(source: str | os.PathLike, dtype=None, mesh: Mesh | None = None) -> LoadedModel:
-    """Load a model of the Llama, Mistral, Qwen or DeepSeek-V2 families.
+    """Load a model of the families that `read_config` knows.
 
     Weights reach their final dtype and place one tensor at a time: the host never holds much more than the
     result.
@@ -156,12 +156,12 @@ def _placement(config: ModelConfig, mesh: Mesh | None):
         return lambda host, info: jax.device_put(host)
     shardings = jax.tree.leaves(param_shardings(config, mesh))
     by_name = {
-        info.hf: sharding
+        info.key: sharding
         for info, sharding in zip(jax.tree.leaves(param_table(config)), shardings, strict=True)
     }
 
     def place(host: np.ndarray, info: ParamInfo) -> jax.Array:
         # only the shards of this process are read
-        return jax.make_array_from_callback(host.shape, by_name[info.hf], lambda index: host[index])
+        return jax.make_array_from_callback(host.shape, by_name[info.key], lambda index: host[index])
 
     return place

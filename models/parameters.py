@@ -6,9 +6,10 @@ Initialisation, sharding and conversion all derive from this one table.
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.deepseek_config import DeepseekConfig
 from lowrank_kv_jax.models.deepseek_parameters import deepseek_layer
+from lowrank_kv_jax.models.feed_forward_parameters import feed_forward_table
 from lowrank_kv_jax.models.gpt_config import GPTConfig
 from lowrank_kv_jax.models.gpt_parameters import gpt_table
-from lowrank_kv_jax.models.param_info import ParamInfo, linear, norm
+from lowrank_kv_jax.models.param_info import ParamInfo, fused, linear, norm
 
 __all__ = ["ParamInfo", "param_table"]
 
@@ -43,23 +44,28 @@ def _layer_table(config: ModelConfig, layer: int) -> dict:
     hidden = (config.hidden_size, "embed")
     queries = (config.q_heads * config.head_dim, "q_heads")
     keys = (config.kv_heads * config.head_dim, "kv_heads")
-    mlp = (config.intermediate_size, "mlp")
-    attention = {
-        "q_proj": linear(hidden, queries, f"{hf}self_attn.q_proj", f"{gguf}attn_q", config.qkv_bias),
-        "k_proj": linear(hidden, keys, f"{hf}self_attn.k_proj", f"{gguf}attn_k", config.qkv_bias),
-        "v_proj": linear(hidden, keys, f"{hf}self_attn.v_proj", f"{gguf}attn_v", config.qkv_bias),
-        "o_proj": linear(queries, hidden, f"{hf}self_attn.o_proj", f"{gguf}attn_output", config.o_bias),
-    }
+    if config.family == "phi3":
+        attention = fused(
+            hidden, {"q_proj": queries, "k_proj": keys, "v_proj": keys}, f"{hf}self_attn.qkv_proj", "not read from GGUF"
+        )
+    else:
+        attention = {
+            "q_proj": linear(hidden, queries, f"{hf}self_attn.q_proj", f"{gguf}attn_q", config.qkv_bias),
+            "k_proj": linear(hidden, keys, f"{hf}self_attn.k_proj", f"{gguf}attn_k", config.qkv_bias),
+            "v_proj": linear(hidden, keys, f"{hf}self_attn.v_proj", f"{gguf}attn_v", config.qkv_bias),
+        }
+    attention["o_proj"] = linear(queries, hidden, f"{hf}self_attn.o_proj", f"{gguf}attn_output", config.o_bias)
     if config.qk_norm:
         attention["q_norm"] = norm(config.head_dim, None, f"{hf}self_attn.q_norm", f"{gguf}attn_q_norm")
         attention["k_norm"] = norm(config.head_dim, None, f"{hf}self_attn.k_norm", f"{gguf}attn_k_norm")
-    return {
+    before_mlp = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+    table = {
         "attention_norm": norm(*hidden, f"{hf}input_layernorm", f"{gguf}attn_norm"),
         "attention": attention,
-        "mlp_norm": norm(*hidden, f"{hf}post_attention_layernorm", f"{gguf}ffn_norm"),
-        "mlp": {
-            "gate": linear(hidden, mlp, f"{hf}mlp.gate_proj", f"{gguf}ffn_gate", config.mlp_bias),
-            "up": linear(hidden, mlp, f"{hf}mlp.up_proj", f"{gguf}ffn_up", config.mlp_bias),
-            "down": linear(mlp, hidden, f"{hf}mlp.down_proj", f"{gguf}ffn_down", config.mlp_bias),
-        },
+        "mlp_norm": norm(*hidden, f"{hf}{before_mlp}", f"{gguf}ffn_norm"),
+        "mlp": feed_forward_table(config, layer),
     }
+    if config.post_norms:
+        table["attention_post_norm"] = norm(*hidden, f"{hf}post_attention_layernorm", f"{gguf}post_attention_norm")
+        table["mlp_post_norm"] = norm(*hidden, f"{hf}post_feedforward_layernorm", f"{gguf}post_ffw_norm")
+    return table

@@ -62,6 +62,13 @@ class StoredTensor:
                     )
                 yield raw, _decode(raw, self.kind, (count, *self.shape[1:]))
 
+    def rows(self, first: int, count: int) -> "StoredTensor":
+        """Some of its rows, as a tensor of its own; not of one with interleaved heads."""
+        row = self.nbytes // self.shape[0]
+        return dataclasses.replace(
+            self, offset=self.offset + first * row, nbytes=count * row, shape=(count, *self.shape[1:])
+        )
+
     def row_order(self) -> np.ndarray:
         """For each stored row its place among the restored rows, int `[rows]`."""
         order = np.arange(self.shape[0])

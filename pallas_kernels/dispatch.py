@@ -38,6 +38,15 @@ def run(op: str, backend: str | None, kernels: Mapping[str, Callable[..., Any]],
         return reference()
 
 
+def without_kernels(kernels: Mapping[str, Callable[..., Any]], reason: str) -> dict[str, Callable[..., Any]]:
+    """Backends' kernels that say `Unsupported`: what only XLA covers."""
+
+    def refuse(interpret: bool) -> Any:
+        raise Unsupported(reason)
+
+    return dict.fromkeys(kernels, refuse)
+
+
 @functools.cache
 def _warn_once(op: str, backend: str, reason: str) -> None:
     warnings.warn(f"{op} runs on XLA instead of {backend}: {reason}", RuntimeWarning, stacklevel=2)

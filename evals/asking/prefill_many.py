@@ -82,7 +82,7 @@ class _Compressor:
         self.pending.append(taps)
         if layer == self.groups[index][-1]:
             args = (self.bases[index], tuple(self.pending), self.lengths)
-            self.states.append(compress_group(self.method, self.layout, *args))
+            self.states.append(compress_group(self.method, self.layout.of_layer(layer), *args))
             self.pending = []
 
     def cache(self) -> Cache:

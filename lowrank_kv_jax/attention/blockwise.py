@@ -14,9 +14,15 @@ MASKED = -1e30  # not -inf: a row that has seen nothing yet must not make exp(in
 ReadBlock = Callable[[jax.Array | int], tuple[jax.Array, jax.Array, jax.Array]]
 
 
+def logits_of(products: jax.Array, scale: float, cap: float | None) -> jax.Array:
+    """Logits, of any shape, of products of queries and keys: times `scale`, softly within +-`cap` where there is one."""
+    logits = products * scale
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
 def blockwise_attention(
     q: jax.Array, read_block: ReadBlock, first: jax.Array | int, last: jax.Array | int, *, shared_heads: int,
-    value_dim: int, scale: float, tokens_last: bool = False,
+    value_dim: int, scale: float, cap: float | None = None, tokens_last: bool = False,
 ) -> AttnPartial:
     """Attention of `q` over the blocks `first <= i < last`, each read (sliced, widened, rebuilt) only when needed.
 
@@ -26,7 +32,7 @@ def blockwise_attention(
         first, last: block range; a traced value gives a dynamic trip count.
         shared_heads: J.
         value_dim: Dv.
-        scale: factor on the logits.
+        scale, cap: as for `logits_of`.
         tokens_last: the blocks' keys come as `[B, J, Dk, S]`.
 
     Returns:
@@ -41,7 +47,8 @@ def blockwise_attention(
     def step(i, carry):
         top, total, out = carry
         keys, values, visible = read_block(i)
-        logits = jnp.einsum(product, q, keys.astype(q.dtype), preferred_element_type=jnp.float32) * scale
+        logits = jnp.einsum(product, q, keys.astype(q.dtype), preferred_element_type=jnp.float32)
+        logits = logits_of(logits, scale, cap)
         visible = visible[:, None, :, None] if visible.ndim == 3 else visible
         mask = jnp.broadcast_to(visible, (batch, visible.shape[1], queries, per_head, visible.shape[-1]))
         mask = mask.reshape(batch, visible.shape[1], rows, -1)

@@ -3,8 +3,12 @@
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.attention.blockwise import logits_of
 
-def window_attention(q: jax.Array, k: jax.Array, lengths: jax.Array, window: int, scale: float) -> jax.Array:
+
+def window_attention(
+    q: jax.Array, k: jax.Array, lengths: jax.Array, window: int, *, scale: float, cap: float | None = None
+) -> jax.Array:
     """Attention probabilities that each kv head's tokens receive, summed over the window and the head's queries.
 
     Args: as `window_attention_by_query_head`.
@@ -12,11 +16,11 @@ def window_attention(q: jax.Array, k: jax.Array, lengths: jax.Array, window: int
     Returns:
         float32 `[B, K, S]`, zero beyond a row's length.
     """
-    return window_attention_by_query_head(q, k, lengths, window, scale).sum(2)
+    return window_attention_by_query_head(q, k, lengths, window, scale=scale, cap=cap).sum(2)
 
 
 def window_attention_by_query_head(
-    q: jax.Array, k: jax.Array, lengths: jax.Array, window: int, scale: float
+    q: jax.Array, k: jax.Array, lengths: jax.Array, window: int, *, scale: float, cap: float | None = None
 ) -> jax.Array:
     """Attention probabilities that tokens receive from each query head, summed over the window.
 
@@ -25,7 +29,7 @@ def window_attention_by_query_head(
         k: `[B, S, K, D]`, after RoPE.
         lengths: int32 `[B]`.
         window: last queries of each row that vote; rows that are shorter vote with all they have.
-        scale: factor on the logits.
+        scale, cap: as for `blockwise.logits_of`.
 
     Returns:
         float32 `[B, K, N / K, S]`, zero beyond a row's length. softmax is causal and float32 (OjaKV, section 5.2).
@@ -38,7 +42,7 @@ def window_attention_by_query_head(
     votes = index < lengths[:, None]
     q = jax.vmap(lambda x, i: jnp.take(x, jnp.minimum(i, size - 1), axis=0))(q, index)
     q = q.reshape(batch, window, kv_heads, heads // kv_heads, dim)
-    logits = jnp.einsum("bwkgd,bskd->bkgws", q, k, preferred_element_type=jnp.float32) * scale
+    logits = logits_of(jnp.einsum("bwkgd,bskd->bkgws", q, k, preferred_element_type=jnp.float32), scale, cap)
     causal = jnp.arange(size)[None, None, :] <= index[:, :, None]
     probabilities = jax.nn.softmax(jnp.where(causal[:, None, None], logits, -jnp.inf), axis=-1)
     probabilities = jnp.where(votes[:, None, None, :, None], probabilities, 0.0)

@@ -1,8 +1,9 @@
-"""Rotary position embedding (RoPE), plain, and with linear, Llama-3 and YaRN scaling.
+"""Rotary position embedding (RoPE), plain, and with linear, Llama-3, YaRN and LongRoPE scaling.
 
 Half-split convention of the HF checkpoints: channel `i` is paired with channel `i + rotary_dim / 2`. A decoder may pair
 neighbours instead (`RopeSpec.interleaved`); what a cache holds is half-split all the same (see `taps.half_split`).
-Su et al., 2021 (RoFormer); linear scaling: Chen et al., 2023; llama3: the Llama 3.1 release; yarn: Peng et al., 2023.
+Su et al., 2021 (RoFormer); linear scaling: Chen et al., 2023; llama3: the Llama 3.1 release; yarn: Peng et al., 2023;
+longrope: Ding et al., 2024.
 """
 
 import dataclasses
@@ -12,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeSpec:
@@ -20,14 +23,18 @@ class RopeSpec:
     Attributes:
         theta: base of the geometric frequency ladder.
         rotary_dim: number of leading channels of a head that are rotated (even).
-        scaling: "default", "linear" (positions divided by `factor`), "llama3" or "yarn" (frequencies only: its factor on
-            queries and keys belongs to the model).
-        factor: of every scaling but "default".
+        scaling: "default", "linear" (positions divided by `factor`), "llama3", "yarn" or "longrope" (of both frequencies
+            only: their factor on queries and keys belongs to the model).
+        factor: of every scaling but "default" and "longrope".
         low_freq_factor, high_freq_factor: only read by "llama3".
         original_context: tokens of the unscaled model, read by "llama3" and "yarn".
         beta_fast, beta_slow: only read by "yarn": turns within the original context beyond which a channel pair keeps its
             frequency, and below which it is divided by `factor`.
         interleaved: channel `2 i` is paired with channel `2 i + 1` (GPT-J, MaxText).
+        divisors: only read by "longrope": what the frequency of each channel pair is divided by, rotary_dim / 2 numbers.
+
+    Raises:
+        ValueError: a scaling that is not known, an odd number of channels, numbers out of their range.
     """
 
     theta: float
@@ -40,10 +47,11 @@ class RopeSpec:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     interleaved: bool = False
+    divisors: tuple[float, ...] = dataclasses.field(default=(), metadata={"later": True})
 
     def __post_init__(self):
-        if self.scaling not in ("default", "linear", "llama3", "yarn"):
-            raise ValueError(f"rope scaling {self.scaling!r} is not one of 'default', 'linear', 'llama3', 'yarn'")
+        if self.scaling not in SCALINGS:
+            raise ValueError(f"rope scaling {self.scaling!r} is not one of {', '.join(map(repr, SCALINGS))}")
         if self.rotary_dim <= 0 or self.rotary_dim % 2:
             raise ValueError(f"rotary_dim must be a positive even number, got {self.rotary_dim}")
         if not 1 < self.theta < math.inf:
@@ -58,6 +66,11 @@ class RopeSpec:
                              "above 0 and below the second")
         if self.scaling in ("llama3", "yarn") and not 1 <= self.original_context < 2**31:
             raise ValueError(f"rope original_context {self.original_context}: must lie in 1..{2**31 - 1}")
+        if self.scaling == "longrope" and (
+            len(self.divisors) != self.rotary_dim // 2 or not all(0 < x < math.inf for x in self.divisors)
+        ):
+            raise ValueError(f"rope divisors: must be {self.rotary_dim // 2} finite numbers above 0, one for each "
+                             f"channel pair, got {len(self.divisors)}")
 
     def inverse_frequencies(self) -> np.ndarray:
         """Angular frequency per channel pair, float64 `[rotary_dim / 2]`, radians per position."""
@@ -75,7 +88,7 @@ class RopeSpec:
         if self.scaling == "yarn":
             divided = self._yarn_ramp()
             return (1 - divided) * freq + divided * freq / self.factor
-        return freq
+        return freq / np.asarray(self.divisors) if self.scaling == "longrope" else freq
 
     def _yarn_ramp(self) -> np.ndarray:
         """Share of division by `factor` of each channel pair, 0 to 1 (YaRN, section 3.2, over whole channel pairs)."""

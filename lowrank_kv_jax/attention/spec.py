@@ -1,12 +1,20 @@
 """What a cache method may know of a model: shapes, RoPE and windows, nothing of its weights."""
 
 import dataclasses
-from typing import NamedTuple
+import math
+from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.rope import RopeSpec
+
+
+class LogitRule(TypedDict):
+    """How products of queries and keys become logits, as arguments of whatever attends; see `blockwise.logits_of`."""
+
+    scale: float
+    cap: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +54,12 @@ class AttentionSpec:
             included), `None` where a layer sees everything.
         latent: where the cache holds latents (then K = 1), else `None`.
         softmax_scale: factor on the logits where it is not 1 / sqrt(head_dim).
+        ropes: the rotary embedding of each layer where they differ, `None` where a layer has none; `rope` is one of them.
+        logit_cap: logits s become cap * tanh(s / cap) before the softmax (Gemma 2); None leaves them as they are.
 
     Raises:
-        ValueError: sizes below 1, query heads that are no multiple of the kv heads, windows that are not one for each
-            layer, RoPE over more channels than a head has.
+        ValueError: sizes or a cap that are not positive, query heads that are no multiple of the kv heads, windows or
+            rotary embeddings that are not one for each layer, RoPE over more channels than a head has.
     """
 
     num_layers: int
@@ -61,6 +71,8 @@ class AttentionSpec:
     windows: tuple[int | None, ...]
     latent: LatentSpec | None = None
     softmax_scale: float | None = None
+    ropes: tuple[RopeSpec | None, ...] | None = None
+    logit_cap: float | None = None
 
     def __post_init__(self):
         sizes = {name: getattr(self, name) for name in ("num_layers", "q_heads", "kv_heads", "head_dim", "context")}
@@ -72,10 +84,24 @@ class AttentionSpec:
             raise ValueError(f"q_heads={self.q_heads}: must be a multiple of kv_heads={self.kv_heads}")
         if len(self.windows) != self.num_layers:
             raise ValueError(f"windows={self.windows}: must hold one entry for each of {self.num_layers} layers")
-        if self.rope is not None and self.rope.rotary_dim > self.head_dim:
-            raise ValueError(f"rope.rotary_dim={self.rope.rotary_dim}: must be at most head_dim={self.head_dim}")
+        if self.logit_cap is not None and not 0 < self.logit_cap < math.inf:
+            raise ValueError(f"logit_cap={self.logit_cap}: must be a finite number above 0, or None")
+        if self.ropes is not None and (len(self.ropes) != self.num_layers or self.rope not in self.ropes):
+            raise ValueError(f"ropes: must hold one entry for each of {self.num_layers} layers, rope among them")
+        for rope in filter(None, self.each_rope):
+            if rope.rotary_dim > self.head_dim:
+                raise ValueError(f"rope.rotary_dim={rope.rotary_dim}: must be at most head_dim={self.head_dim}")
         if self.rope is not None and self.rope.interleaved and self.latent is not None:
             raise ValueError("rope.interleaved=True: not of latent attention, whose rotary keys lie half-split in front")
+
+    @property
+    def each_rope(self) -> tuple[RopeSpec | None, ...]:
+        """The rotary embeddings that layers have."""
+        return (self.rope,) if self.ropes is None else self.ropes
+
+    def of_layer(self, layer: int) -> "AttentionSpec":
+        """The same with the rotary embedding of one layer for all: layers of one embedding are of one kind."""
+        return self if self.ropes is None else dataclasses.replace(self, rope=self.ropes[layer], ropes=None)
 
     @property
     def cached_channels(self) -> int:
@@ -91,6 +117,11 @@ class AttentionSpec:
     def scale(self) -> float:
         """Softmax scale 1 / sqrt(head_dim), or the model's own; it stays so at any rank (OjaKV, A.3)."""
         return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def logits(self) -> LogitRule:
+        """How products become logits."""
+        return {"scale": self.scale, "cap": self.logit_cap}
 
 
 class Taps(NamedTuple):

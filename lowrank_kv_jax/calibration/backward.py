@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.attention.blockwise import logits_of
 from lowrank_kv_jax.generation.forward import embed_tokens
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import block_prefill, unembed
@@ -17,7 +18,8 @@ def causal_logits(config: ModelConfig, window: int | None, q: jax.Array, k: jax.
     Plain causal attention: the blockwise op has a loop of dynamic length, which cannot be differentiated.
     """
     q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
-    logits = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) * config.attention.scale
+    logits = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32)
+    logits = logits_of(logits, **config.attention.logits)
     distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
     seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
     return jnp.where(seen, logits, -jnp.inf)
@@ -45,8 +47,8 @@ def layer_output(config: ModelConfig, layer: Any, x: jax.Array, attend: Any) -> 
 def residual_streams(config: ModelConfig, params: Any, tokens: jax.Array) -> list[jax.Array]:
     """`[B, T, H]` before each layer, and after the last one; tokens int32 `[B, T]`."""
     streams = [embed_tokens(config, params, tokens)]
-    for window, layer in zip(config.windows, params["layers"], strict=True):
-        streams.append(_forward(config, window, layer, streams[-1]))
+    for own, window, layer in zip(config.by_layer, config.windows, params["layers"], strict=True):
+        streams.append(_forward(own, window, layer, streams[-1]))
     return streams
 
 

@@ -20,6 +20,7 @@ from lowrank_kv_jax.calibration.sensitivity import collect_sensitivity
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.generation.forward import embed_tokens, layer_prefill
 from lowrank_kv_jax.method import Part
+from lowrank_kv_jax.methods.group_bases import check_ropes
 from lowrank_kv_jax.methods.parse import as_method
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.progress import ProgressBar
@@ -31,12 +32,12 @@ SAMPLED_TOKENS = 2
 def iterate_taps(config: ModelConfig, params: Any, tokens: jax.Array) -> Iterator[Taps]:
     """The taps of each layer in order, of tokens `[B, S]` without padding that attend exactly and causally.
 
-    One compiled program serves all layers that have the same window.
+    One compiled program serves all layers that have the same window and the same rotary embedding.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     x = embed_tokens(config, params, jnp.asarray(tokens, jnp.int32))
-    for window, layer in zip(config.windows, params["layers"], strict=True):
-        x, taps = layer_prefill(config, window, layer, x, positions)
+    for own, window, layer in zip(config.by_layer, config.windows, params["layers"], strict=True):
+        x, taps = layer_prefill(own, window, layer, x, positions)
         yield taps
 
 
@@ -140,6 +141,7 @@ def moments_for(
     """
     for method in methods:
         method.validate(model.config.attention)
+        check_ropes(method, model.config.attention)
     tokens = _checked_windows(model.config, tokens)
     of_moments, of_fisher, of_sampled = sums or (None, None, None)
     read = frozenset().union(*(method.reads for method in methods))

@@ -15,6 +15,7 @@ from lowrank_kv_jax.estimators.moments import Across, Moments, layer_moments, mo
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.filling import checked_lengths
 from lowrank_kv_jax.methods.compose import machine_of
+from lowrank_kv_jax.methods.group_bases import check_ropes
 from lowrank_kv_jax.methods.parse import as_method
 from lowrank_kv_jax.storage.sharding import to_host
 
@@ -67,13 +68,14 @@ class Calibrator:
         recent: list[Taps] = []
         longest, count, tokens = max(map(len, self.groups), default=0), 0, 0
         for layer, own in enumerate(taps):
-            own, count = half_split(self.spec, own), layer + 1
+            spec, count = self.spec.of_layer(min(layer, self.spec.num_layers - 1)), layer + 1
+            own = half_split(spec, own)
             if layer == 0:
                 batch, width = own.k.shape[:2]
                 positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
                 valid = positions < checked_lengths(lengths, batch, width)[:, None]
                 tokens = int(valid.sum())
-            for name, product in _layer_moments(self.spec, own._replace(x=None, reread=None), positions, valid).items():
+            for name, product in _layer_moments(spec, own._replace(x=None, reread=None), positions, valid).items():
                 layers.setdefault(name, []).append(_finite(product, name, layer))
             recent = [*recent, own._replace(q=None, x=None, reread=None)][-longest:] if longest else []
             for group in (one for one in self.groups if one[-1] == layer):
@@ -124,6 +126,7 @@ def groups_read(spec: AttentionSpec, method: Part) -> list[tuple[int, ...]]:
 def check_taps_suffice(spec: AttentionSpec, method: Part) -> None:
     """Raise ValueError where a method does not suit a decoder, or its `fit` reads more than sums of taps."""
     method.validate(spec)
+    check_ropes(method, spec)
     for part in machine_of(method).parts:
         if getattr(part, "calibrated", False):
             more = sorted(part.reads - SUMMED)

@@ -71,8 +71,8 @@ def _of_sequence(config: ModelConfig, params: Any, tokens: jax.Array) -> dict[st
     streams = residual_streams(config, params, tokens)
     cotangent = loss_gradient(config, params, streams.pop(), tokens[:, 1:])
     out: dict[str, list[np.ndarray]] = {side: [] for side in PROJECTIONS}
-    for window, layer in zip(config.windows[::-1], params["layers"][::-1], strict=True):
-        cotangent, squares = _backward(config, window, layer, streams.pop(), cotangent)
+    for own, window, layer in zip(config.by_layer[::-1], config.windows[::-1], params["layers"][::-1], strict=True):
+        cotangent, squares = _backward(own, window, layer, streams.pop(), cotangent)
         for side, square in squares.items():
             out[side].append(to_host(square).astype(np.float64))
     return {side: np.stack(found[::-1]) for side, found in out.items()}

@@ -71,8 +71,8 @@ def _squares_of(config: ModelConfig, params: Any, tokens: jax.Array, seed: int) 
     last = streams.pop()
     cotangent = loss_gradient(config, params, last, sampled_targets(config, params, last, jax.random.key(seed)))
     layers = []
-    for window, layer in zip(config.windows[::-1], params["layers"][::-1], strict=True):
-        cotangent, squares = _backward(config, window, layer, streams.pop(), cotangent)
+    for own, window, layer in zip(config.by_layer[::-1], config.windows[::-1], params["layers"][::-1], strict=True):
+        cotangent, squares = _backward(own, window, layer, streams.pop(), cotangent)
         layers.append({name: to_host(x).astype(np.float64) for name, x in squares.items()})
     return {name: np.stack([layer[name] for layer in layers[::-1]]) for name in layers[0]}
 

@@ -111,7 +111,7 @@ class KIVI(TokenCodec):
 
     def attend(self, layout, bases, store, q, positions, place):
         return coefficient_attention(
-            q, coded_tokens.cached_tokens(store.tokens), scale=layout.spec.scale, q_positions=positions, causal=False,
+            q, coded_tokens.cached_tokens(store.tokens), **layout.spec.logits, q_positions=positions, causal=False,
             window=place.window,
         )
 

@@ -86,7 +86,7 @@ class LowRank(LowRankFields, TokenCodec):
         spec, tokens = layout.spec, coded_tokens.cached_tokens(store.tokens)
         frame, reduced = self.frame(spec, bases, store), self.order == "reduced"
         q = as_met(q, frame.gamma)
-        common: dict[str, Any] = dict(scale=spec.scale, q_positions=positions, causal=False, window=place.window)
+        common: dict[str, Any] = dict(**spec.logits, q_positions=positions, causal=False, window=place.window)
         if self.folds and reduced:
             out, lse = coefficient_attention(fold_query(frame.k, q, spec.kv_heads), tokens, **common)
         else:

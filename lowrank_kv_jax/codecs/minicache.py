@@ -178,7 +178,7 @@ class MiniCache(Codec):
         held = store.retained[place.index]
         retained = CachedTokens(held.k, held.v, store.counts, store.positions)
         return merge([
-            coefficient_attention(q, tokens, scale=layout.spec.scale, q_positions=positions, causal=False,
+            coefficient_attention(q, tokens, **layout.spec.logits, q_positions=positions, causal=False,
                                   window=place.window)
             for tokens in (retained, layer_tokens(store.merged, place.index))
         ])

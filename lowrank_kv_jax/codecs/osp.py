@@ -126,7 +126,7 @@ class OnlineSubspaceProjection(Subspace):
 
     def validate(self, spec):
         self.check_model(spec)
-        if self.rotary and (spec.rope is None or spec.rope.rotary_dim != spec.head_dim):
+        if self.rotary and any(rope is None or rope.rotary_dim != spec.head_dim for rope in spec.each_rope):
             raise ValueError("rotary=True: this model does not rotate all channels of a head; use rotary=False")
         if self.energy is None:
             for rank in self.ranks(spec):
@@ -185,7 +185,7 @@ class OnlineSubspaceProjection(Subspace):
         return chunked_attention(
             as_met(q, self.gammas(spec, bases)), coded_tokens.cached_tokens(store.tokens), store.chunks.owner,
             store.chunks.k_bases, store.chunks.v_bases, page=self.page, rope=spec.rope if self.rope == "pre" else None,
-            kv_heads=spec.kv_heads, scale=spec.scale, q_positions=positions, window=place.window,
+            kv_heads=spec.kv_heads, **spec.logits, q_positions=positions, window=place.window,
         )
 
     def rebuilt(self, layout: Layout, bases: SubspaceBases, store: ChunkedStore) -> tuple[jax.Array, jax.Array]:

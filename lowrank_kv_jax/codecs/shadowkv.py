@@ -203,14 +203,14 @@ class ShadowKV(Codec):
         basis = store.basis.reshape(store.basis.shape[0], heads, -1, store.basis.shape[-1])
         part = rotary_coefficient_attention(
             q, CachedTokens(tokens.k, tokens.v, tokens.length, tokens.positions), basis, rope=spec.rope,
-            kv_heads=spec.kv_heads, scale=spec.scale, q_positions=positions, causal=False, window=place.window,
+            kv_heads=spec.kv_heads, **spec.logits, q_positions=positions, causal=False, window=place.window,
         )
         if outliers is None or not some:  # all tokens are read, the outliers' among them
             return part
         nowhere = jnp.zeros(outliers.k.shape[:3], jnp.int32)  # no window: pages are read where there is none
         exact = CachedTokens(outliers.k, outliers.v, outliers.length, PerHead(nowhere, None, spec.kv_heads))
         return merge([part, AttnPartial(*coefficient_attention(
-            q, exact, scale=spec.scale, q_positions=positions, causal=False, window=None
+            q, exact, **spec.logits, q_positions=positions, causal=False, window=None
         ))])
 
 

@@ -271,15 +271,16 @@ class Transform(TokenCodec):
     def attend(self, layout, bases, store, q, positions, place):
         spec, tokens = layout.spec, coded_tokens.cached_tokens(store.tokens)
         frame = self.frame(bases, store, place.index)
-        common: dict[str, Any] = dict(scale=spec.scale, q_positions=positions, causal=False, window=place.window)
-        if self.rope == "post" or spec.rope is None:
+        common: dict[str, Any] = dict(**spec.logits, q_positions=positions, causal=False, window=place.window)
+        rope = None if self.rope == "post" else spec.rope
+        if rope is None and (frame.k_mean is None or spec.logit_cap is None):
             out, lse = coefficient_attention(fold_query(frame.k, q, spec.kv_heads), tokens, **common)
             if frame.k_mean is not None:  # one number a query and head: it shifts the logits of all these tokens alike
                 mean = for_tokens(jnp.repeat(frame.k_mean.astype(jnp.float32), spec.group_size, axis=-2))
                 lse = lse + spec.scale * (q.astype(jnp.float32) * mean).sum(-1)
         else:
             out, lse = rotary_coefficient_attention(
-                q, tokens, frame.at(tokens.positions).k, rope=spec.rope, kv_heads=spec.kv_heads, key_mean=frame.k_mean,
+                q, tokens, frame.at(tokens.positions).k, rope=rope, kv_heads=spec.kv_heads, key_mean=frame.k_mean,
                 **common,
             )
         return AttnPartial(around(expand_values(frame.v, out, spec.kv_heads), lse, frame.v_mean), lse)

@@ -52,10 +52,11 @@ def attention(spec: AttentionSpec, moments: Moments, tap: str) -> Metric:
         raise ValueError(f"metric='attention': these moments hold no queries ({tap.replace('k', 'q')}); calibrate with "
                          "`calibrate`, or give metric=plain")
     square = np.diagonal(np.asarray(queries, np.float64), axis1=2, axis2=3) / (moments.tokens * spec.group_size)
-    if spec.rope is not None:
-        half = spec.rope.rotary_dim // 2
-        pairs = (square[..., :half] + square[..., half : 2 * half]) / 2
-        square = np.concatenate([pairs, pairs, square[..., 2 * half :]], axis=-1)
+    for layer, rope in enumerate(spec.ropes or (spec.rope,) * len(square)):
+        if rope is not None:
+            half = rope.rotary_dim // 2
+            pairs = (square[layer, :, :half] + square[layer, :, half : 2 * half]) / 2
+            square[layer, :, : 2 * half] = np.concatenate([pairs, pairs], axis=-1)
     root = np.sqrt(np.maximum(square, 0.0))
     most = root.max(axis=-1, keepdims=True)
     weight = spec.scale * np.where(most > 0, np.maximum(root, LEAST_WEIGHT * most), 1.0)

@@ -56,7 +56,7 @@ class Full(TokenCodec):
     def attend(self, layout, bases, store, q, positions, place):
         kept = store.tokens
         return coefficient_attention(
-            q, CachedTokens(kept.k, kept.v, kept.length, kept.positions), scale=layout.spec.scale, q_positions=positions,
+            q, CachedTokens(kept.k, kept.v, kept.length, kept.positions), **layout.spec.logits, q_positions=positions,
             causal=False, window=place.window,
         )
 

@@ -280,7 +280,7 @@ class XKV(TokenCodec):
         spec, tokens = layout.spec, coded_tokens.cached_tokens(store.tokens)
         k_basis, v_basis = self._of_layer(layout, store, place.index)
         out, lse = rotary_coefficient_attention(
-            q, tokens, k_basis, rope=spec.rope, kv_heads=spec.kv_heads, scale=spec.scale, q_positions=positions,
+            q, tokens, k_basis, rope=spec.rope, kv_heads=spec.kv_heads, **spec.logits, q_positions=positions,
             causal=False, window=place.window,
         )
         return AttnPartial(expand_values(v_basis, out, spec.kv_heads), lse)

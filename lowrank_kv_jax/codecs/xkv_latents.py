@@ -117,7 +117,7 @@ def attend(layout: Layout, store: LatentStore, q: jax.Array, positions: jax.Arra
     keys: Any = RebuiltKeys(store.rotary[place.index].k, store.codes, basis, latent)
     tokens = CachedTokens(keys, keys, store.length, store.positions)
     return coefficient_attention(
-        q, tokens, scale=layout.spec.scale, q_positions=positions, causal=False, window=place.window
+        q, tokens, **layout.spec.logits, q_positions=positions, causal=False, window=place.window
     )
 
 

@@ -34,7 +34,7 @@ from lowrank_kv_jax.storage.sharding import replicate, shard_rows
 @functools.partial(jax.jit, static_argnames=("config", "window"))
 def layer_prefill(config: ModelConfig, window: int | None, layer: Any, x: jax.Array, positions: jax.Array):
     """Exact causal attention within the prompt: the residual stream after the layer and its taps."""
-    attend = functools.partial(causal_attention, scale=config.attention.scale, window=window)
+    attend = functools.partial(causal_attention, **config.attention.logits, window=window)
     return block_prefill(config, layer, x, positions, attend)
 
 
@@ -46,7 +46,7 @@ def layer_prefill_twice(
     size, votes = x.shape[1] // 2, []
 
     def attend(q, k, v):
-        out, found = attend_twice(q, k, v, lengths, scale=config.attention.scale, window=window)
+        out, found = attend_twice(q, k, v, lengths, **config.attention.logits, window=window)
         votes.append(found)
         return out
 
@@ -124,7 +124,7 @@ def prefill(
         for layer in group:
             reading, tap = read_layer(config, params, layer, reading)
             taps.append(tap)
-        state = compress_group(method, layout, group_bases, tuple(taps), lengths)
+        state = compress_group(method, layout.of_layer(group[0]), group_bases, tuple(taps), lengths)
         # Without the barrier a compiler may compress all groups at the end and keep every exact K/V until then.
         reading, state = _together(reading, state)
         states.append(state)
@@ -165,7 +165,8 @@ def start_reading(config: ModelConfig, params: Any, tokens: jax.Array, lengths: 
 
 def read_layer(config: ModelConfig, params: Any, layer: int, reading: Reading) -> tuple[Reading, Taps]:
     """A layer over a prompt, exactly: what goes on to the next one, and the prompt's taps."""
-    window, weights, (x, positions, lengths) = config.windows[layer], params["layers"][layer], reading
+    config, window, weights = config.by_layer[layer], config.windows[layer], params["layers"][layer]
+    x, positions, lengths = reading
     if lengths is None:
         x, taps = layer_prefill(config, window, weights, x, positions)
     else:
@@ -203,15 +204,15 @@ def extend(
         raise ValueError("this cache was made for another model: its attention differs")
     bases = bases_of_group(method, config.attention, replicate(layout.mesh, bases))
     (tokens,) = shard_rows(layout.mesh, tokens)
-    block = next_block(cache, width, counts)
+    block, configs = next_block(cache, width, counts), config.by_layer
     x = embed_tokens(config, params, tokens, block.positions)
     states = []
     for group, group_bases, state in zip(method.layer_groups(config.attention), bases, cache.groups, strict=True):
         for index, layer in enumerate(group):
             place = Place(index, config.windows[layer])
             x, state = layer_extend(
-                config, method, layout, place, params["layers"][layer], group_bases, state, x, block.positions,
-                block.counts,
+                configs[layer], method, layout.of_layer(layer), place, params["layers"][layer], group_bases,
+                state, x, block.positions, block.counts,
             )
         states.append(state)
     logits = logits_of(config, params, x) if all_logits else last_logits(config, params, x, block.counts)
@@ -236,8 +237,10 @@ def decode_step(
 def refresh(method: Part, cache: Cache, *, bases: Any = None) -> Cache:
     """Periodic work of the method (flush, evict, move bases), after at most `layout.block` appended tokens."""
     check_method(cache, method)
-    bases = bases_of_group(method, cache.layout.spec, replicate(cache.layout.mesh, bases))
-    states = (refresh_group(method, cache.layout, b, s) for b, s in zip(bases, cache.groups, strict=True))
+    layout = cache.layout
+    bases = bases_of_group(method, layout.spec, replicate(layout.mesh, bases))
+    layouts = (layout.of_layer(group[0]) for group in method.layer_groups(layout.spec))
+    states = (refresh_group(method, *of_group) for of_group in zip(layouts, bases, cache.groups, strict=True))
     return dataclasses.replace(refreshed(cache), groups=tuple(states))
 
 

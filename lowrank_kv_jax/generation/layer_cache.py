@@ -109,7 +109,8 @@ def plan_layers(
     groups = method.layer_groups(spec)
     windows = (tuple(spec.windows[layer] for layer in group) for group in groups)
     known = bases_of_group(method, spec, replicate(layout.mesh, bases))
-    return tuple(LayerPlan(own, method, layout, seen) for own, seen in zip(known, windows, strict=True))
+    layouts = (layout.of_layer(group[0]) for group in groups)
+    return tuple(LayerPlan(own, method, *of_group) for own, *of_group in zip(known, layouts, windows, strict=True))
 
 
 def prefill_layer(

@@ -51,6 +51,11 @@ class Layout:
         if not jnp.issubdtype(jnp.dtype(self.dtype), jnp.floating):
             raise TypeError(f"cache dtype {self.dtype}: must be a floating dtype")
 
+    def of_layer(self, layer: int) -> "Layout":
+        """What the group of a layer is laid out for; see `AttentionSpec.of_layer`."""
+        own = self.spec.of_layer(layer)
+        return self if own is self.spec else dataclasses.replace(self, spec=own)
+
 
 def layout_of(
     spec: AttentionSpec, batch: int, prompt: int, capacity: int | None = None, block: int = DEFAULT_BLOCK,

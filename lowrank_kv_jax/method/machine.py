@@ -242,6 +242,11 @@ class Machine(KVMethod):
         return GroupState((exact,) * layers, store, near, far, gone)
 
     @property
+    def sums_up(self) -> bool:
+        """Whether moments of dropped tokens are kept, to stand for them or to choose by."""
+        return self._order is not None
+
+    @property
     def _order(self) -> str | None:
         """Of the moments that are kept."""
         if self.standing is not None:
@@ -302,13 +307,13 @@ class Machine(KVMethod):
         return merge(self._retained(layout, self.of_group(bases), state, q, positions, place))
 
     def _retained(self, layout, bases, state, q, positions, place):
-        rule, ends, scale = self.selection, state.ends[place.index], layout.spec.scale
+        rule, ends = self.selection, state.ends[place.index]
         window = place.window
         if rule is not None and rule.keeps_none and self.standing is None:
             window = min(self.ends_of(layout, bases).recent, window or layout.capacity)
         if rule is not None and (rule.positions == "cache" or window != place.window):
             return attend_by_index(self, layout, bases, state, q, positions, place, window)
-        parts = [exact_tokens.attend(ends, q, positions, scale=scale, window=window)]
+        parts = [exact_tokens.attend(ends, q, positions, **layout.spec.logits, window=window)]
         if state.store is not None:
             store = pages.read(self, layout, state, q, place)
             parts.append(self.codec.attend(layout, bases.codec, store, q, positions, place))

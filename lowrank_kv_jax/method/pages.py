@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.attention.blockwise import logits_of
 from lowrank_kv_jax.method.layout import Layout, Place
 from lowrank_kv_jax.method.reading import Reading
 from lowrank_kv_jax.storage.block_reads import gather_blocks
@@ -22,13 +23,13 @@ def read(machine: Any, layout: Layout, state: Any, q: jax.Array, place: Place) -
     if count == there and apart is None:
         return state.store
     units = max(tokens.k.shape[1], tokens.v.shape[1])
-    chosen = choose(reading, marks, tokens.length, q, layout.spec.scale, units, count, apart)
+    chosen = choose(reading, marks, tokens.length, q, units, count, apart, **layout.spec.logits)
     return dataclasses.replace(state.store, tokens=take(tokens, chosen, reading.page, layout.spec.kv_heads))
 
 
 def choose(
-    reading: Reading, marks: Any, lengths: jax.Array, q: jax.Array, scale: float, units: int, count: int,
-    apart: jax.Array | None = None,
+    reading: Reading, marks: Any, lengths: jax.Array, q: jax.Array, units: int, count: int,
+    apart: jax.Array | None = None, *, scale: float, cap: float | None = None,
 ) -> jax.Array:
     """The `count` pages that queries `[B, T, N, D]` need most, int32 `[B, U, count]`, ascending.
 
@@ -43,7 +44,7 @@ def choose(
     batch, tokens, heads, dim = q.shape
     kv_heads = jax.tree.leaves(marks)[0].shape[1]
     q = q.astype(jnp.float32).reshape(batch, tokens, kv_heads, heads // kv_heads, dim).swapaxes(1, 2)
-    logits = reading.logits(marks, q.reshape(batch, kv_heads, -1, dim)) * scale
+    logits = logits_of(reading.logits(marks, q.reshape(batch, kv_heads, -1, dim)), scale, cap)
     pages = jnp.arange(logits.shape[-1])
     last = ((lengths - 1) // reading.page)[:, None]
     there = (pages <= last)[:, None]

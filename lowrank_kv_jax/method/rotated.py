@@ -28,7 +28,7 @@ def attend_by_index(
     spec, exact = layout.spec, state.ends[place.index]
     sinks = method.ends_of(layout, bases).sinks
     near = exact_tokens.part(exact, sinks, exact.k.shape[2]) if sinks else exact
-    parts = [exact_tokens.attend(near, q, positions, scale=spec.scale, window=window)]
+    parts = [exact_tokens.attend(near, q, positions, **spec.logits, window=window)]
     turned = method.selection.positions == "cache" and spec.rope is not None
     index, kept = _indices(exact, state.store, spec.kv_heads)
     nearer = jnp.zeros((*positions.shape, 1), jnp.int32)
@@ -44,13 +44,14 @@ def attend_by_index(
     if sinks:
         first = exact_tokens.part(exact, 0, sinks)
         at = positions + nearer[..., 0] if state.store is None else positions
-        parts.append(exact_tokens.attend(first, q, at, scale=spec.scale, window=place.window))
+        parts.append(exact_tokens.attend(first, q, at, **spec.logits, window=place.window))
     if state.store is not None:
-        tokens = state.store.tokens
-        there = jnp.arange(tokens.k.shape[2])[None, None] < tokens.length[:, None, None]
-        turn = jnp.where(there, sinks + index - tokens.positions.position, 0)
-        tokens = dataclasses.replace(tokens, k=rotate(codes_of(state.store)[0], *rope_angles(spec.rope, turn)))
-        store = dataclasses.replace(state.store, tokens=tokens)
+        store, tokens = state.store, state.store.tokens
+        if turned:
+            there = jnp.arange(tokens.k.shape[2])[None, None] < tokens.length[:, None, None]
+            turn = jnp.where(there, sinks + index - tokens.positions.position, 0)
+            tokens = dataclasses.replace(tokens, k=rotate(codes_of(store)[0], *rope_angles(spec.rope, turn)))
+            store = dataclasses.replace(store, tokens=tokens)
         parts.append(method.codec.attend(layout, bases.codec, store, q, positions, place))
     return parts
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.attention.blockwise import logits_of
 from lowrank_kv_jax.method import candidates as pool
 from lowrank_kv_jax.method import voting
 from lowrank_kv_jax.method.choice import head_counts
@@ -73,13 +74,13 @@ def _alpha(spec, exact, found: pool.Candidates, keys: jax.Array, q: jax.Array) -
     """Attention of one query over everything retained, `[B, K or 1, S]` of the candidates, summed over query heads."""
     groups = keys.shape[1]
     slots = jnp.arange(keys.shape[2])
-    near = exact_tokens.attend(exact, q, jnp.full(q.shape[:2], jnp.iinfo(jnp.int32).max), scale=spec.scale)
+    near = exact_tokens.attend(exact, q, jnp.full(q.shape[:2], jnp.iinfo(jnp.int32).max), **spec.logits)
     query = q[:, 0].reshape(q.shape[0], groups, -1, q.shape[-1])
     logits = jnp.einsum("bjgd,bjsd->bjgs", query, keys.astype(q.dtype), preferred_element_type=jnp.float32)
     there = jnp.repeat(found.valid, groups // found.valid.shape[1], axis=1)[:, :, None]
     if found.owner is not None:
         there = there & PerHead(found.position, found.owner, spec.kv_heads).owned(slots, spec.q_heads)[:, :, 0]
-    logits = jnp.where(there, logits * spec.scale, -jnp.inf)
+    logits = jnp.where(there, logits_of(logits, **spec.logits), -jnp.inf)
     near_lse = near.lse[:, 0].reshape(q.shape[0], groups, -1)
     lse = jnp.logaddexp(near_lse, jax.nn.logsumexp(logits, axis=-1))
     lse = jnp.where(jnp.isneginf(lse), 0.0, lse)

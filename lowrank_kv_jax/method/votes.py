@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.attention.blockwise import logits_of
 from lowrank_kv_jax.storage.block_reads import slice_block
 
 # probabilities [B, J, T, G, S] of valid queries (others are 0) at positions [B, T] -> votes [B, J, S]
@@ -15,7 +16,8 @@ QUERIES = 64  # of a block: the probabilities of one block are all that lives at
 
 
 def prompt_votes(
-    q: jax.Array, k: jax.Array, lengths: jax.Array, scale: float, vote: Vote, last: int | None = None
+    q: jax.Array, k: jax.Array, lengths: jax.Array, vote: Vote, last: int | None = None, *, scale: float,
+    cap: float | None = None,
 ) -> jax.Array:
     """Votes of a prompt's queries, causal softmax in float32.
 
@@ -24,6 +26,7 @@ def prompt_votes(
         lengths: int32 `[B]`.
         vote: from probabilities to votes.
         last: only so many last queries of each row vote; None: all.
+        scale, cap: as for `attention.blockwise.logits_of`.
 
     Returns:
         float32 `[B, K, S]`.
@@ -37,7 +40,8 @@ def prompt_votes(
 
     def block(i, total):
         index = i * QUERIES + jnp.arange(QUERIES)
-        logits = jnp.einsum("btkgd,bskd->bktgs", q[:, i], k, preferred_element_type=jnp.float32) * scale
+        logits = jnp.einsum("btkgd,bskd->bktgs", q[:, i], k, preferred_element_type=jnp.float32)
+        logits = logits_of(logits, scale, cap)
         causal = jnp.arange(size)[None] <= index[:, None]
         p = jax.nn.softmax(jnp.where(causal[:, None], logits, -jnp.inf), axis=-1)
         voters = (index[None] < lengths[:, None]) & (index[None] >= begin[:, None])
@@ -48,7 +52,8 @@ def prompt_votes(
 
 
 def decoding_votes(
-    q: jax.Array, keys: jax.Array, lse: jax.Array, scale: float, vote: Vote, positions: jax.Array, seen: jax.Array
+    q: jax.Array, keys: jax.Array, lse: jax.Array, vote: Vote, positions: jax.Array, seen: jax.Array, *, scale: float,
+    cap: float | None = None,
 ) -> jax.Array:
     """Votes of queries whose total log-sum-exp is known.
 
@@ -66,7 +71,7 @@ def decoding_votes(
     per_head = heads // groups
     # the very product that blockwise_attention computes of a single block: compilers then take it once for both
     q = q.reshape(batch, tokens, groups, per_head, dim).swapaxes(1, 2).reshape(batch, groups, tokens * per_head, dim)
-    logits = _products(q, keys) * scale
+    logits = logits_of(_products(q, keys), scale, cap)
     logits = logits.reshape(batch, groups, tokens, per_head, -1)
     lse = lse.reshape(batch, tokens, groups, per_head).transpose(0, 2, 1, 3)[..., None]
     return vote(jnp.where(seen, jnp.exp(jnp.minimum(logits - lse, 0.0)), 0.0), positions)

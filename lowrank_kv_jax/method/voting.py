@@ -29,7 +29,7 @@ def observe(method: Any, layout, bases, state, q: jax.Array, lse: jax.Array, pos
     there = slots[None] < exact.length[:, None]
     last = jnp.max(jnp.where(there, at, -1), axis=1)
     voter = (positions <= last[:, None])[:, None, :, None, None]  # rows may be padded, or have ended
-    votes = functools.partial(decoding_votes, lse=lse, scale=spec.scale, vote=rule.vote, positions=positions)
+    votes = functools.partial(decoding_votes, lse=lse, **spec.logits, vote=rule.vote, positions=positions)
     seen = _seen(voter, at[:, None], there[:, None], positions, place.window)
     state = dataclasses.replace(state, near_votes=state.near_votes + votes(q, exact.k, seen=seen))
     if state.store is None:

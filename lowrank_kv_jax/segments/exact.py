@@ -92,12 +92,13 @@ def append(segment: Exact, k: jax.Array, v: jax.Array, counts: jax.Array) -> Exa
 
 
 def attend(
-    segment: Exact, q: jax.Array, q_positions: jax.Array, *, scale: float, window: int | None = None
+    segment: Exact, q: jax.Array, q_positions: jax.Array, *, scale: float, cap: float | None = None,
+    window: int | None = None,
 ) -> AttnPartial:
     """Causal attention of `q` `[B, T, N, D]` (after RoPE) over the segment."""
     values = segment.v if segment.v.shape[-1] else segment.k
     tokens = CachedTokens(segment.k, values, segment.length, segment.positions)
-    return coefficient_attention(q, tokens, scale=scale, q_positions=q_positions, causal=True, window=window)
+    return coefficient_attention(q, tokens, scale=scale, cap=cap, q_positions=q_positions, causal=True, window=window)
 
 
 class Slots:

@@ -9,6 +9,7 @@ same place as the prompt has, and a long prompt does not outgrow the model's con
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.attention.blockwise import logits_of
 from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention
 
 CHUNK = 2048  # tokens that are repeated in one go, as in the paper (section 3.3)
@@ -37,25 +38,27 @@ def prompt_twice(tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.
 
 
 def attend_twice(
-    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, *, scale: float, window: int | None = None
+    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, *, scale: float, cap: float | None = None,
+    window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Exact attention of a prompt and of its copy, and what the copy attends to.
 
     Args:
         q, k, v: `[B, 2 S, heads, D]` after RoPE at the positions of `prompt_twice`.
-        lengths, scale, window: as for `reread_attention`.
+        lengths, scale, cap, window: as for `reread_attention`.
 
     Returns:
         `[B, 2 S, N, D]` in the dtype of `q`, and what `Taps.reread` holds of the prompt's S tokens, float32 `[B, K, S]`.
     """
     size = q.shape[1] // 2
-    first = causal_attention(*(y[:, :size] for y in (q, k, v)), scale=scale, window=window)
-    second, votes = reread_attention(q[:, size:], k, v, lengths, scale=scale, window=window)
+    first = causal_attention(*(y[:, :size] for y in (q, k, v)), scale=scale, cap=cap, window=window)
+    second, votes = reread_attention(q[:, size:], k, v, lengths, scale=scale, cap=cap, window=window)
     return jnp.concatenate([first, second], axis=1), votes
 
 
 def reread_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, *, scale: float, window: int | None
+    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, *, scale: float, window: int | None,
+    cap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of the copies, and what they attend to.
 
@@ -63,7 +66,7 @@ def reread_attention(
         q: `[B, S, N, D]` of the copies, after RoPE at `reread_positions`.
         k, v: `[B, 2 S, K, D]` of the prompt and, behind it, of the copies.
         lengths: int32 `[B]`, tokens of the prompt; the others are padding, in the copies too.
-        scale: on the logits.
+        scale, cap: as for `attention.blockwise.logits_of`.
         window: sliding window in tokens, or None.
 
     Returns:
@@ -95,7 +98,8 @@ def reread_attention(
         if window is not None:
             seen_prompt &= prompt > at[:, :, None] - window
             seen_copies &= (lengths[:, None] + copies % CHUNK)[:, None] > at[:, :, None] - window
-        logits = jnp.einsum("btkgd,bskd->bktgs", q[:, i], keys, preferred_element_type=jnp.float32) * scale
+        logits = jnp.einsum("btkgd,bskd->bktgs", q[:, i], keys, preferred_element_type=jnp.float32)
+        logits = logits_of(logits, scale, cap)
         seen = jnp.concatenate([seen_prompt, seen_copies], axis=2)[:, None, :, None]
         logits = jnp.where(seen, logits, -jnp.inf)
         weights = jax.nn.softmax(logits, axis=-1)

@@ -61,8 +61,8 @@ class Windowing(Budgeted):
         if self.voters > layout.prompt:
             raise ValueError(f"window={self.voters}: longer than the prompt of {layout.prompt} tokens (padded)")
         scores = window_scores(
-            tap.q, tap.k, lengths, layout.spec.scale, window=self.voters, excluded=self.recent or 0, pool=self.pool,
-            kernel=self.kernel, group=self.group,
+            tap.q, tap.k, lengths, window=self.voters, excluded=self.recent or 0, pool=self.pool, kernel=self.kernel,
+            group=self.group, **layout.spec.logits,
         )
         return chunked(scores, self.chunk)
 

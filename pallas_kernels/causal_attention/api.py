@@ -14,7 +14,8 @@ KERNELS = {"triton": "gpu_cudnn", "mosaic_gpu": "gpu_cudnn", "tpu": "tpu_splash"
 
 
 def causal_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, window: int | None, backend: str | None = None
+    q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, window: int | None, cap: float | None = None,
+    backend: str | None = None,
 ) -> jax.Array:
     """Exact causal attention of a prompt with itself (prefill).
 
@@ -23,6 +24,7 @@ def causal_attention(
         k, v: `[B, T, K, D]`.
         scale: factor on the logits.
         window: sliding window in tokens, or None.
+        cap: soft cap of the logits (XLA only); see `attention.blockwise.logits_of`.
         backend: one of `storage.backend.BACKENDS` instead of the platform's; on a GPU either of its two means cuDNN.
 
     Returns:
@@ -32,11 +34,13 @@ def causal_attention(
         ValueError: an unknown backend. A case that the backend's kernel does not cover runs on XLA, with a warning.
     """
     attend = functools.partial(_implementation, q=q, k=k, v=v, scale=scale, window=window)
-    reference = functools.partial(attend, "reference")
+    reference = functools.partial(attend, "reference", cap=cap)
     if q.shape[1] <= BLOCK:  # one block of XLA's: nothing that grows, and nothing for a kernel to save
         dispatch.choose(backend)
         return reference()
     kernels = {name: functools.partial(attend, module) for name, module in KERNELS.items()}
+    if cap is not None:
+        kernels = dispatch.without_kernels(kernels, "logits that are capped")
     return dispatch.run("causal_attention", backend, kernels, reference)
 
 

@@ -7,7 +7,7 @@ from lowrank_kv_jax.attention.blockwise import blockwise_attention
 from lowrank_kv_jax.storage.block_reads import BLOCK, block_slots, slice_block
 
 
-def causal_attention(q, k, v, *, scale, window):
+def causal_attention(q, k, v, *, scale, window, cap=None):
     """Half the work of the masked square, and the logits of one pair of blocks at a time."""
     batch, size = q.shape[:2]
     keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
@@ -27,7 +27,7 @@ def causal_attention(q, k, v, *, scale, window):
         first = 0 if window is None else jnp.maximum(begin - window + 1, 0) // BLOCK
         part = blockwise_attention(
             jax.lax.dynamic_slice_in_dim(q, begin, width, axis=1), read, first, (begin + width + BLOCK - 1) // BLOCK,
-            shared_heads=k.shape[2], value_dim=v.shape[3], scale=scale,
+            shared_heads=k.shape[2], value_dim=v.shape[3], scale=scale, cap=cap,
         )
         return part.out.astype(q.dtype)
 

@@ -18,7 +18,7 @@ from lowrank_kv_jax.storage.chunk_bases import ChunkBases
 def chunked_attention(
     q: jax.Array, tokens: CachedTokens, owner: jax.Array, k_bases: ChunkBases, v_bases: ChunkBases, *, page: int,
     rope: RopeSpec | None, kv_heads: int, scale: float, q_positions: jax.Array, window: int | None,
-    backend: str | None = None,
+    cap: float | None = None, backend: str | None = None,
 ) -> AttnPartial:
     """One softmax over all chunks (Online Subspace Projection, section 6), in one pass.
 
@@ -30,7 +30,7 @@ def chunked_attention(
         page: tokens that share a basis; a chunk is a run of pages.
         rope: rotation of keys that were coded before RoPE, rebuilt on read; None attends in coefficient space.
         kv_heads: K.
-        scale, q_positions, window, backend: as in `coefficient_attention`.
+        scale, q_positions, window, cap, backend: as in `coefficient_attention`.
 
     Returns:
         Partial in head space: the exact softmax over the approximated logits, applied to the approximated values.
@@ -45,4 +45,6 @@ def chunked_attention(
         return by_kernel.chunked_attention(kernel, **attend, interpret=interpret)
 
     kernels = {name: functools.partial(run, module) for name, module in api.KERNELS.items()}
-    return dispatch.run("chunked_attention", backend, kernels, lambda: reference.chunked_attention(**attend))
+    if cap is not None:
+        kernels = dispatch.without_kernels(kernels, "logits that are capped")
+    return dispatch.run("chunked_attention", backend, kernels, lambda: reference.chunked_attention(**attend, cap=cap))

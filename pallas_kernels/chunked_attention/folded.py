@@ -7,7 +7,7 @@ coefficients, and expanded at the end. A page costs what its coefficients cost, 
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.attention.blockwise import MASKED
+from lowrank_kv_jax.attention.blockwise import MASKED, logits_of
 from lowrank_kv_jax.attention.partial import AttnPartial, from_sums
 from lowrank_kv_jax.pallas_kernels.chunked_attention.pages import over_blocks, read_pages
 from lowrank_kv_jax.storage.chunk_bases import ChunkBases
@@ -15,7 +15,9 @@ from lowrank_kv_jax.storage.chunk_bases import ChunkBases
 TOGETHER = 32  # bases in one product; more are a loop over those in use, each time a copy of so many
 
 
-def folded_chunks(q, tokens, owner, k_bases, v_bases, *, page, kv_heads, scale, q_positions, window) -> AttnPartial:
+def folded_chunks(
+    q, tokens, owner, k_bases, v_bases, *, page, kv_heads, scale, q_positions, window, cap=None
+) -> AttnPartial:
     """Arguments and result as of `chunked_attention`."""
     batch, queries, q_heads, dim = q.shape
     groups, size = tokens.keys.shape[1:3]
@@ -32,7 +34,7 @@ def folded_chunks(q, tokens, owner, k_bases, v_bases, *, page, kv_heads, scale, 
         query = jax.vmap(lambda x, i: jnp.take(x, i, axis=1))(folded, block.owner)
         logits = jnp.einsum("bjpmr,bjpsr->bjpms", query, block.keys, preferred_element_type=jnp.float32)
         visible = _of_rows(block.visible, rows, queries)
-        logits = jnp.where(visible, logits * scale, MASKED)
+        logits = jnp.where(visible, logits_of(logits, scale, cap), MASKED)
         new_top = jnp.maximum(top, logits.max((2, 4)))
         weights = jnp.where(visible, jnp.exp(logits - new_top[:, :, None, :, None]), 0.0)
         shrink = jnp.exp(top - new_top)

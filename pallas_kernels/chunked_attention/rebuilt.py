@@ -2,14 +2,14 @@
 
 import jax.numpy as jnp
 
-from lowrank_kv_jax.attention.blockwise import MASKED
+from lowrank_kv_jax.attention.blockwise import MASKED, logits_of
 from lowrank_kv_jax.attention.partial import AttnPartial, from_sums
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.pallas_kernels.chunked_attention.pages import over_blocks, read_pages
 
 
 def rebuilt_chunks(
-    q, tokens, owner, k_bases, v_bases, *, page, rope, kv_heads, scale, q_positions, window
+    q, tokens, owner, k_bases, v_bases, *, page, rope, kv_heads, scale, q_positions, window, cap=None
 ) -> AttnPartial:
     """Arguments and result as of `chunked_attention`."""
     batch, queries, q_heads, dim = q.shape
@@ -26,7 +26,7 @@ def rebuilt_chunks(
         keys = rotate(keys, cos, sin)
         logits = jnp.einsum("btjhgd,bjhpsd->btjhgps", q, keys, preferred_element_type=jnp.float32)
         visible = block.visible[:, :, None, None, None]
-        logits = jnp.where(visible, logits * scale, MASKED)
+        logits = jnp.where(visible, logits_of(logits, scale, cap), MASKED)
         new_top = jnp.maximum(top, logits.max((-2, -1)))
         weights = jnp.where(visible, jnp.exp(logits - new_top[..., None, None]), 0.0)
         shrink = jnp.exp(top - new_top)

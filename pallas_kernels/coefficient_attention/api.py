@@ -16,7 +16,7 @@ KERNELS = {"triton": "gpu_triton", "mosaic_gpu": "gpu_mosaic", "tpu": "tpu"}
 
 def coefficient_attention(
     q: jax.Array, tokens: CachedTokens, *, scale: float, q_positions: jax.Array, causal: bool, window: int | None,
-    backend: str | None = None,
+    cap: float | None = None, backend: str | None = None,
 ) -> AttnPartial:
     """Attention in the space in which the tokens are stored.
 
@@ -27,6 +27,7 @@ def coefficient_attention(
         q_positions: int32 `[B, T]`.
         causal: whether tokens of the segment may lie after a query (the block being appended).
         window: sliding window in tokens, or None.
+        cap: soft cap of the logits (XLA only); see `attention.blockwise.logits_of`.
         backend: one of `storage.backend.BACKENDS` instead of the platform's; interpreted where its hardware is not there.
 
     Returns:
@@ -39,7 +40,9 @@ def coefficient_attention(
         _implementation, q=q, tokens=tokens, scale=scale, q_positions=q_positions, causal=causal, window=window
     )
     kernels = {name: functools.partial(attend, module) for name, module in KERNELS.items()}
-    return dispatch.run("coefficient_attention", backend, kernels, functools.partial(attend, "reference"))
+    if cap is not None:
+        kernels = dispatch.without_kernels(kernels, "logits that are capped")
+    return dispatch.run("coefficient_attention", backend, kernels, functools.partial(attend, "reference", cap=cap))
 
 
 def _implementation(module: str, **arguments: Any) -> AttnPartial:

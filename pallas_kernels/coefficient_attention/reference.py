@@ -14,7 +14,7 @@ def _fits_one_block(tokens):
     return isinstance(where, PerHead) and where.owner is not None and tokens.keys.shape[2] <= BLOCK * where.kv_heads
 
 
-def coefficient_attention(q, tokens, *, scale, q_positions, causal, window) -> AttnPartial:
+def coefficient_attention(q, tokens, *, scale, q_positions, causal, window, cap=None) -> AttnPartial:
     size = tokens.keys.shape[2]
     heads = max(tokens.keys.shape[1], tokens.values.shape[1])
     if _fits_one_block(tokens):
@@ -23,7 +23,7 @@ def coefficient_attention(q, tokens, *, scale, q_positions, causal, window) -> A
         keys, values = (x.read_block(0, size) if hasattr(x, "read_block") else x for x in (tokens.keys, tokens.values))
         return blockwise_attention(
             q, lambda i: (keys, values, mask), 0, 1, shared_heads=heads,
-            value_dim=tokens.values.shape[-1], scale=scale,
+            value_dim=tokens.values.shape[-1], scale=scale, cap=cap,
         )
 
     def read(i):
@@ -34,5 +34,5 @@ def coefficient_attention(q, tokens, *, scale, q_positions, causal, window) -> A
 
     first, last = block_range(size, tokens.lengths)
     return blockwise_attention(
-        q, read, first, last, shared_heads=heads, value_dim=tokens.values.shape[-1], scale=scale
+        q, read, first, last, shared_heads=heads, value_dim=tokens.values.shape[-1], scale=scale, cap=cap
     )

@@ -18,7 +18,7 @@ KERNELS = {"triton": "gpu_triton", "tpu": "tpu"}
 def rotary_coefficient_attention(
     q: jax.Array, tokens: CachedTokens, key_basis: jax.Array, *, rope: RopeSpec | None, kv_heads: int, scale: float,
     q_positions: jax.Array, causal: bool, window: int | None, value_basis: jax.Array | None = None,
-    key_mean: jax.Array | None = None, backend: str | None = None,
+    key_mean: jax.Array | None = None, cap: float | None = None, backend: str | None = None,
 ) -> AttnPartial:
     """Attention over keys stored as coefficients: rebuilt, and rotated if they were taken before RoPE, block by block.
 
@@ -28,7 +28,7 @@ def rotary_coefficient_attention(
         key_basis: `[J, W, R]` or per row `[B, J, W, R]`, W = (kv_heads / J) * D.
         rope: rotation applied at the tokens' original positions; None leaves the rebuilt keys unrotated.
         kv_heads: K.
-        scale, q_positions, causal, window, backend: as in `coefficient_attention`.
+        scale, q_positions, causal, window, cap, backend: as in `coefficient_attention`.
         value_basis: give the output in head space (the compute order of OjaKV's section 3.3, which XLA follows by
             rebuilding the values; a kernel expands the attended coefficients, which is the same sum).
         key_mean: `[K, D]` or per row `[B, K, D]`, added to the rebuilt keys before they are rotated (XLA only).
@@ -46,13 +46,12 @@ def rotary_coefficient_attention(
     kernels = {name: functools.partial(attend, module) for name, module in KERNELS.items()}
     reference = functools.partial(attend, "reference")
     if key_mean is not None:
-        kernels = dict.fromkeys(KERNELS, _without_mean)
+        kernels = dispatch.without_kernels(KERNELS, "keys that are rebuilt around a mean")
         reference = functools.partial(reference, key_mean=key_mean)
+    if cap is not None:
+        kernels = dispatch.without_kernels(KERNELS, "logits that are capped")
+        reference = functools.partial(reference, cap=cap)
     return dispatch.run("rotary_coefficient_attention", backend, kernels, reference)
-
-
-def _without_mean(interpret: bool) -> AttnPartial:
-    raise dispatch.Unsupported("keys that are rebuilt around a mean")
 
 
 def _implementation(module: str, **arguments: Any) -> AttnPartial:

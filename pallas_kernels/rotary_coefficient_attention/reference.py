@@ -22,7 +22,7 @@ TOGETHER = 64  # queries times heads up to which one product with zeros in it is
 
 
 def rotary_coefficient_attention(
-    q, tokens, key_basis, *, rope, kv_heads, scale, q_positions, causal, window, value_basis, key_mean=None
+    q, tokens, key_basis, *, rope, kv_heads, scale, q_positions, causal, window, value_basis, key_mean=None, cap=None
 ) -> AttnPartial:
     batch, queries, heads, dim = q.shape
     groups, size = tokens.keys.shape[1:3]
@@ -52,7 +52,7 @@ def rotary_coefficient_attention(
     first, last = block_range(size, tokens.lengths, block=block)
     return blockwise_attention(
         _among_zeros(q, kv_heads, groups) if few else q, read, first, last, shared_heads=shared, value_dim=value_dim,
-        scale=scale, tokens_last=True,
+        scale=scale, cap=cap, tokens_last=True,
     )
 
 

@@ -138,7 +138,7 @@ def test_a_query_reads_the_page_of_its_key_and_each_head_its_own():
     for sign in (20, -20):
         aimed = np.repeat(sign * longest, HEADS, axis=0)[None, None]
         q = jnp.asarray(np.broadcast_to(aimed, (len(LENGTHS), *aimed.shape[1:])), jnp.float32)
-        found = pages.choose(machine.standing_reading, state.marks[0], state.store.tokens.length, q, 1.0, 4, 2, apart)
+        found = pages.choose(machine.standing_reading, state.marks[0], state.store.tokens.length, q, 4, 2, apart, scale=1.0)
         chosen.append(np.asarray(found)[0])
         best = (sign * np.einsum("kcd,kd->kc", marks, longest)).argmax(1)
         assert chosen[-1][:, 0].tolist() == best.tolist() and (chosen[-1][:, 1] == 10).all()
@@ -150,7 +150,7 @@ def test_outliers_are_never_chosen_and_missing_pages_have_the_number_of_all():
     machine, _, state, _ = compressed(method)
     apart = machine.codec.apart(state.store)
     q = jnp.asarray(query(0), jnp.float32)
-    found = np.asarray(pages.choose(machine.standing_reading, state.marks[0], state.store.tokens.length, q, 1.0, 4, 11, apart))
+    found = np.asarray(pages.choose(machine.standing_reading, state.marks[0], state.store.tokens.length, q, 4, 11, apart, scale=1.0))
     for row, there in enumerate((11, 7, 1)):  # 11 pages are whole or begun in the longest row
         for head in range(SPEC.kv_heads):
             own = np.flatnonzero(~np.asarray(apart)[row, head, :there])

@@ -92,7 +92,7 @@ def test_importance_is_attention_of_the_last_queries():
     rng, (kv, dim, window) = np.random.default_rng(2), (2, 4, 5)
     q, k = rng.normal(size=(3, 20, 2 * kv, dim)), rng.normal(size=(3, 20, kv, dim))
     lengths = np.array([20, 9, 3], np.int32)
-    scores = np.asarray(jax.jit(window_attention, static_argnums=(3, 4))(q, k, lengths, window, dim**-0.5))
+    scores = np.asarray(jax.jit(window_attention, static_argnums=3)(q, k, lengths, window, scale=dim**-0.5))
     for b, n in enumerate(lengths):
         expected = np.zeros((kv, 20))
         for i in range(max(n - window, 0), n):

@@ -18,7 +18,7 @@ from lowrank_kv_jax.evals.studies.cross_layer.plot import plot_analysis
 from lowrank_kv_jax.generation.forward import extend, prefill, refresh
 from lowrank_kv_jax.method.accounting import cache_bytes, full_cache_bytes
 from lowrank_kv_jax.methods.parse import parse_method
-from lowrank_kv_jax.models.deepseek import Experts
+from lowrank_kv_jax.models.experts import Experts
 from lowrank_kv_jax.models.parameters import param_table
 
 
@@ -148,7 +148,7 @@ def test_few_tokens_pass_the_same_experts_as_many():
     config, params = tiny("deepseek_v2")
     from lowrank_kv_jax.models.decoder import _bind
 
-    experts = _bind(Experts, config, params["layers"][1]["mlp"])
+    experts = _bind(params["layers"][1]["mlp"], Experts, config)
     x = jax.random.normal(jax.random.key(0), (2, 5, config.hidden_size))
     weights, chosen = experts.route(x.reshape(10, -1))
     groups = np.asarray(chosen) // 2  # eight experts in four groups, of which a token may use two

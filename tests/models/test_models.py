@@ -48,13 +48,14 @@ OPTIMISED = {"xla_backend_optimization_level": 3}
 
 
 def attend(spec, window, taps):
-    """Plain exact attention of one layer, causal and windowed, float32 `[B, T, N, D]`."""
+    """Plain exact attention of one layer, causal, windowed and capped, float32 `[B, T, N, D]`."""
     query = jnp.arange(taps.q.shape[1])
     seen = query[None, :] <= query[:, None]
     if window is not None:
         seen &= query[None, :] > query[:, None] - window
     k, v = (jnp.repeat(x, spec.group_size, axis=2) for x in (taps.k, taps.v))
     scores = jnp.einsum("btnd,bsnd->bnts", taps.q, k).astype(jnp.float32) * spec.scale
+    scores = scores if spec.logit_cap is None else spec.logit_cap * jnp.tanh(scores / spec.logit_cap)
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
     return jnp.einsum("bnts,bsnd->btnd", weights, v)
 
@@ -63,8 +64,8 @@ def forward(config, params, tokens):
     """float32 logits `[B, T, V]` of a whole sequence."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     x = models.embed(config, params, tokens)
-    for window, layer in zip(config.windows, params["layers"], strict=True):
-        x = layer_forward(config, window, layer, x, positions)
+    for own, window, layer in zip(config.by_layer, config.windows, params["layers"], strict=True):
+        x = layer_forward(own, window, layer, x, positions)
     return jax.jit(models.unembed, static_argnums=0)(config, params, x)
 
 

@@ -70,7 +70,7 @@ def test_codes_are_rebuilt_of_the_chosen_pages_alone():
     chosen = jax.jit(lambda state, q: pages.read(machine, layout, state, q, Place(0)))(state, q)
     part = attend(machine.codec, layout, None, chosen, q, lengths[:, None])
     reading, tokens = machine.standing_reading, state.store.tokens
-    chosen = np.asarray(choose(reading, state.marks[0], tokens.length, q, SPEC.scale, 1, 3))[:, 0]
+    chosen = np.asarray(choose(reading, state.marks[0], tokens.length, q, 1, 3, scale=SPEC.scale))[:, 0]
     assert (np.diff(chosen) > 0).all() and chosen[0].tolist() != chosen[1].tolist()
     keys, values = (
         jnp.einsum("bjsr,bjwr->bsjw", read_tokens(c), read_basis(u)).reshape(2, 96, 4, 8)
@@ -114,8 +114,8 @@ def test_a_query_finds_the_page_of_its_key_and_no_page_without_tokens():
     reading, layout = Landmarks(page=16), make_layout(PLAIN, 2, 64, 96, 8, jnp.float32)
     marks = add(reading, reading.empty(layout, 5), k, jnp.zeros(2, jnp.int32), jnp.array([64, 64]))
     q = 20 * jnp.repeat(marks.k[:, :, 2], 2, axis=1)[:, None]
-    assert (choose(reading, marks, jnp.array([64, 64]), q, 1.0, 4, 2) == jnp.array([2, 3])).all()
-    assert (choose(reading, marks, jnp.array([30, 64]), q, 1.0, 1, 2)[0] == jnp.array([0, 1])).all()
+    assert (choose(reading, marks, jnp.array([64, 64]), q, 4, 2, scale=1.0) == jnp.array([2, 3])).all()
+    assert (choose(reading, marks, jnp.array([30, 64]), q, 1, 2, scale=1.0)[0] == jnp.array([0, 1])).all()
 
 
 @pytest.mark.parametrize("codec", ["", "kivi:bits=8+", "static-pca-h:rank=1.0,heads=joint+", "palu:rank=1.0+"])

@@ -181,7 +181,7 @@ def _adaptation_rows(model, text: str, tokens: np.ndarray, fitted, bar: Progress
         for layer, taps in enumerate(iterate_taps(model.config, model.params, window[None])):
             for index, (method, bases) in enumerate(fitted):
                 own = None if bases is None else bases[layer]
-                state = compress_group(method, layout, own, (taps,), lengths)
+                state = compress_group(method, layout.of_layer(layer), own, (taps,), lengths)
                 for side in ("k", "v"):
                     found.setdefault((index, side), []).append(_losses(model, method, own, state.store, taps, side))
             bar.advance()

@@ -75,12 +75,13 @@ def eviction_errors(
     positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
     rows = []
     for layer, weights in enumerate(model.params["layers"]):
-        x, taps = layer_prefill(config, config.windows[layer], weights, x, positions)
+        x, taps = layer_prefill(config.by_layer[layer], config.windows[layer], weights, x, positions)
         before, after = taps.part(slice(prompt)), taps.part(slice(prompt, None))
         for spec, method in methods.items():
             bases = method.default_bases(config.attention)[layer]
-            state = compress_group(method, layout, bases, (before,), jnp.asarray([prompt], jnp.int32))
-            found = _partials(method, layout, bases, state, before, after.q, positions[:, prompt:])
+            own = layout.of_layer(layer)
+            state = compress_group(method, own, bases, (before,), jnp.asarray([prompt], jnp.int32))
+            found = _partials(method, own, bases, state, before, after.q, positions[:, prompt:])
             rows.append(_measure(spec, layer, jax.tree.map(lambda y: np.asarray(y, np.float64), found)))
     return rows
 
@@ -92,7 +93,7 @@ def _partials(method: Any, layout: Layout, bases: Any, state: Any, prompt: Taps,
     none = jnp.zeros((1, 1), jnp.int32)
     everything = CachedTokens(k, v, jnp.full((1,), layout.prompt, jnp.int32), Runs(none, none))
     scale = layout.spec.scale
-    full = coefficient_attention(q, everything, scale=scale, q_positions=positions, causal=False, window=None)
+    full = coefficient_attention(q, everything, **layout.spec.logits, q_positions=positions, causal=False, window=None)
     sums = state.gone[0]
     orders = {"0": {"products": None, "squares": None, "longest": None}, "1": {"squares": None, "longest": None}}
     return {"full": full, "retained": machine_of(method).retained(layout, bases, state, q, positions, Place())} | {

@@ -63,7 +63,7 @@ def reconstruction(
             for window in tokens:
                 for layer, taps in enumerate(iterate_taps(model.config, model.params, window[None])):
                     for spec, method in methods.items():
-                        measured = _measure(method, layout, own[spec][layer], taps)
+                        measured = _measure(method, layout.of_layer(layer), own[spec][layer], taps)
                         for side, values in zip(("k", "v"), np.asarray(measured), strict=True):
                             found.setdefault((spec, text, layer, side), []).append(values)
                     bar.advance()

@@ -61,6 +61,8 @@ def attention_errors(
     """
     if not method.rebuilds:
         raise ValueError(f"{method.name}: codes no tokens in a basis whose errors could be tracked")
+    if layout.spec.logit_cap is not None:
+        raise ValueError(f"logit_cap={layout.spec.logit_cap}: the bounds are of logits that are not capped")
     size = taps.k.shape[1]
     if not 1 <= queries <= size:
         raise ValueError(f"queries={queries}: must lie in 1..{size}, the tokens of the prompt")

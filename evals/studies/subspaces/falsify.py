@@ -209,8 +209,9 @@ def bounds_predict_nothing(run: Run, tokens: np.ndarray, rank: float, queries: i
     sketched = jax.jit(sketch_prediction, static_argnums=1)
     rows: dict[str, list[np.ndarray]] = {}
     for layer, taps in enumerate(iterate_taps(config, run.model.params, tokens)):
-        state = compress_group(method, layout, bases[layer], (taps,), lengths)
-        found = errors(method, layout, bases[layer], state, taps, lengths, queries)._asdict()
+        own = layout.of_layer(layer)
+        state = compress_group(method, own, bases[layer], (taps,), lengths)
+        found = errors(method, own, bases[layer], state, taps, lengths, queries)._asdict()
         width = config.head_dim
         for side, x in (("key", taps.k), ("value", taps.v)):
             predicted, measured = sketched(x.swapaxes(1, 2), max(1, round(rank * width)))

@@ -49,8 +49,9 @@ def prompt_residuals(model: Any, method: Any, tokens: np.ndarray, bases: Any, dt
     layers = []
     for layer, taps in enumerate(iterate_taps(model.config, model.params, tokens)):
         own = None if bases is None else bases[layer]
-        state = compress_group(method, layout, own, (taps,), lengths)
-        layers.append([np.asarray(x) for x in _layer_residuals(method, layout, own, state.store, taps)])
+        shape = layout.of_layer(layer)
+        state = compress_group(method, shape, own, (taps,), lengths)
+        layers.append([np.asarray(x) for x in _layer_residuals(method, shape, own, state.store, taps)])
     return Residuals(*(np.stack(x) for x in zip(*layers, strict=True)))
 
 
