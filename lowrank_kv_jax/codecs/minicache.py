@@ -37,13 +37,13 @@ class MergedStore:
 
     Attributes:
         retained: of each layer, the prompt's tokens that were not merged.
-        counts: int32 `[B]`, retained tokens of each row.
+        length: int32 `[B]`, retained tokens of each row.
         positions: of the retained tokens.
         merged: all other tokens of the prompt.
     """
 
     retained: tuple[Retained, Retained]
-    counts: jax.Array = leaf("batch", kind="indices")
+    length: jax.Array = leaf("batch", kind="indices")
     positions: Listed
     merged: Merged
 
@@ -176,7 +176,7 @@ class MiniCache(Codec):
 
     def attend(self, layout, bases, store, q, positions, place):
         held = store.retained[place.index]
-        retained = CachedTokens(held.k, held.v, store.counts, store.positions)
+        retained = CachedTokens(held.k, held.v, store.length, store.positions)
         return merge([
             coefficient_attention(q, tokens, scale=layout.spec.scale, q_positions=positions, causal=False,
                                   window=place.window)

@@ -52,7 +52,8 @@ class CacheBytes:
         return self.full / (self.total - self.shared)
 
 
-def _nbytes(x: Any) -> int:
+def nbytes(x: Any) -> int:
+    """Of an array, or of the shape of one."""
     return int(np.prod(x.shape, dtype=np.int64)) * np.dtype(x.dtype).itemsize
 
 
@@ -72,9 +73,9 @@ def cache_bytes(cache: "Cache | Sequence[Any]", bases: Any = None) -> CacheBytes
     by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
     on_host = 0
     for _, array, info in walk(cache):
-        by_kind[info.kind] += _nbytes(array)
-        on_host += _nbytes(array) if isinstance(array, OnHost) else 0
-    shared = sum(_nbytes(x) for x in jax.tree.leaves(bases))
+        by_kind[info.kind] += nbytes(array)
+        on_host += nbytes(array) if isinstance(array, OnHost) else 0
+    shared = sum(nbytes(x) for x in jax.tree.leaves(bases))
     by_kind["bases"] += shared
     layout = cache[0].layout if isinstance(cache, Sequence) else cache.layout
     tokens = layout.batch * layout.capacity
