@@ -1,7 +1,8 @@
 """MiniCache: adjacent layers share the directions of their tokens (Liu et al., 2024, "MiniCache")."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,8 @@ class MiniCache(Codec):
     budget: int | None = None
     retain: str = "distant"
 
+    exact_at: ClassVar[Mapping[str, Any] | None] = {"keep": 1.0}
+    small: ClassVar[Mapping[str, Any]] = {"budget": 24, "start": 0}
     per_token: ClassVar[bool] = False
 
     def __post_init__(self):

@@ -1,6 +1,7 @@
 """xKV: one SVD for a group of layers (Chang et al., 2025, "Cross-Layer SVD for KV-Cache Compression")."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -108,6 +109,8 @@ class XKV(TokenCodec):
     recompress: int | None = None
     refit: bool = True
 
+    exact_at: ClassVar[Mapping[str, Any] | None] = {"rank": 1.0, "sinks": 4, "recent": 8}
+    small: ClassVar[Mapping[str, Any]] = {"sinks": 4, "recent": 8}
     latents: ClassVar[bool] = True
 
     def __post_init__(self):
