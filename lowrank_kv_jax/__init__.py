@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from lowrank_kv_jax.method import KVMethod, Layout, Part, Place, register
     from lowrank_kv_jax.method.accounting import CacheBytes, cache_bytes, full_cache_bytes
     from lowrank_kv_jax.method.cache import Cache, fork, insert_rows, take_rows, with_token_layout
+    from lowrank_kv_jax.method.describe import describe
+    from lowrank_kv_jax.method.held import Held, held_tokens, layer_bytes
     from lowrank_kv_jax.methods.compose import compose
     from lowrank_kv_jax.methods.parse import parse_method, spell_method
     from lowrank_kv_jax.models.load import LoadedModel, load_model
@@ -53,6 +55,8 @@ _HOME = {
     "method": ("KVMethod", "Layout", "Part", "Place", "register"),
     "method.accounting": ("CacheBytes", "cache_bytes", "full_cache_bytes"),
     "method.cache": ("Cache", "fork", "insert_rows", "take_rows", "with_token_layout"),
+    "method.describe": ("describe",),
+    "method.held": ("Held", "held_tokens", "layer_bytes"),
     "methods.compose": ("compose",),
     "methods.parse": ("parse_method", "spell_method"),
     "models.load": ("LoadedModel", "load_model"),
@@ -63,13 +67,14 @@ _HOME = {
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
-    "AttentionSpec", "AttnPartial", "Cache", "CacheBytes", "Calibrator", "Generation", "KVMethod", "LayerCache",
+    "AttentionSpec", "AttnPartial", "Cache", "CacheBytes", "Calibrator", "Generation", "Held", "KVMethod", "LayerCache",
     "LayerPlan", "Layout", "LoadedModel", "Part", "Place", "RopeSpec", "Sampler", "Taps", "__version__",
     "append_and_attend", "apply_rope", "attend_twice", "cache_bytes", "calibrate", "check_rotation", "collect_moments",
-    "compose", "decode_block", "decode_step", "extend", "fork", "full_cache_bytes", "generate", "ingest", "insert_rows",
-    "load_bases", "load_cache", "load_corpus", "load_model", "merge", "methods", "parse_method", "plan_layers",
-    "prefill", "prefill_layer", "prompt_twice", "refresh", "refresh_layer", "register", "rotary_taps", "save_bases",
-    "save_cache", "spell_method", "take_rows", "with_token_layout",
+    "compose", "decode_block", "decode_step", "describe", "extend", "fork", "full_cache_bytes", "generate",
+    "held_tokens", "ingest", "insert_rows", "layer_bytes", "load_bases", "load_cache", "load_corpus", "load_model",
+    "merge", "methods", "parse_method", "plan_layers", "prefill", "prefill_layer", "prompt_twice", "refresh",
+    "refresh_layer", "register", "rotary_taps", "save_bases", "save_cache", "spell_method", "take_rows",
+    "with_token_layout",
 ]
 
 

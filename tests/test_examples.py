@@ -9,13 +9,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import pytest
 from helpers import PLAIN, prompts
 from suites import Loaded
 
 import lowrank_kv_jax as lkv
+from lowrank_kv_jax.method import REGISTRY
 
 FOLDER = Path(__file__).parents[1] / "examples"
 
@@ -27,21 +27,43 @@ def tiny(monkeypatch):
     monkeypatch.setattr(lkv, "load_model", lambda source, dtype=None, mesh=None: Loaded(config))
 
 
-def test_the_notebook(monkeypatch, capsys):
-    matplotlib.use("Agg")
-    cells = json.loads((FOLDER / "how_much_rank.ipynb").read_text())["cells"]
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    names: dict = {}
-    for source, cell in zip(code, (cell for cell in cells if cell["cell_type"] == "code"), strict=True):
-        assert not cell["outputs"]
-        exec(source, names)
-        if cell["metadata"].get("tags") == ["parameters"]:
-            assert names["MODEL"] == "smollm2-135m"
-            names |= {"LENGTH": 192, "PREFIX": 128, "WINDOWS": 1, "RANKS": (0.5,)}
-    shown = capsys.readouterr().out
-    for spec in ("full", "static-pca-h:rank=0.5", "single-svd:rank=0.5"):
-        assert f"{spec:28} " in shown
-    assert "coefficients" in shown and "perplexity" in shown
+NOTEBOOKS = {  # by name: what is smaller in the tests, and what is shown
+    "how_much_rank": ({"LENGTH": 192, "PREFIX": 128, "WINDOWS": 1, "RANKS": (0.5,)},
+                      ("static-pca-h:rank=0.5 ", "single-svd:rank=0.5 ", "coefficients", "perplexity")),
+    "compare_methods": ({"LENGTH": 192, "PREFIX": 128, "SPECS": ("full", "kivi:bits=4", "adakv:keep=0.5,recent=8")},
+                        ("full ", "adakv:keep=0.5,recent=8 ", "x smaller", "Cache: adakv:")),
+    "add_a_method": ({"LENGTH": 192, "PREFIX": 128}, ("loud-values:keep=0.25,sinks=4+moments ", "Generation from a Cache: ")),
+    "your_own_model": ({"LAYERS": 2, "WIDTH": 32, "PROMPT": 64, "STEPS": 18, "METHODS": ("snapkv:keep=0.5",)},
+                       ("snapkv:keep=0.5 ", "LayerCache: snapkv:")),
+}
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebooks_run(name):
+    """Every one that there is, on the tiny model; what they show on the real one is stored in them."""
+    run_cells = runpy.run_path(str(FOLDER / "run_notebooks.py"))["run_cells"]
+    cells, (given, words) = cells_of(name), NOTEBOOKS[name]
+    known = dict(REGISTRY)
+    try:
+        shown = json.dumps(run_cells(cells, given), ensure_ascii=False)
+    finally:
+        REGISTRY.clear()
+        REGISTRY.update(known)
+    assert all(word in shown for word in words) and ("image/png" in shown) == (name != "add_a_method")
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    stored = json.dumps([cell["outputs"] for cell in code])
+    assert "error" not in [output["output_type"] for cell in code for output in cell["outputs"]] and len(stored) < 250_000
+    assert "smaller" in stored
+
+
+def test_all_notebooks_are_run():
+    assert {path.stem for path in FOLDER.glob("*.ipynb")} == set(NOTEBOOKS)
+    assert all('MODEL = "smollm2-135m"' in str(cells_of(name)) for name in NOTEBOOKS if name != "your_own_model")
+
+
+def cells_of(name):
+    return json.loads((FOLDER / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
 
 
 def test_the_evaluation(monkeypatch, capsys, tmp_path):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import full_configuration
+from helpers import exact_configuration
 
 from lowrank_kv_jax.calibration.calibrate import fit_bases, moments_for
 from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
@@ -56,7 +56,7 @@ def exact():
 @pytest.mark.parametrize("name", sorted(REGISTRY))
 def test_full_rank_and_budget_give_the_logits_and_greedy_tokens_of_the_full_cache(name):
     model, _, moments = setting()
-    method = full_configuration(REGISTRY[name], PROMPT + STEPS)
+    method = exact_configuration(REGISTRY[name])
     with jax.default_matmul_precision("highest"):
         bases = fit_bases(model, method, moments, "float32") if method.calibrated else None
         logits, _ = decode(method, bases, follow=exact()[1])

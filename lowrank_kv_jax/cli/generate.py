@@ -4,34 +4,23 @@ import argparse
 import sys
 import time
 
-from lowrank_kv_jax.files import read_text
-
 HELP = "generate text from a compressed cache"
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
     from lowrank_kv_jax.cli.options import add_model_options
-    from lowrank_kv_jax.storage.cache_dtype import CACHE_DTYPES, default_cache_dtype
+    from lowrank_kv_jax.cli.prompts import add_prompt_options
 
     parser = subparsers.add_parser("generate", help=HELP, description=HELP)
     add_model_options(parser)
     parser.add_argument("--method", default="full", metavar="SPEC", help="e.g. ojakv:rank=0.5 (%(default)s)")
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", nargs="+", help="several make a batch")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="UTF-8 text; - is standard input")
-    parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
+    add_prompt_options(parser, several=True)
     parser.add_argument("--max-new-tokens", type=int, default=128, help="(%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)")
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--bases", metavar="DIR",
-                        help="of `lowrank-kv calibrate`, for methods that need them")
-    parser.add_argument("--calibrate", nargs="+", metavar="TEXT",
-                        help="without --bases: what to fit them to; by default Python's language reference")
-    parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, default=default_cache_dtype(),
-                        help="(%(default)s)")
     parser.add_argument("--mesh", metavar="AXES",
                         help="lay weights and cache out over devices, e.g. data=2,model=3: prompts over data, kv heads "
                              "over model")
@@ -46,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: as `load_model`, `parse_method`, `load_bases` and `generate`.
     """
     from lowrank_kv_jax.cli.options import load_from
+    from lowrank_kv_jax.cli.prompts import bases_from, encode_texts, read_prompts
     from lowrank_kv_jax.generation.generate import PAD_TO, generate
     from lowrank_kv_jax.generation.sampling import Sampler
     from lowrank_kv_jax.method.accounting import cache_bytes
@@ -54,13 +44,11 @@ def run(args: argparse.Namespace) -> int:
 
     method = parse_method(args.method)
     Sampler(args.temperature, args.top_k, args.top_p)  # refuse bad values before the model is loaded
-    texts = _prompts(args)
+    texts = read_prompts(args)
     mesh = make_mesh(args.mesh) if args.mesh else None
     model = load_from(args, mesh)
-    if model.tokenizer is None:
-        raise ValueError(f"model {model.name!r} has no tokenizer")
-    ids = [_encode(model.tokenizer, text, args.chat) for text in texts]
-    bases = _bases(args, model, method)
+    ids = encode_texts(model, texts, args.chat)
+    bases = bases_from(args, model, method)
     width = -(-max(map(len, ids)) // PAD_TO) * PAD_TO  # no turn follows: the cache has room for the answer only
     capacity = min(width + args.max_new_tokens, model.config.context)
     stream = _Stream(model.tokenizer, model.config.eos_ids, silent=len(texts) > 1)
@@ -116,43 +104,3 @@ class _Stream:
         seconds = self._marks[-1][0] - self._marks[skipped - 1][0]
         note = "" if skipped == 2 else ", compilation included"
         return f"{first}, then {tokens / seconds:.1f} tokens/s{note}"
-
-
-def _prompts(args: argparse.Namespace) -> list[str]:
-    if args.prompt is not None:
-        texts = args.prompt
-    elif args.prompt_file == "-":
-        try:
-            texts = [sys.stdin.read()]
-        except UnicodeDecodeError as error:
-            raise ValueError(f"standard input is not UTF-8 text ({error.reason} at byte {error.start})") from error
-    else:
-        texts = [read_text(args.prompt_file)]
-    if not all(texts):
-        raise ValueError("the prompt is empty: give at least one token")
-    return texts
-
-
-def _encode(tokenizer, text: str, chat: bool) -> list[int]:
-    if not chat:
-        return list(tokenizer.encode(text))
-    if not tokenizer.chat_template:
-        raise ValueError("--chat: this model's tokenizer has no chat template")
-    turns = [{"role": "user", "content": text}]
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer.encode(text, add_special_tokens=False))
-
-
-def _bases(args: argparse.Namespace, model, method):
-    if args.bases:
-        from lowrank_kv_jax.saving.saved_bases import load_bases
-
-        return load_bases(args.bases, model, method)
-    if not method.calibrated:
-        return None
-    from lowrank_kv_jax.calibration.corpus import load_corpus
-    from lowrank_kv_jax.evals.asking.methods import bases_of
-
-    print(f"[{args.method} needs bases: calibrating now; `lowrank-kv calibrate` does it once for all]",
-          file=sys.stderr)
-    return bases_of(model, {args.method: method}, load_corpus(args.calibrate), progress=True)[args.method]

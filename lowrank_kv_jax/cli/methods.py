@@ -1,9 +1,11 @@
 """`lowrank-kv methods`: every registered method with its fields and defaults."""
 
 import argparse
-import dataclasses
+import textwrap
+from typing import Any
 
 HELP = "list the methods, their fields and defaults"
+WIDTH = 106
 COMPOSITIONS = """compositions
     Spelled codec+selection+summary: how tokens are stored, which stay, what stands for the rest. The summary is
     moments[:order=0|1|gaussian]; codec and summary may be left out.
@@ -13,7 +15,8 @@ COMPOSITIONS = """compositions
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
     parser = subparsers.add_parser("methods", help=HELP, description=HELP)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="only these, with their whole documentation")
+    parser.add_argument("names", nargs="*", metavar="NAME",
+                        help="only these, with their whole documentation; of a composition (codec+selection) each part")
     parser.set_defaults(run=run)
     return parser
 
@@ -29,30 +32,40 @@ def run(args: argparse.Namespace) -> int:
 
     if args.names:
         for name in args.names:
-            print(describe(type(parse_method(name)), whole=True), end="\n\n")
+            method = parse_method(name)
+            for part in getattr(method, "parts", (method,)):
+                print(describe_whole(type(part)), end="\n\n")
         return 0
     print("\n\n".join(describe(REGISTRY[name]) for name in sorted(REGISTRY)), COMPOSITIONS, sep="\n\n")
     return 0
 
 
-def describe(cls, whole: bool = False) -> str:
-    """Name, first line (or all) of the documentation, fields with defaults."""
-    import inspect
-    import textwrap
+def describe(cls: type) -> str:
+    """Name, first line of the documentation, fields with defaults."""
+    from lowrank_kv_jax.methods.fields import fields_of, without_fields
 
-    text = inspect.getdoc(cls) or ""
-    if not whole:
-        text = " ".join(text.split("\n\n")[0].split())
-    needs = "needs calibrated bases; " if cls.calibrated else ""
-    fields = ", ".join(f"{f.name}={_value(f.default)}" for f in dataclasses.fields(cls)) or "no fields"
-    body = text if whole else textwrap.fill(text, 106)
-    lines = [body, textwrap.fill(needs + fields, 106)]
-    if cls.presets:
-        lines.append(textwrap.fill("presets: " + ", ".join(cls.presets), 106, break_on_hyphens=False))
+    text = " ".join(without_fields(cls).split("\n\n")[0].split())
+    needs = "needs calibrated bases; " if getattr(cls, "calibrated", False) else ""
+    fields = ", ".join(f"{field.name}={field.default}" for field in fields_of(cls)) or "no fields"
+    return _block(cls, [textwrap.fill(text, WIDTH), textwrap.fill(needs + fields, WIDTH)])
+
+
+def describe_whole(cls: type) -> str:
+    """Name, documentation, and each field, inherited ones too, with its default, its types and what is allowed."""
+    from lowrank_kv_jax.methods.fields import fields_of, without_fields
+
+    lines = [without_fields(cls), ""]
+    if getattr(cls, "calibrated", False):
+        lines.append("needs calibrated bases")
+    for field in fields_of(cls):
+        text = f"{field.name}={field.default} ({field.kinds}): {field.text}"
+        lines.append(textwrap.fill(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False))
+    return _block(cls, lines)
+
+
+def _block(cls: Any, lines: list[str]) -> str:
+    if getattr(cls, "presets", None):
+        lines.append(textwrap.fill("presets: " + ", ".join(cls.presets), WIDTH, break_on_hyphens=False))
     if cls.stage:
         lines.append(f"{cls.stage} of compositions")
     return f"{cls.name}\n" + textwrap.indent("\n".join(lines), "    ")
-
-
-def _value(value) -> str:
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

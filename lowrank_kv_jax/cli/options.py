@@ -67,8 +67,8 @@ def append_records(args: argparse.Namespace, command: str, rows: Iterable[Mappin
             append_record(args.json, make_record(command, **{**common, **values}))
 
 
-def check_plot(path: str | os.PathLike) -> None:
-    """Refuse what no figure can be saved to.
+def check_plot(path: str | os.PathLike, option: str = "--plot") -> None:
+    """Refuse what no figure can be saved to, in the words of `option`.
 
     Raises:
         ValueError: not one of `PLOT_SUFFIXES`; OSError: the file cannot be written.
@@ -77,7 +77,7 @@ def check_plot(path: str | os.PathLike) -> None:
 
     suffix = Path(path).suffix
     if suffix.lower() not in PLOT_SUFFIXES:
-        raise ValueError(f"--plot {os.fspath(path)}: no figure has the suffix {suffix!r}, allowed are "
+        raise ValueError(f"{option} {os.fspath(path)}: no figure has the suffix {suffix!r}, allowed are "
                          f"{' '.join(PLOT_SUFFIXES)}")
     check_writable(Path(path).absolute())  # matplotlib takes ~ as it is
 

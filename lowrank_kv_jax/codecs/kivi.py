@@ -51,6 +51,8 @@ class KIVI(TokenCodec):
     sinks: int = 0
     recent: int | None = None
 
+    exact_at: ClassVar[Mapping[str, Any] | None] = {"bits": None, "sinks": 4, "recent": 8}
+    small: ClassVar[Mapping[str, Any]] = {"sinks": 4, "recent": 8}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "int8": {"bits": 8, "keys": "per_token", "group": None, "recent": 0}
     }

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -48,6 +49,8 @@ class LowRankFields(Codec):
     order: str = "reduced"
     bits: int | None = None
 
+    exact_at: ClassVar[Mapping[str, Any] | None] = {"rank": 1.0, "sinks": 4, "recent": 8}
+    small: ClassVar[Mapping[str, Any]] = {"sinks": 4, "recent": 8}
     rebuilds: ClassVar[bool] = True
 
     def __post_init__(self):

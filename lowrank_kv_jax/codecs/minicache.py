@@ -1,7 +1,8 @@
 """MiniCache: adjacent layers share the directions of their tokens (Liu et al., 2024, "MiniCache")."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -37,13 +38,13 @@ class MergedStore:
 
     Attributes:
         retained: of each layer, the prompt's tokens that were not merged.
-        counts: int32 `[B]`, retained tokens of each row.
+        length: int32 `[B]`, retained tokens of each row.
         positions: of the retained tokens.
         merged: all other tokens of the prompt.
     """
 
     retained: tuple[Retained, Retained]
-    counts: jax.Array = leaf("batch", kind="indices")
+    length: jax.Array = leaf("batch", kind="indices")
     positions: Listed
     merged: Merged
 
@@ -77,6 +78,8 @@ class MiniCache(Codec):
     budget: int | None = None
     retain: str = "distant"
 
+    exact_at: ClassVar[Mapping[str, Any] | None] = {"keep": 1.0}
+    small: ClassVar[Mapping[str, Any]] = {"budget": 24, "start": 0}
     per_token: ClassVar[bool] = False
 
     def __post_init__(self):
@@ -176,7 +179,7 @@ class MiniCache(Codec):
 
     def attend(self, layout, bases, store, q, positions, place):
         held = store.retained[place.index]
-        retained = CachedTokens(held.k, held.v, store.counts, store.positions)
+        retained = CachedTokens(held.k, held.v, store.length, store.positions)
         return merge([
             coefficient_attention(q, tokens, **layout.spec.logits, q_positions=positions, causal=False,
                                   window=place.window)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -79,6 +80,8 @@ class OnlineSubspaceProjection(Subspace):
     rotary: bool = False
     basis_dtype: str | None = None
 
+    exact_at: ClassVar[Mapping[str, Any] | None] = {"rank": 1.0, "sinks": 4, "recent": 8, "chunk_length": 32}
+    small: ClassVar[Mapping[str, Any]] = {"sinks": 4, "recent": 8, "chunk_length": 32}
     per_token: ClassVar[bool] = False
 
     def __post_init__(self):

@@ -108,6 +108,8 @@ class ShadowKV(Codec):
     recent: int = 32
     values: str = "device"
 
+    exact_at: ClassVar[Mapping[str, Any] | None] = {"rank": 1.0, "keep": 1.0, "sinks": 4, "recent": 8}
+    small: ClassVar[Mapping[str, Any]] = {"budget": 24, "keep": None, "sinks": 4, "recent": 8, "outliers": 1}
     per_token: ClassVar[bool] = False
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {"rank": 160, "budget": 2048, "keep": None, "outliers": 48, "sinks": 0}

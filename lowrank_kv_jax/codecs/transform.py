@@ -89,6 +89,8 @@ class Transform(TokenCodec):
     smaller: float | None = None
     profiles: int = 8
 
+    exact_at: ClassVar[Mapping[str, Any] | None] = {"bits": None, "sinks": 4, "recent": 8}
+    small: ClassVar[Mapping[str, Any]] = {"sinks": 4, "recent": 8}
     calibrated: ClassVar[bool] = True
     bases_type: ClassVar[type | None] = TransformBases
     without: ClassVar[Mapping[str, str]] = {"sensitivity": "metric=attention", "sampled": "sampled=False"}

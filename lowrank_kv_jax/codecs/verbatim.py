@@ -1,7 +1,8 @@
 """Tokens as they are: the uncompressed cache, and how a selection stores what it keeps by default."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -27,6 +28,7 @@ class Verbatim:
 class Full(TokenCodec):
     """Exact keys and values of every token."""
 
+    exact_at: ClassVar[Mapping[str, Any] | None] = {}
     latents: ClassVar[bool] = True
     implied: ClassVar[bool] = True
 

@@ -1,6 +1,7 @@
 """xKV: one SVD for a group of layers (Chang et al., 2025, "Cross-Layer SVD for KV-Cache Compression")."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -84,8 +85,9 @@ class XKV(TokenCodec):
         basis_dtype: "bfloat16", "float16", "float32", "int8" or "float8_e4m3fn" (the last two with a scale
             for each column); None is the cache's dtype.
         rebuild: of the coded tokens, those that each step rebuilds and attends to: a number, or a fraction (1.0
-            is exact). They are chosen in blocks of `rebuild_block`, by the queries and the blocks' mean keys, which
-            are kept; None rebuilds all.
+            is exact). They are chosen in blocks, by the queries and the blocks' mean keys, which are kept; None
+            rebuilds all.
+        rebuild_block: tokens of such a block.
         recompress: appended tokens stay exact until so many have come, and are then coded; None, as in the
             paper's experiments: they stay exact for good.
         refit: whether the basis is fitted anew to all tokens when that happens (stored coefficients are
@@ -108,6 +110,8 @@ class XKV(TokenCodec):
     recompress: int | None = None
     refit: bool = True
 
+    exact_at: ClassVar[Mapping[str, Any] | None] = {"rank": 1.0, "sinks": 4, "recent": 8}
+    small: ClassVar[Mapping[str, Any]] = {"sinks": 4, "recent": 8}
     latents: ClassVar[bool] = True
 
     def __post_init__(self):

@@ -13,6 +13,7 @@ from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, decode_step, extend
 from lowrank_kv_jax.generation.sampling import Sampler, sample
 from lowrank_kv_jax.method import Fault, Part
 from lowrank_kv_jax.method.cache import Cache, fork
+from lowrank_kv_jax.method.describe import as_html, as_text
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.parse import as_method
 from lowrank_kv_jax.models.config import ModelConfig
@@ -38,6 +39,8 @@ class Generation:
     texts: list[str] | None
     cache: Cache
     last: jax.Array
+
+    __repr__, _repr_html_ = as_text, as_html
 
 
 class Progress(NamedTuple):

@@ -24,6 +24,7 @@ from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
 from lowrank_kv_jax.generation.groups import compress_group, refresh_group, step_group
 from lowrank_kv_jax.method import Layout, Part, Place
 from lowrank_kv_jax.method.cache import check_method
+from lowrank_kv_jax.method.describe import as_html, as_text
 from lowrank_kv_jax.method.filling import checked_lengths, guard, next_block, refreshed, with_block
 from lowrank_kv_jax.method.group import GroupState
 from lowrank_kv_jax.method.layout import DEFAULT_BLOCK, layout_of
@@ -73,6 +74,8 @@ class LayerCache:
     method: Part = static()
     layout: Layout = static()
     turn: int = static(default=0)
+
+    __repr__, _repr_html_ = as_text, as_html
 
     def positions(self, tokens: int = 1) -> jax.Array:
         """Of the next tokens, int32 `[B, T]`: what they must be rotated by."""

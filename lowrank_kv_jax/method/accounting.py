@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,9 +10,6 @@ import numpy as np
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.storage.on_host import OnHost
 from lowrank_kv_jax.storage.state import KINDS, walk
-
-if TYPE_CHECKING:
-    from lowrank_kv_jax.method.cache import Cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +49,8 @@ class CacheBytes:
         return self.full / (self.total - self.shared)
 
 
-def _nbytes(x: Any) -> int:
+def nbytes(x: Any) -> int:
+    """Of an array, or of the shape of one."""
     return int(np.prod(x.shape, dtype=np.int64)) * np.dtype(x.dtype).itemsize
 
 
@@ -61,20 +59,20 @@ def full_cache_bytes(spec: AttentionSpec, tokens: int) -> int:
     return 2 * spec.num_layers * spec.cached_channels * tokens
 
 
-def cache_bytes(cache: "Cache | Sequence[Any]", bases: Any = None) -> CacheBytes:
+def cache_bytes(cache: Any, bases: Any = None) -> CacheBytes:
     """Account for every leaf of `cache` (arrays, or their shapes from `jax.eval_shape`) and of `bases`.
 
     Buffers count in full, the slots still free included: they are what the device has to hold.
 
     Args:
-        cache: of a whole model; or the `LayerCache` of each of its layers, not stacked.
+        cache: a `Cache`, or the `LayerCache` of each layer of a model, not stacked.
     """
     by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
     on_host = 0
     for _, array, info in walk(cache):
-        by_kind[info.kind] += _nbytes(array)
-        on_host += _nbytes(array) if isinstance(array, OnHost) else 0
-    shared = sum(_nbytes(x) for x in jax.tree.leaves(bases))
+        by_kind[info.kind] += nbytes(array)
+        on_host += nbytes(array) if isinstance(array, OnHost) else 0
+    shared = sum(nbytes(x) for x in jax.tree.leaves(bases))
     by_kind["bases"] += shared
     layout = cache[0].layout if isinstance(cache, Sequence) else cache.layout
     tokens = layout.batch * layout.capacity

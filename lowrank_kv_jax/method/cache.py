@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.method import Layout, Part
+from lowrank_kv_jax.method.describe import as_html, as_text
 from lowrank_kv_jax.storage.lanes import TOKEN_LAYOUTS, lay_out
 from lowrank_kv_jax.storage.state import leaf, map_leaves, state, static
 
@@ -34,6 +35,8 @@ class Cache:
     pending: jax.Array = leaf(kind="indices")
     method: Part = static()
     layout: Layout = static()
+
+    __repr__, _repr_html_ = as_text, as_html
 
 
 _Cache = TypeVar("_Cache", bound=Any)

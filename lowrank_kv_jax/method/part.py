@@ -53,6 +53,13 @@ class Part(abc.ABC):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named settings, say of a paper: field values that `name:preset` stands for."""
 
+    exact_at: ClassVar[Mapping[str, Any] | None] = None
+    """Field values at which it is exact attention, its exact ends so short that a hundred tokens are mostly its own; None
+    where it never is. The contract (`lowrank_kv_jax.testing`) is asked there."""
+
+    small: ClassVar[Mapping[str, Any]] = {}
+    """Field values with which its defaults compress prompts of a hundred tokens; the contract is asked there, too."""
+
     bases_type: ClassVar[type | None] = None
     """The NamedTuple of arrays, or the `@state` class of numbers, that holds the bases of one group, where `fit` returns
     any; what is saved on disk."""

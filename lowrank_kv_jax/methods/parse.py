@@ -7,7 +7,7 @@ import typing
 from typing import Any
 
 from lowrank_kv_jax.method import Part
-from lowrank_kv_jax.method.machine import Machine
+from lowrank_kv_jax.method.spell import spell_method as spell_method
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.methods.compose import compose
 from lowrank_kv_jax.summaries.component import SUMMARIES
@@ -87,18 +87,6 @@ def _configure(cls: Any, name: str, rest: str, text: str) -> Any:
     if any(field in values for field in BUDGETS):
         preset |= {field: None for field in BUDGETS if field in fields}
     return cls(**{**preset, **values})
-
-
-def spell_method(method: Part) -> str:
-    """A spec that parses to `method`."""
-    if isinstance(method, Machine):
-        return "+".join(spell_method(part) for part in method.parts)
-    given = []
-    for field in dataclasses.fields(method):
-        value = getattr(method, field.name)
-        if value != field.default or type(value) is not type(field.default):
-            given.append(f"{field.name}={str(value).lower() if value is None or isinstance(value, bool) else value}")
-    return method.name + (":" + ",".join(given) if given else "")
 
 
 def _nearest(word: str, known) -> str:

@@ -1,7 +1,8 @@
 """What the selections share that choose by scores: budgets and exact ends."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from lowrank_kv_jax.method.layout import Layout
 from lowrank_kv_jax.method.selection import Selection
@@ -31,6 +32,9 @@ class Budgeted(Selection):
     recent: int | None = 32
     decoding: str = "evict"
     positions: str = "original"
+
+    exact_at: ClassVar[Mapping[str, Any] | None] = {"keep": 1.0, "sinks": 4, "recent": 8}
+    small: ClassVar[Mapping[str, Any]] = {"budget": 24, "sinks": 4, "recent": 8}
 
     # where selections have these as fields, they stand behind the ones above
     decay: ClassVar[float] = 1.0

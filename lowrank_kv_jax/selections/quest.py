@@ -1,6 +1,8 @@
 """Quest: pages whose keys could match a query (Tang et al., 2024, "Query-Aware Sparsity")."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +46,9 @@ class Quest(Reading):
     sinks: int = 4
     recent: int = 32
     dense_layers: int = 2
+
+    exact_at: ClassVar[Mapping[str, Any] | None] = {"keep": 1.0, "sinks": 4, "recent": 8}
+    small: ClassVar[Mapping[str, Any]] = {"budget": 24, "keep": None, "sinks": 4, "recent": 8, "dense_layers": 0}
 
     def __post_init__(self):
         super().__post_init__()

@@ -1,7 +1,8 @@
 """Sinks and recent tokens alone: StreamingLLM and the sliding window."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -25,6 +26,8 @@ class RecentOnly(Selection):
     budget: int | None = None
     keep: float | None = None
 
+    exact_at: ClassVar[Mapping[str, Any] | None] = {"keep": 1.0}
+    small: ClassVar[Mapping[str, Any]] = {"budget": 24}
     keeps_none: ClassVar[bool] = True
 
     def __post_init__(self):

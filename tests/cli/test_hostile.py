@@ -88,6 +88,12 @@ COMMANDS = (  # arguments, where {d} is a directory with the files of `place`, a
     ("generate --prompt-file /dev/zero", "/dev/zero: is a character device"),
     ("generate --prompt-file {d}", "Is a directory"),
     ("generate --prompt-file {d}/latin.txt", "is not UTF-8 text"),
+    ("inspect --prompt x --out {d}/x.exe", "--out {d}/x.exe: no figure has the suffix '.exe'"),
+    ("inspect --prompt x --json /dev/full --out {d}/x.png", "/dev/full: is a character device"),
+    ("inspect --prompt x --method nothing", "unknown method 'nothing'"),
+    ("inspect --prompt x --out {d}/none/x.png", "No such file"),
+    ("inspect --prompt-file {d}/empty.txt --out {d}/x.png", "the prompt is empty"),
+    ("inspect --method full", "--prompt --prompt-file is required"),
     ("report /dev/zero", "/dev/zero: is a character device"),
     ("report {d}/none.jsonl", "No such file"),
     ("report {d}", "Is a directory"),
@@ -122,7 +128,7 @@ def test_commands(line, words, place, capsys, monkeypatch):
     shown = capsys.readouterr()
     told = [text for text in shown.err.splitlines() if not text.startswith("lowrank-kv: warning: ")]
     assert shown.out == "" and len(told) == 1 and told[0].startswith("lowrank-kv: error: ")
-    assert words in told[0]
+    assert words.format(d=place) in told[0]
     assert sorted(path.name for path in place.iterdir()) == before
 
 

@@ -70,7 +70,7 @@ def test_which_tokens_are_retained(retain, index):
     second = first._replace(k=first.k + far * noise.k, v=first.v + far * noise.v)
     state = compressed(methods.MiniCache(budget=2, retain=retain), first, second, [64, 40])
     np.testing.assert_array_equal(state.store.positions.position, [index, index])
-    np.testing.assert_array_equal(state.store.counts, [2, 2])
+    np.testing.assert_array_equal(state.store.length, [2, 2])
     np.testing.assert_array_equal(state.store.merged.length, [62, 38])
     np.testing.assert_allclose(state.store.retained[1].k[0, :, 0], second.k[0, index[0]], atol=1e-6)
     rest = [i for i in range(64) if i not in index]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PLAIN, bases_for, full_configuration, softmax_attention
+from helpers import PLAIN, bases_for, exact_configuration, softmax_attention
 
 import lowrank_kv_jax as lkv
 from lowrank_kv_jax.attention.rope import half_split_channels
@@ -68,7 +68,7 @@ EXACT = ["full", "ojakv", "palu", "osp", "h2o", "snapkv", "momentkv", "quest", "
 
 
 def plans_for(name, spec=SPEC, **changes):
-    method = dataclasses.replace(full_configuration(REGISTRY[name]), **changes)
+    method = dataclasses.replace(exact_configuration(REGISTRY[name]), **changes)
     return lkv.plan_layers(method, spec, bases=bases_for(method) if method.calibrated else None, **SIZES)
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, full_configuration, small_configuration, softmax_attention
+from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, exact_configuration, small_configuration, softmax_attention
 
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.attention.spec import Taps
@@ -71,7 +71,7 @@ class Case(NamedTuple):
 @functools.cache
 def case(name: str, full: bool) -> Case:
     """The method at full rank and budget, or compressing."""
-    part = (full_configuration if full else small_configuration)(REGISTRY[name])
+    part = (exact_configuration if full else small_configuration)(REGISTRY[name])
     machine, layout = machine_of(part), make_layout(PLAIN, ROWS, PROMPT, CAPACITY, BLOCK, jnp.float32)
     groups = machine.layer_groups(SPEC)
     which = max(range(len(groups)), key=lambda i: (len(groups[i]), i))

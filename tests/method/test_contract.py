@@ -1,13 +1,12 @@
 """What every registered method promises of whole models: of a few by default, of all under `-m slow`.
 
-Each promise is tested in a configuration that `helpers` builds from the fields of the method:
-`full_configuration` (full rank, full budget) or `small_configuration` (its default compression, shrunken to
-short prompts).
+Each promise is tested in a configuration that the method declares: where it is exact (`Part.exact_at`: full rank, full
+budget), or its default compression of short prompts (`Part.small`). What a method of one's own is asked too is
+`lowrank_kv_jax.testing`; here is what needs other models, or measures programs.
 """
 
 import dataclasses
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from helpers import (
     QWEN,
     WINDOWED,
     bases_for,
-    full_configuration,
+    exact_configuration,
     methods,
     model,
     prompts,
@@ -43,15 +42,19 @@ from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.accounting import cache_bytes, full_cache_bytes
 from lowrank_kv_jax.methods import REGISTRY, machine_of
 from lowrank_kv_jax.methods.parse import parse_method
-from lowrank_kv_jax.saving.saved_cache import abstract_cache, load_cache, save_cache
 from lowrank_kv_jax.storage.state import walk
+from lowrank_kv_jax.testing.promises import (
+    PROMISES,
+    TOLERANCE,
+    assert_exact,
+    equals_full_attention,
+    full_logits,
+    text,
+)
 
-STEPS = 41
 SMALL = dataclasses.replace(PLAIN, num_layers=2, windows=(None, None), context=1 << 14)  # one layer's programs serve both
-SAVED = types.SimpleNamespace(name="tiny", config=SMALL, fingerprint="f" * 64)  # the model that saved caches name
 every_method = pytest.mark.parametrize("name", list(methods(slow=False)))
 on_a_model = pytest.mark.parametrize("name", list(methods()))
-TOLERANCE = 1e-4  # of float32 logits of order 1, at full rank and budget
 
 # the fields that low-rank methods share, in the combinations that the defaults leave out
 VARIANTS = [
@@ -69,36 +72,30 @@ VARIANTS = [
 
 
 @functools.cache
-def exact_logits(config, width=1):
-    """Logits of the uncompressed cache, prompt and STEPS tokens."""
-    return run(REGISTRY["full"](), config, tokens_of(config), PROMPT, width=width)[1]
-
-
-def tokens_of(config, seed=0):
-    return prompts(length=PROMPT + STEPS - 1 + BLOCK, seed=seed, vocab=config.vocab_size)[:, : PROMPT + 40]
-
-
-@functools.cache
 def small_run(name, seed=0):
-    return run(small_configuration(REGISTRY[name]), SMALL, tokens_of(SMALL, seed), PROMPT)
+    return run(small_configuration(REGISTRY[name]), SMALL, text(SMALL, seed), PROMPT)
 
 
-def assert_equals_exact(logits, exact):
-    np.testing.assert_allclose(logits, exact, atol=TOLERANCE, rtol=0)
-    np.testing.assert_array_equal(logits.argmax(-1), exact.argmax(-1))  # the same greedy tokens
+# ---- the promises of `lowrank_kv_jax.testing` -------------------------------------------------------
+
+
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+@on_a_model
+def test_the_contract(promise, name):
+    promise(small_configuration(REGISTRY[name]), SMALL)
 
 
 # ---- exactness -------------------------------------------------------------------------------------
 
 
 def test_the_uncompressed_cache_equals_prefill_of_everything():
-    tokens, exact = tokens_of(WINDOWED), exact_logits(WINDOWED)
+    tokens, exact = text(WINDOWED), full_logits(WINDOWED)
     for n in (0, 1, 15, 16, 17, 40):
         lengths = jnp.full((2,), PROMPT + n, jnp.int32)
         _, logits = prefill(
             REGISTRY["full"](), WINDOWED, model(WINDOWED).params, tokens, lengths, dtype=jnp.float32
         )
-        assert_equals_exact(exact[:, n], logits)
+        assert_exact(exact[:, n], logits)
 
 
 @on_a_model
@@ -109,19 +106,17 @@ def test_the_uncompressed_cache_equals_prefill_of_everything():
 )
 def test_full_rank_and_budget_reproduce_exact_attention(name, config, width):
     """Prefill, then 40 tokens one by one or several at once, with refreshes between them."""
-    _, logits = run(full_configuration(REGISTRY[name]), config, tokens_of(config), PROMPT, width=width)
-    assert_equals_exact(logits, exact_logits(config, width))
+    equals_full_attention(exact_configuration(REGISTRY[name]), config, width)
 
 
 @pytest.mark.parametrize("spec", VARIANTS)
 def test_full_rank_is_exact_in_every_variant(spec):
-    _, logits = run(parse_method(spec), WINDOWED, tokens_of(WINDOWED), PROMPT, width=8)
-    assert_equals_exact(logits, exact_logits(WINDOWED, 8))
+    equals_full_attention(parse_method(spec), WINDOWED)
 
 
 def short_logits(method, config, width, prompt=PROMPT, capacity=CAPACITY):
     """Of prompts of one token, and of fewer than sinks and recent tokens together."""
-    tokens, lengths = tokens_of(config)[:, : prompt + 32], jnp.array([1, 6], jnp.int32)
+    tokens, lengths = text(config)[:, : prompt + 32], jnp.array([1, 6], jnp.int32)
     return run(method, config, tokens, prompt, lengths=lengths, capacity=capacity, width=width)[1]
 
 
@@ -132,8 +127,8 @@ exact_short_logits = functools.cache(functools.partial(short_logits, REGISTRY["f
 @on_a_model
 def test_prompts_shorter_than_the_exact_tokens(name):
     """Parts stay empty for a while: no NaN, and still exact at full rank."""
-    logits = short_logits(full_configuration(REGISTRY[name]), WINDOWED, 8)
-    assert_equals_exact(logits, exact_short_logits(WINDOWED, 8))
+    logits = short_logits(exact_configuration(REGISTRY[name]), WINDOWED, 8)
+    assert_exact(logits, exact_short_logits(WINDOWED, 8))
     assert np.isfinite(short_logits(small_configuration(REGISTRY[name]), SMALL, 1)).all()
 
 
@@ -141,8 +136,8 @@ def test_prompts_shorter_than_the_exact_tokens(name):
 @on_a_model
 def test_no_room_for_tokens_between_the_exact_ends(name):
     """A cache made for prompts that sinks and recent tokens fill."""
-    logits = short_logits(full_configuration(REGISTRY[name], 64), SMALL, 4, 10, 64)
-    assert_equals_exact(logits, exact_short_logits(SMALL, 4, 10, 64))
+    logits = short_logits(exact_configuration(REGISTRY[name]), SMALL, 4, 10, 64)
+    assert_exact(logits, exact_short_logits(SMALL, 4, 10, 64))
 
 
 # ---- compression -----------------------------------------------------------------------------------
@@ -153,27 +148,15 @@ def test_compression_is_finite_smaller_and_shows(name):
     cache, logits = small_run(name)
     assert np.isfinite(logits).all()
     method = cache.method
-    if method == full_configuration(REGISTRY[name]):
+    if method == exact_configuration(REGISTRY[name]):
         return  # nothing to configure: it does not compress
-    exact = exact_logits(SMALL)
+    exact = full_logits(SMALL)
     np.testing.assert_allclose(logits[:, 0], exact[:, 0], atol=TOLERANCE)  # prefill attends exactly
     assert np.abs(logits[:, 1:] - exact[:, 1:]).max() > 100 * TOLERANCE  # so that the tests above can fail
     if machine_of(method).standing_reading is not None:
         return  # it reads less of what it keeps
     spent = cache_bytes(cache, bases_for(method, SMALL))
     assert spent.total < 2 * full_cache_bytes(SMALL.attention, 2 * CAPACITY)  # float32: twice 16 bit
-
-
-@on_a_model
-def test_every_leaf_is_declared_and_counted(name):
-    cache, _ = small_run(name)
-    leaves = list(walk(cache))
-    assert len(leaves) == len(jax.tree.leaves(cache))
-    for path, array, info in leaves:
-        assert len(info.axes) == array.ndim, path
-        if "batch" in info.axes:
-            assert array.shape[info.axes.index("batch")] == cache.layout.batch, path
-    assert cache_bytes(cache).total == sum(x.nbytes for x in jax.tree.leaves(cache))
 
 
 @on_a_model
@@ -193,7 +176,7 @@ def test_init_has_the_shapes_of_every_later_state(name):
 def test_a_method_carries_nothing_from_one_prompt_to_the_next(name):
     _, first = small_run(name)
     _, other = small_run(name, seed=1)
-    _, again = run(small_configuration(REGISTRY[name]), SMALL, tokens_of(SMALL), PROMPT)
+    _, again = run(small_configuration(REGISTRY[name]), SMALL, text(SMALL), PROMPT)
     np.testing.assert_array_equal(first, again)
     assert np.abs(first - other).max() > 0.1
 
@@ -201,7 +184,7 @@ def test_a_method_carries_nothing_from_one_prompt_to_the_next(name):
 @pytest.mark.slow
 @on_a_model
 def test_a_row_of_a_ragged_batch_is_the_row_alone(name):
-    method, tokens, length = small_configuration(REGISTRY[name]), tokens_of(SMALL), 61
+    method, tokens, length = small_configuration(REGISTRY[name]), text(SMALL), 61
     _, together = run(method, SMALL, tokens, PROMPT, lengths=jnp.array([PROMPT, length], jnp.int32))
     np.testing.assert_allclose(together[0], small_run(name)[1][0], atol=2e-4)
     alone = jnp.concatenate([tokens[1:, :length], tokens[1:, PROMPT:]], axis=1)
@@ -211,7 +194,7 @@ def test_a_row_of_a_ragged_batch_is_the_row_alone(name):
 
 @on_a_model
 def test_bfloat16_is_the_default_and_stays_close(name):
-    method, tokens = full_configuration(REGISTRY[name]), tokens_of(SMALL)[:, : PROMPT + 1]
+    method, tokens = exact_configuration(REGISTRY[name]), text(SMALL)[:, : PROMPT + 1]
     cache, logits = run(method, SMALL, tokens, PROMPT, dtype=None)
     assert cache.layout.dtype == "bfloat16"
     wide = [
@@ -220,7 +203,7 @@ def test_bfloat16_is_the_default_and_stays_close(name):
         if info.kind in ("exact", "coefficients") and x.dtype != jnp.bfloat16
     ]
     assert not wide
-    np.testing.assert_allclose(logits, exact_logits(SMALL)[:, :2], atol=0.2)
+    np.testing.assert_allclose(logits, full_logits(SMALL)[:, :2], atol=0.2)
 
 
 # ---- limits ----------------------------------------------------------------------------------------
@@ -229,7 +212,7 @@ def test_bfloat16_is_the_default_and_stays_close(name):
 @on_a_model
 def test_going_beyond_the_block_or_the_capacity_is_loud(name):
     """Inside of jit nothing can be raised: logits turn NaN and stay so."""
-    method, tokens = small_configuration(REGISTRY[name]), tokens_of(SMALL)
+    method, tokens = small_configuration(REGISTRY[name]), text(SMALL)
     params, bases = model(SMALL).params, bases_for(method, SMALL)
     step = functools.partial(extend, method, SMALL, params, tokens=tokens[:, :1], bases=bases)
     cache, _ = prefill(
@@ -285,13 +268,13 @@ exact_short_row = functools.cache(functools.partial(short_row_to_its_limit, REGI
 @on_a_model
 def test_a_short_row_has_the_room_that_its_padding_left(name):
     """Up to `limit`, which is the capacity unless only tokens of a prompt can take some of the slots."""
-    method = full_configuration(REGISTRY[name])
+    method = exact_configuration(REGISTRY[name])
     logits, behind = short_row_to_its_limit(method, WINDOWED, PROMPT)
     room, machine, bases = len(logits) + 2, machine_of(method), bases_for(method, WINDOWED)
     layout = make_layout(WINDOWED, 2, PROMPT, CAPACITY, BLOCK)
     ends = [machine.ends_of(layout, group) for group in machine.group_bases(WINDOWED.attention, bases)]
     assert room == CAPACITY if all(one.flushes or one.everything(layout) for one in ends) else CAPACITY - PROMPT + 3 <= room < CAPACITY
-    assert_equals_exact(logits, exact_short_row()[0][: len(logits)])
+    assert_exact(logits, exact_short_row()[0][: len(logits)])
     assert np.isnan(behind).all()
 
 
@@ -305,24 +288,10 @@ def test_compression_of_a_short_row_does_not_see_its_padding(name):
 
 
 @on_a_model
-@pytest.mark.parametrize("compress", [False, True])
-def test_a_restored_cache_is_the_saved_one(name, compress, tmp_path):
-    cache, _ = small_run(name)
-    bases = bases_for(cache.method, SMALL)
-    save_cache(tmp_path / "cache", cache, SAVED, bases=bases, compress=compress)
-    restored = load_cache(tmp_path / "cache", cache.method, SAVED, bases=bases)
-    assert cache_bytes(restored) == cache_bytes(cache) == cache_bytes(abstract_cache(cache.method, cache.layout, bases))
-    assert jax.tree.structure(restored) == jax.tree.structure(cache)
-    for ours, theirs in zip(jax.tree.leaves(restored), jax.tree.leaves(cache), strict=True):
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_array_equal(ours, theirs)
-
-
-@on_a_model
 def test_a_cache_of_another_method_is_refused(name):
     cache, _ = small_run(name)
     others = [small_configuration(cls) for other, cls in REGISTRY.items() if other != name]
-    for other in [*others, full_configuration(REGISTRY[name], 40)]:
+    for other in [*others, exact_configuration(REGISTRY[name])]:
         if other == cache.method:
             continue
         for call in (
@@ -339,9 +308,9 @@ def test_missing_bases_are_asked_for(name):
     if not method.calibrated:
         return
     with pytest.raises(ValueError, match="needs calibrated bases"):
-        prefill(method, SMALL, model(SMALL).params, tokens_of(SMALL)[:, :PROMPT])
+        prefill(method, SMALL, model(SMALL).params, text(SMALL)[:, :PROMPT])
     with pytest.raises(ValueError, match="bases hold 1 groups"):
-        prefill(method, SMALL, model(SMALL).params, tokens_of(SMALL)[:, :PROMPT], bases=bases_for(method, SMALL)[:1])
+        prefill(method, SMALL, model(SMALL).params, text(SMALL)[:, :PROMPT], bases=bases_for(method, SMALL)[:1])
 
 
 @every_method
@@ -357,7 +326,7 @@ def test_fields_stand_in_a_frozen_dataclass(name):
 
 def start_of_decode(method, capacity):
     """What a cache for `capacity` tokens decodes from: parameters, cache, progress and keys."""
-    params, bases, tokens = model(SMALL).params, bases_for(method, SMALL), tokens_of(SMALL)[:, :PROMPT]
+    params, bases, tokens = model(SMALL).params, bases_for(method, SMALL), text(SMALL)[:, :PROMPT]
     cache, logits = prefill(
         method, SMALL, params, tokens, bases=bases, capacity=capacity, block=BLOCK, dtype=jnp.float32
     )
@@ -385,17 +354,11 @@ def test_one_program_decodes_in_place(name):
     more, block = temporary[0] - temporary[1], 4 * 2 * 2048 * SMALL.kv_heads * SMALL.head_dim
     assert more <= max(0.17 * (held[0] - held[1]), 3 * block), f"{more} bytes of {held[0] - held[1]}"
 
-    tokens, start, shapes = [progress.token[:, None]], cache, jax.tree.map(lambda x: (x.shape, x.dtype), cache)
+    start, shapes = cache, jax.tree.map(lambda x: (x.shape, x.dtype), cache)
     for _ in range(4):
-        cache, progress, out = programs[-1](params, cache, progress, keys, steps, bases=bases)
-        tokens.append(out)
+        cache, progress, _ = programs[-1](params, cache, progress, keys, steps, bases=bases)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), cache) == shapes
     assert all(x.is_deleted() for x in jax.tree.leaves(start))
-    # the same tokens as layer by layer: jit equals eager
-    sequence = jnp.concatenate(tokens, axis=1)[:, : 2 * BLOCK + 1]
-    text = jnp.concatenate([tokens_of(SMALL)[:, :PROMPT], sequence[:, :-1]], axis=1)
-    _, logits = run(method, SMALL, text, PROMPT)
-    np.testing.assert_array_equal(logits.argmax(-1), sequence)
 
 
 @on_a_model

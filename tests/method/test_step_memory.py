@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, full_configuration, methods, model, prompts, run
+from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, exact_configuration, methods, model, prompts, run
 
 from lowrank_kv_jax.generation.forward import decode_step, layer_extend, prefill
 from lowrank_kv_jax.method import Layout, Place
@@ -132,7 +132,7 @@ some_methods = pytest.mark.parametrize("name", [
 @some_methods
 def test_bits_and_arrays_of_bfloat16_decode_to_the_same_logits(name, monkeypatch):
     """Steps and refreshes, once on bits and once on the arrays that other platforms hold."""
-    method, tokens = full_configuration(REGISTRY[name]), prompts(length=PROMPT + 2 * BLOCK)
+    method, tokens = exact_configuration(REGISTRY[name]), prompts(length=PROMPT + 2 * BLOCK)
     tokens = tokens[:, : PROMPT + BLOCK + 3]
     cache, on_bits = run(method, PLAIN, tokens, PROMPT, width=8, dtype="bfloat16")
     assert any(isinstance(x, Bits) for _, x, _ in walk(cache))
@@ -210,7 +210,7 @@ def test_keys_beyond_the_range_of_float16_leave_logits_finite(name):
     for layer in params["layers"]:
         layer["attention"]["k_proj"]["kernel"] = layer["attention"]["k_proj"]["kernel"] * 1e6
         layer["attention"]["v_proj"]["kernel"] = layer["attention"]["v_proj"]["kernel"] * 1e6
-    method, tokens = full_configuration(REGISTRY[name]), prompts(length=PROMPT)
+    method, tokens = exact_configuration(REGISTRY[name]), prompts(length=PROMPT)
     bases = bases_for(method)
     cache, logits = prefill(method, PLAIN, params, tokens, bases=bases, capacity=CAPACITY, block=4, dtype="float16")
     cache, logits = decode_step(method, PLAIN, params, cache, logits.argmax(-1), bases=bases)

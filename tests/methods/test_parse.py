@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from helpers import full_configuration, small_configuration
+from helpers import exact_configuration, small_configuration
 
 from lowrank_kv_jax.method import REGISTRY
 from lowrank_kv_jax.methods.parse import parse_method, spell_method
@@ -12,7 +12,7 @@ from lowrank_kv_jax.methods.parse import parse_method, spell_method
 @pytest.mark.parametrize("name", sorted(REGISTRY))
 def test_every_method_is_spelled_and_read_back(name):
     cls = REGISTRY[name]
-    for method in (full_configuration(cls), small_configuration(cls)):
+    for method in (exact_configuration(cls), small_configuration(cls)):
         again = parse_method(spell_method(method))
         assert again == method and spell_method(again) == spell_method(method)
     assert type(parse_method(name)) is cls
@@ -78,7 +78,7 @@ def test_errors_name_what_is_wrong_and_what_is_allowed(text, message):
 
 @pytest.mark.parametrize("name", sorted(REGISTRY))
 def test_methods_are_frozen_and_hashable_by_value(name):
-    method = full_configuration(REGISTRY[name])
+    method = exact_configuration(REGISTRY[name])
     assert hash(method) == hash(dataclasses.replace(method)) and method == dataclasses.replace(method)
     for field in dataclasses.fields(method):
         with pytest.raises(dataclasses.FrozenInstanceError):
