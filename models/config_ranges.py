@@ -64,10 +64,18 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**1023
 
 
+_ROPE = {"original_max_position_embeddings": (1, _SIZE), "partial_rotary_factor": (0, 1), "mscale": (0, 100),
+         "mscale_all_dim": (0, 100)}
+"""Those that enter `RopeSpec` as they are have their bounds there."""
+
+
 def check_rope_entry(entry: Mapping[str, Any]) -> None:
     """Raise ValueError for the first attribute of `rope_scaling` or `rope_parameters` that should be a finite number."""
     for name, value in entry.items():
         if name not in ("type", "rope_type") and value is not None and not is_number(value):
-            raise ValueError(f"rope {name}={value!r:.80}: must be a finite number")
+            raise ValueError(f"rope {name:.80}={value!r:.80}: must be a finite number")
+        low, high = _ROPE.get(name, (-math.inf, math.inf))
+        if is_number(value) and not low <= value <= high:
+            raise ValueError(f"rope {name}={value!r:.80}: must lie in {low}..{high}")
         if name in ("type", "rope_type") and value is not None and not isinstance(value, str):
             raise ValueError(f"rope {name}={value!r:.80}: must be a string")

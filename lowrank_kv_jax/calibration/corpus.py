@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lowrank_kv_jax.files import read_text
+from lowrank_kv_jax.files import expanded, read_text
 
 DEFAULT_CORPUS = "pydoc"
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
@@ -75,7 +75,7 @@ def load_corpus(source: str | os.PathLike | Sequence[str | os.PathLike] | None =
 def _read(name: str) -> list[str]:
     if name in BUILT_IN:
         return BUILT_IN[name]()
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_dir():
         return _read_folder(name, path)
     if path.exists():

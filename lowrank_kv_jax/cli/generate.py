@@ -138,9 +138,9 @@ def _encode(tokenizer, text: str, chat: bool) -> list[int]:
         return list(tokenizer.encode(text))
     if not tokenizer.chat_template:
         raise ValueError("--chat: this model's tokenizer has no chat template")
-    turns = [{"role": "user", "content": text}]
-    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    from lowrank_kv_jax.evals.asking.prompts import user_turn
+
+    return list(tokenizer.encode(user_turn(tokenizer, text), add_special_tokens=False))
 
 
 def _bases(args: argparse.Namespace, model, method):
