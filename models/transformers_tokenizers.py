@@ -48,7 +48,7 @@ def usable_tokenizer(place: Path, make: Callable[[], Any]) -> Any:
     """
     try:
         tokenizer = make()
-        tokenizer.encode("a")
+        tokenizer("a", verbose=False)
         return tokenizer
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise

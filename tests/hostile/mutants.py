@@ -23,15 +23,22 @@ mutants = pytest.mark.parametrize(
 
 def each(numbers, check):
     """`check(rng)` for each number, in time; the report names the number of what fails."""
-    before = signal.signal(signal.SIGALRM, _hangs)
-    try:
-        for number in numbers:
-            signal.alarm(SECONDS)
-            try:
+    for number in numbers:
+        try:
+            with in_time():
                 check(random.Random(number))
-            except BaseException as error:
-                error.add_note(f"mutant {number}")
-                raise
+        except BaseException as error:
+            error.add_note(f"mutant {number}")
+            raise
+
+
+@contextlib.contextmanager
+def in_time():
+    """An error where what is done takes longer than `SECONDS`."""
+    before = signal.signal(signal.SIGALRM, _hangs)
+    signal.alarm(SECONDS)
+    try:
+        yield
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)

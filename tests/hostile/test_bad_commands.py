@@ -142,6 +142,29 @@ def place(tmp_path_factory):
     return path
 
 
+class Panic(BaseException):
+    """As the code in Rust behind tokenizers raises it."""
+
+
+@pytest.mark.parametrize("error, code, words", (
+    (RuntimeError("first\nsecond"), 1, "RuntimeError: first second (not foreseen; --debug shows where it arose)"),
+    (KeyError("field"), 1, "KeyError: 'field' (not foreseen; --debug"), (MemoryError(), 1, "MemoryError: MemoryError (not foreseen"),
+    (RecursionError("too deep"), 1, "RecursionError: too deep (not foreseen"), (AssertionError(), 1, "AssertionError: "),
+    (OverflowError("int too large"), 1, "OverflowError: int too large (not foreseen"), (Panic("no entry"), 1, "Panic: no entry (not foreseen"),
+    (RuntimeError("x" * 10**6), 1, "xxx ... (--debug shows all of it)"), (ValueError("field=1: must be 2"), 2, "error: field=1: must be 2"),
+    (OSError(28, "No space left on device", "/x/y.png"), 1, "/x/y.png: No space left on device"),
+    (PermissionError(13, "Permission denied", "/x"), 2, "/x: Permission denied"),
+), ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "")
+def test_whatever_fails_ends_in_one_line(error, code, words, capsys, monkeypatch):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("lowrank_kv_jax.cli.methods.run", fail)
+    refused_command(capsys, ["methods"], words, code=code)
+    with pytest.raises(SystemExit):
+        refused_command(capsys, ["--version"])
+
+
 @pytest.mark.parametrize("line, words", TABLE, ids=[line or "nothing" for line, _ in TABLE])
 def test_commands(line, words, place, capsys, monkeypatch):
     if "--model" not in line:

@@ -101,17 +101,6 @@ def test_a_report_leaves_no_half_of_a_picture(tmp_path, records, capsys):
     assert names(out) == []
 
 
-def test_the_output_is_named(tmp_path, records):
-    """Standard output on a full device, of a process of its own."""
-    import subprocess
-    import sys
-
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-m", "lowrank_kv_jax.cli", "report", str(records)], stdout=full,
-                              stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 1 and done.stderr == "lowrank-kv: error: standard output: No space left on device\n"
-
-
 def test_where_nothing_may_be_written(tmp_path, capsys, records):
     (tmp_path / "file").touch()
     refused = refused_command
