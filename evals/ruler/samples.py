@@ -124,7 +124,7 @@ def _sample(task: str, index: int, row: Any, most: int | None) -> RulerSample:
             raise wrong(field, value, "a string")
     if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
         raise wrong("length", length, "a number of tokens")
-    if None not in (length, most) and length > most:
+    if length is not None and most is not None and length > most:
         raise wrong("length", length, f"at most the {most} tokens asked for")
     split_context(task, text)
     return RulerSample(task, index, text, prefix, outputs, length)

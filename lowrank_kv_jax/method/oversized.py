@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from typing import Any
 
-from lowrank_kv_jax.checks.bounds import is_number
 from lowrank_kv_jax.method.layout import Layout
 
 FIELDS = ("sinks", "recent", "page", "group", "chunk", "kernel", "recompress")
@@ -18,5 +17,5 @@ def check_token_counts(parts: Iterable[Any], layout: Layout) -> None:
     for part in parts:
         for name in FIELDS:
             value = getattr(part, name, None)
-            if is_number(value) and value > most:
+            if isinstance(value, int) and value > most:
                 raise ValueError(f"{name}={value}: must be at most {most} in a cache of {layout.capacity} tokens")
