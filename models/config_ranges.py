@@ -75,7 +75,7 @@ def check_rope_entry(entry: Mapping[str, Any]) -> None:
         if name not in ("type", "rope_type") and value is not None and not is_number(value):
             raise ValueError(f"rope {name:.80}={value!r:.80}: must be a finite number")
         low, high = _ROPE.get(name, (-math.inf, math.inf))
-        if is_number(value) and not low <= value <= high:
+        if value is not None and is_number(value) and not low <= value <= high:
             raise ValueError(f"rope {name}={value!r:.80}: must lie in {low}..{high}")
         if name in ("type", "rope_type") and value is not None and not isinstance(value, str):
             raise ValueError(f"rope {name}={value!r:.80}: must be a string")
