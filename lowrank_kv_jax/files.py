@@ -1,14 +1,13 @@
 """Files that are written whole or not at all, and what is refused as a file."""
 
 import contextlib
-import json
 import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 _KINDS = {
     stat.S_IFDIR: "directory", stat.S_IFCHR: "character device", stat.S_IFBLK: "block device", stat.S_IFIFO: "pipe",
@@ -17,9 +16,21 @@ _KINDS = {
 _DEVICES = (stat.S_IFCHR, stat.S_IFBLK)
 
 
+def expanded(path: str | os.PathLike) -> Path:
+    """The path with its `~`; that of a user who is not there stays a name like any other.
+
+    Raises:
+        ValueError: it holds a NUL, which no file can have in its name.
+    """
+    text = os.path.expanduser(os.fspath(path))
+    if "\0" in text:
+        raise ValueError(f"{text!r}: holds a NUL, which no path can")
+    return Path(text)
+
+
 def behind_links(path: str | os.PathLike) -> Path:
     """The absolute path that `path` leads to: what is saved onto a link is written behind it."""
-    return Path(os.path.realpath(Path(path).expanduser()))
+    return Path(os.path.realpath(expanded(path)))
 
 
 def check_regular(path: str | os.PathLike) -> None:
@@ -38,7 +49,7 @@ def refuse_device(path: str | os.PathLike) -> None:
 
 def _kind(path: str | os.PathLike) -> int | None:
     try:
-        return stat.S_IFMT(os.stat(Path(path).expanduser()).st_mode)
+        return stat.S_IFMT(os.stat(expanded(path)).st_mode)
     except FileNotFoundError:
         return None
 
@@ -127,47 +138,6 @@ def _delete_unfinished(directory: Path, prefix: str) -> None:
                 os.unlink(directory / name)
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object that a file holds.
-
-    Raises:
-        ValueError: it holds something else; OSError: it cannot be read.
-    """
-    refuse_device(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise ValueError(f"{path}: not valid JSON (nested too deeply)") from error
-    except ValueError as error:  # of the syntax, of UTF-8, of an integer of thousands of digits
-        raise ValueError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: a JSON object is expected, got a {type(content).__name__}")
-    return content
-
-
-def check_fields(
-    place: str | os.PathLike, found: Mapping[str, Any], fields: Mapping[str, type | tuple[type, ...]]
-) -> None:
-    """Raise ValueError for the first of these fields that is missing or of another type."""
-    for name, kinds in fields.items():
-        if name not in found:
-            raise ValueError(f"{place}: the field {name!r} is missing")
-        if not isinstance(found[name], kinds) or (isinstance(found[name], bool) and kinds is int):
-            kinds = kinds if isinstance(kinds, tuple) else (kinds,)
-            allowed = " or ".join("null" if kind is type(None) else _JSON_NAMES[kind] for kind in kinds)
-            raise ValueError(f"{place}: {name}={short(found[name])}: must be {allowed}")
-
-
-_JSON_NAMES = {dict: "an object", list: "a list", str: "a string", int: "an integer", float: "a number"}
-
-
-def short(value: Any) -> str:
-    """The value as messages show it."""
-    import reprlib
-
-    return reprlib.repr(value)
-
-
 def read_text(path: str | os.PathLike) -> str:
     """The UTF-8 text of a file or a pipe.
 
@@ -176,6 +146,6 @@ def read_text(path: str | os.PathLike) -> str:
     """
     refuse_device(path)
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return expanded(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{os.fspath(path)}: is not UTF-8 text ({error.reason} at byte {error.start})") from error

@@ -4,6 +4,7 @@ import dataclasses
 
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.attention.spec import AttentionSpec
+from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.models.experts_config import ExpertsConfig
 
 
@@ -93,8 +94,8 @@ class ModelConfig:
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{field} must be a positive integer, got {value!r}")
-        if self.context >= 2**31:
-            raise ValueError(f"context must be at most {2**31 - 1}, got {self.context:.3g}")
+            if value >= 2**31:
+                raise ValueError(f"{field} must be at most {2**31 - 1}, got {short(value)}")
         if self.q_heads % self.kv_heads:
             raise ValueError(
                 f"q_heads must be a multiple of kv_heads, got {self.q_heads} and {self.kv_heads}"

@@ -99,8 +99,8 @@ def refuse_unknown(
     problems += out_of_range(config)
     for name, value in config.items():
         if name not in known and value is not None:
-            problems.append(f"{name}={value!r} is not known")
+            problems.append(f"{name:.80}={value!r:.80} is not known")
         elif name in fixed and value is not None and value != fixed[name]:
-            problems.append(f"{name}={value!r} is not supported, only {fixed[name]!r}")
+            problems.append(f"{name}={value!r:.80} is not supported, only {fixed[name]!r}")
     if problems:
         raise ValueError(f"config of a {family} model: " + "; ".join(problems))

@@ -72,13 +72,21 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**1023
 
 
+_ROPE = {"original_max_position_embeddings": (1, _SIZE), "partial_rotary_factor": (0, 1), "mscale": (0, 100),
+         "mscale_all_dim": (0, 100)}
+"""Those that enter `RopeSpec` as they are have their bounds there."""
+
+
 def check_rope_entry(entry: Mapping[str, Any]) -> None:
     """Raise ValueError for the first attribute of `rope_scaling` or `rope_parameters` of another type than it has."""
     for name, value in entry.items():
-        fits, allowed = is_number(value), "a finite number"
+        fits, allowed = is_number(value), "be a finite number"
         if name in ("type", "rope_type"):
-            fits, allowed = isinstance(value, str), "a string"
+            fits, allowed = isinstance(value, str), "be a string"
         elif name in ("short_factor", "long_factor"):
-            fits, allowed = isinstance(value, list) and all(map(is_number, value)), "a list of finite numbers"
+            fits, allowed = isinstance(value, list) and all(map(is_number, value)), "be a list of finite numbers"
+        elif name in _ROPE and fits:
+            low, high = _ROPE[name]
+            fits, allowed = low <= value <= high, f"lie in {low}..{high}"
         if value is not None and not fits:
-            raise ValueError(f"rope {name}={value!r:.80}: must be {allowed}")
+            raise ValueError(f"rope {name:.80}={value!r:.80}: must {allowed}")

@@ -38,12 +38,11 @@ class Checkpoint:
 
 def check_tensors(checkpoint: Checkpoint):
     """Raise one ValueError that lists every missing, extra or misshapen tensor."""
-    expected = {
-        name: info
-        for info in jax.tree.leaves(param_table(checkpoint.config))
-        for name in info.names(checkpoint.naming)
-    }
-    present = checkpoint.tensors
+    present, infos = checkpoint.tensors, jax.tree.leaves(param_table(checkpoint.config))
+    count = sum(info.shape[0] if info.stacked else 1 for info in infos)
+    if count > 4 * len(present) + 1000:  # of layers times experts a damaged config may ask for more than can be listed
+        raise ValueError(f"{checkpoint.source}: its config asks for {count} tensors, and there are {len(present)}")
+    expected = {name: info for info in infos for name in info.names(checkpoint.naming)}
     problems = [
         f"missing: {name} {info.tensor_shape}" for name, info in expected.items() if name not in present
     ]

@@ -81,6 +81,8 @@ def _hf_config(file: GgufFile) -> dict[str, Any]:
         raise ValueError(f"{file.path}: unknown metadata: " + "; ".join(unknown))
     if lists := [key for key in _ATTRIBUTES if isinstance(keys.get(key), list)]:
         raise ValueError(f"{file.path}: values that differ by layer are not supported: {lists}")
+    if texts := [f"{architecture}.{key}={keys[key]!r:.80}" for key in _ATTRIBUTES if isinstance(keys.get(key), str)]:
+        raise ValueError(f"{file.path}: {texts[0]}: must be a number")
     if (
         not 0 < keys.get("block_count", 1) <= len(tensors)
     ):  # a corrupt count must not become a table of that size

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lowrank_kv_jax.files import read_json_object, short
+from lowrank_kv_jax.checks.json_objects import read_json_object
+from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.models.config_attributes import token_ids
 from lowrank_kv_jax.models.config_ranges import out_of_range
 from lowrank_kv_jax.models.convert import Checkpoint
@@ -62,12 +63,17 @@ def _weight_files(directory: Path) -> list[Path]:
         return [single]
     weight_map = read_json_object(index).get("weight_map")
     names = weight_map.values() if isinstance(weight_map, dict) else [None]
-    if not all(isinstance(name, str) and name not in ("", ".", "..") and "/" not in name for name in names):
+    if not all(isinstance(name, str) and _names_a_file(name) for name in names):
         raise ValueError(f"{index}: weight_map={short(weight_map)}: must be an object that names files of {directory}")
     shards = sorted(set(weight_map.values()))
     if missing := [name for name in shards if not (directory / name).is_file()]:
         raise FileNotFoundError(f"{directory}: shards named in {index.name} are missing: {missing}")
     return [directory / name for name in shards]
+
+
+def _names_a_file(name: str) -> bool:
+    """Whether a name is one of a file beside the one that holds it, and short enough for a file system."""
+    return name not in ("", ".", "..") and not {"/", "\0"} & set(name) and len(name.encode("utf-8", "replace")) <= 255
 
 
 def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:

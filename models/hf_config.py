@@ -26,6 +26,6 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
             decoder does not implement.
     """
     family = config.get("model_type")
-    if family not in _READERS:
-        raise ValueError(f"model_type {family!r} is not supported; it must be one of {sorted(_READERS)}")
+    if not isinstance(family, str) or family not in _READERS:
+        raise ValueError(f"model_type {family!r:.80} is not supported; it must be one of {sorted(_READERS)}")
     return _READERS[family](config)

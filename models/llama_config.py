@@ -60,7 +60,8 @@ def read_llama(config: Mapping[str, Any]) -> ModelConfig:
     config = _DEFAULTS.get(family, {}) | {name: value for name, value in config.items() if value is not None}
     num_layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    rope = read_rope(config, head_dim, ("default", "longrope") if family == "phi3" else LLAMA_KINDS)
+    phi3 = family == "phi3"
+    rope = read_rope(config, head_dim, ("default", "longrope") if phi3 else LLAMA_KINDS, partial=phi3)
     ropes = [rope.rope if turned else None for turned in _rotary_layers(config)] if family == "smollm3" else [rope.rope]
     attention_bias = bool(config.get("attention_bias"))
     return ModelConfig(

@@ -12,15 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from lowrank_kv_jax.files import expanded
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.convert import Checkpoint, check_tensors, convert
 from lowrank_kv_jax.models.gguf_checkpoint import open_gguf
 from lowrank_kv_jax.models.gguf_file import read_gguf
 from lowrank_kv_jax.models.gguf_tokenizer import build_tokenizer
+from lowrank_kv_jax.models.gguf_tokenizer_fields import check_tokenizer
 from lowrank_kv_jax.models.hf_checkpoint import open_hf_directory
 from lowrank_kv_jax.models.parameter_sharding import param_shardings
 from lowrank_kv_jax.models.parameters import ParamInfo, param_table
-from lowrank_kv_jax.models.transformers_tokenizers import directory_tokenizer
+from lowrank_kv_jax.models.transformers_tokenizers import directory_tokenizer, usable_tokenizer
 
 DEMO_MODEL = "smollm2-135m"
 
@@ -79,7 +81,7 @@ def _locate(source: str) -> tuple[str, Path]:
     """The name of a model and the file or directory that holds it."""
     if source == DEMO_MODEL:
         return source, demo_model_path()
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.exists():
         return path.resolve().stem if path.is_file() else path.resolve().name, path
     if re.fullmatch(r"[\w.-]+/[\w.-]+", source) and path.suffix != ".gguf" and source[0] not in "./~":
@@ -142,10 +144,12 @@ def _open(path: Path) -> tuple[Checkpoint, Any]:
         raise ValueError(f"{path}: a model is a directory or a .gguf file")
     file = read_gguf(path)
     try:
-        return open_gguf(file), build_tokenizer(file)
+        checkpoint = open_gguf(file)
+        check_tokenizer(file)
+        return checkpoint, usable_tokenizer(path, lambda: build_tokenizer(file))
     except ValueError as error:
         raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
-    except Exception as error:  # the tokenizers library raises bare Exception
+    except Exception as error:
         # metadata may hold a value of any type under any key: one that could not be used is damage, not a bug
         raise ValueError(f"{path}: corrupt GGUF, its metadata cannot be used ({error!r})") from error
 

@@ -32,13 +32,16 @@ class Rope(NamedTuple):
     magnitude: float = 1.0
 
 
-def read_rope(config: Mapping[str, Any], head_dim: int, kinds: tuple[str, ...] = LLAMA_KINDS) -> Rope:
+def read_rope(
+    config: Mapping[str, Any], head_dim: int, kinds: tuple[str, ...] = LLAMA_KINDS, partial: bool = False
+) -> Rope:
     """RoPE of a model: "linear" stretches `max_position_embeddings`, the others state the stretched one.
 
     Args:
         config: with `max_position_embeddings`; `partial_rotary_factor` says the share of a head's channels that rotate.
         head_dim: channels of a head.
         kinds: that the family has.
+        partial: whether the family may rotate a share of the channels.
 
     Raises:
         ValueError: another kind, attributes that are missing, unknown or not numbers.
@@ -51,6 +54,8 @@ def read_rope(config: Mapping[str, Any], head_dim: int, kinds: tuple[str, ...] =
     scaling = entry.pop("rope_type", legacy) or "default"
     theta = float(entry.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
     share = entry.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+    if share != 1.0 and not partial:
+        raise ValueError(f"rope partial_rotary_factor={share}: partial_rotary_factor must be 1.0 in this family")
     if scaling == "su":  # what the first Phi-3 checkpoints call it
         scaling = "longrope"
     if scaling not in kinds:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = ("lowrank_kv_jax", "pallas_kernels", "models", "evals", "examples")
 # A folder imports those before it, and itself.
 ORDER = (
-    "files", "progress", "attention", "storage", "pallas_kernels", "segments", "summaries", "models", "method",
+    "files", "checks", "progress", "attention", "storage", "pallas_kernels", "segments", "summaries", "models", "method",
     "estimators", "selections", "codecs", "methods", "generation", "calibration", "saving", "testing", "evals", "cli",
 )
 SOURCES = sorted({path.resolve() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")})

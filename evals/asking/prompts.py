@@ -78,8 +78,7 @@ def chat_parts(tokenizer: Any, question: Question) -> tuple[str, str]:
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("this model's tokenizer has no chat template: ask for the base prompt")
-    turn = [{"role": "user", "content": question.context + question.question}]
-    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    text = user_turn(tokenizer, question.context + question.question)
     context = question.context.strip()  # templates strip what they are given
     at = text.find(context)
     if at < 0:
@@ -88,6 +87,19 @@ def chat_parts(tokenizer: Any, question: Question) -> tuple[str, str]:
     trailing = len(question.context.rstrip()) - len(question.context)
     end = at + len(context) - trailing
     return text[:end], text[end:] + question.answer_prefix
+
+
+def user_turn(tokenizer: Any, text: str) -> str:
+    """A text as a user says it in the model's chat template, up to where the model answers.
+
+    Raises:
+        ValueError: the template fails: it is a program of the model's, with errors of Jinja's or its own.
+    """
+    turn = [{"role": "user", "content": text}]
+    try:
+        return tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    except Exception as error:
+        raise ValueError(f"the model's chat template fails ({type(error).__name__}: {error})") from error
 
 
 def _ids(tokenizer: Any, text: str, special: bool) -> list[int]:

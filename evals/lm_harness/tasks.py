@@ -1,11 +1,12 @@
 """lm-eval's task objects: its own by name, or the papers' five sets from files."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lowrank_kv_jax.checks.json_objects import parse_json
 from lowrank_kv_jax.evals.results.fields import check_choice, check_text, check_texts, wrong
+from lowrank_kv_jax.files import expanded
 
 TASKS = ("piqa", "arc_easy", "arc_challenge", "winogrande", "hellaswag")
 """The five sets of the papers, in the form of lm-eval's own tasks; `configs/NAME.yaml` reads NAME.jsonl."""
@@ -58,9 +59,9 @@ def _config(name: str, data: Path) -> dict[str, Any]:
 
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}: files are read for {', '.join(TASKS)}")
-    path = data.expanduser() / f"{name}.jsonl"
+    path = expanded(data) / f"{name}.jsonl"
     if not path.is_file():
-        held = sorted(file.stem for file in data.expanduser().glob("*.jsonl"))
+        held = sorted(file.stem for file in expanded(data).glob("*.jsonl"))
         raise FileNotFoundError(f"{data}: has no {name}.jsonl, only {', '.join(held) or 'no .jsonl file at all'}")
     check_lines(path, name)
     config = yaml.safe_load((Path(__file__).parent / "configs" / f"{name}.yaml").read_text(encoding="utf-8"))
@@ -75,8 +76,8 @@ def check_lines(path: Path, name: str) -> None:
             continue
         found += 1
         try:
-            _check_document(name, json.loads(line))
-        except (ValueError, RecursionError) as error:
+            _check_document(name, parse_json(line))
+        except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
     if not found:
         raise ValueError(f"{path}: holds no document")

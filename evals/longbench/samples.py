@@ -1,16 +1,16 @@
 """Samples of LongBench: from a folder of JSONL files or from the hub."""
 
 import dataclasses
-import json
 import os
 import re
 import zipfile
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
+from lowrank_kv_jax.checks.json_objects import parse_json
 from lowrank_kv_jax.evals.longbench.tasks import find_task
 from lowrank_kv_jax.evals.results.fields import check_texts, wrong
+from lowrank_kv_jax.files import expanded
 
 HUB = "THUDM/LongBench"
 HUB_FILE = "data.zip"
@@ -59,7 +59,7 @@ def load_samples(task: str, data: str | os.PathLike | None = None,
         raise ValueError(f"samples={samples}: must be at least 1")
     if data is None:
         return read_lines(task, _hub_lines(task), f"{HUB}, {task}", samples)
-    folder = Path(data).expanduser()
+    folder = expanded(data)
     if folder.is_dir():
         path = folder / f"{task}.jsonl"
         if not path.is_file():
@@ -90,8 +90,8 @@ def read_lines(task: str, lines: Iterable[str | bytes], source: str,
         if line.strip():
             place = f"{source}, line {number}"
             try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
+                row = parse_json(line)
+            except ValueError as error:
                 raise ValueError(f"{place}: {error}") from error
             read.append(_placed(task, len(read), row, place))
     if not read:

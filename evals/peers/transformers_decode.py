@@ -2,11 +2,11 @@
 
 import importlib.util
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lowrank_kv_jax.files import expanded
 from lowrank_kv_jax.models.load import DEMO_MODEL, demo_model_path
 
 
@@ -50,7 +50,7 @@ def load_torch_model(source: str, dtype: str) -> Any:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    path = demo_model_path() if source == DEMO_MODEL else Path(source).expanduser()
+    path = demo_model_path() if source == DEMO_MODEL else expanded(source)
     options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
     if path.suffix == ".gguf":
         return AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, **options).eval()

@@ -11,7 +11,9 @@ import numpy as np
 from lowrank_kv_jax.evals.report.perplexities import PerplexitySection
 from lowrank_kv_jax.evals.report.sections import Section
 from lowrank_kv_jax.evals.report.times import Line, times_by_rows
+from lowrank_kv_jax.evals.results.fields import is_number
 from lowrank_kv_jax.evals.results.figure_file import save_figure
+from lowrank_kv_jax.files import expanded
 
 MARKERS = "osD^vP*Xh<>p8d"
 MANY = 10  # with more methods, the settings of one share a colour, and tasks are a map instead of bars
@@ -30,7 +32,7 @@ def draw_figures(
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    folder = Path(folder).expanduser()
+    folder = expanded(folder)
     folder.mkdir(parents=True, exist_ok=True)
     drawn: dict[str, list[tuple[str, Path]]] = {}
     style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
@@ -208,7 +210,8 @@ def _task_map(plt, section: Section):
 def _needles(plt, section: Section, sections: Sequence[Section]):
     """A map of depth by length for each method, once for all lengths: with the first section."""
     same = [s for s in sections if s.benchmark == section.benchmark]
-    records = [record for s in same for record in s.records if record.get("depth") is not None]
+    records = [record for s in same for record in s.records
+               if is_number(record.get("depth")) and is_number(record.get("length"))]
     return _needle_maps(plt, records) if same[0] is section and records else None
 
 

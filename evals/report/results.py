@@ -1,11 +1,11 @@
 """Which records of result files a report counts: what keeps them apart, and which of them belong together."""
 
 import collections
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lowrank_kv_jax.evals.results.fields import MOST, is_number
 from lowrank_kv_jax.evals.results.records import read_records, warn
 from lowrank_kv_jax.evals.ruler.tasks import GROUPS
 
@@ -17,7 +17,7 @@ CONDITIONS = ("fingerprint", "style", "cache_dtype", "haystack", "source", "fews
 
 _NUMBERS = (
     "cache_bytes", "shared_bytes", "full_cache_bytes", "bytes_per_token", "nominal_smaller", "ttft_s",
-    "decode_tokens_per_s",
+    "decode_tokens_per_s", "context_tokens",
 )
 _NAMES = ("command", "model", "protocol", "length", "step", "seed", "index", "depth")
 """Fields that records are sorted by."""
@@ -104,22 +104,28 @@ def _fault(record: Record, kind: str) -> str | None:
     if not (isinstance(record["method"], str) and isinstance(record["task"], str)):
         return "a method or a task that is no text"
     for field in _NAMES:
-        if isinstance(record.get(field), dict | list):
-            return f"a {field} that is no text or number"
-    if not all(isinstance(record.get(field), str | None) for field in ("command", "model", "protocol")):
+        value = record.get(field)
+        if not (value is None or isinstance(value, str | bool) or is_number(value)):
+            return f"a {field} that is no text, and no number of at most {MOST:g}"
+    texts = all(isinstance(record.get(field), str) for field in ("command", "model"))
+    if not texts or not isinstance(record.get("protocol"), str | None):
         return "a command, model or protocol that is no text"
+    if not all(isinstance(record.get(field), str | None) for field in _DIGESTS):
+        return "a sha256 that is no text"
+    rows = record.get("rows")
+    if not (rows is None or isinstance(rows, int) and is_number(rows)):
+        return "rows that are no whole number"
     for field in (kind, *_NUMBERS):
-        if record.get(field) is not None and not _finite(record[field]):
-            return f"a {field} that is no finite number"
-    if kind == "nll" and not (_finite(record["scored_tokens"]) and record["scored_tokens"] > 0):
+        if record.get(field) is not None and not is_number(record[field]):
+            return f"a {field} that is no finite number of at most {MOST:g}"
+    if kind == "nll" and not (is_number(record["scored_tokens"]) and record["scored_tokens"] > 0):
         return "scored_tokens that are no number above 0"
-    if kind == "nll" and (record.get("index") is None or not isinstance(record.get("text"), dict)):
+    text = record.get("text")
+    if kind == "nll" and (record.get("index") is None or not isinstance(text, dict)):
         return "a likelihood without the index of its window or the name of its text (older versions of `compare`)"
+    if kind == "nll" and not all(isinstance(text.get(field), str | None) for field in ("name", "sha256")):
+        return "a text whose name or sha256 is no text"
     return None
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _expand(tasks: Sequence[str], held: set[str]) -> set[str]:

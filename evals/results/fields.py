@@ -1,12 +1,16 @@
 """Checks of fields that are read from files: a mistake is told with its value and with what is allowed."""
 
-import reprlib
 from typing import Any
+
+from lowrank_kv_jax.checks.shown import short
+
+MOST = 1e15
+"""Of a number in a record: sums and squares of several stay exact enough, and finite."""
 
 
 def wrong(field: str, value: Any, allowed: str) -> ValueError:
     """The error; long values are shortened."""
-    return ValueError(f"{field}={reprlib.repr(value)}: expected {allowed}")
+    return ValueError(f"{field}={short(value)}: expected {allowed}")
 
 
 def check_text(field: str, value: Any) -> str:
@@ -28,3 +32,10 @@ def check_choice(field: str, value: Any, count: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
         raise wrong(field, value, f"a number in 0..{count - 1}")
     return value
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a record can be counted with: a finite number of at most `MOST`, and not true or false."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -MOST <= value <= MOST  # of NaN neither holds

@@ -6,10 +6,10 @@ import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
-from lowrank_kv_jax.files import check_regular, naming, refuse_device, write_all
+from lowrank_kv_jax.checks.json_objects import parse_json
+from lowrank_kv_jax.files import check_regular, expanded, naming, read_text, write_all
 
 FIELDS = (
     "command", "model", "method", "task", "length", "samples", "seed", "protocol", "score", "cache_bytes",
@@ -40,7 +40,7 @@ def append_record(path: str | os.PathLike, record: dict[str, Any]) -> None:
     if jax.process_index() != 0:
         return
     line = json.dumps(record, allow_nan=False, sort_keys=False) + "\n"
-    path = Path(path).expanduser()
+    path = expanded(path)
     check_regular(path)
     with naming(path), open(path, "ab+", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
@@ -65,11 +65,7 @@ def read_records(path: str | os.PathLike) -> list[dict[str, Any]]:
     Raises:
         OSError: the file cannot be read; ValueError: it is not UTF-8, or a device.
     """
-    refuse_device(path)
-    try:
-        *lines, last = Path(path).expanduser().read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not UTF-8 ({error})") from error
+    *lines, last = read_text(path).split("\n")
     found = {number: _record(line) for number, line in enumerate(lines, start=1) if line.strip()}
     bad = [number for number, record in found.items() if record is None]
     if bad:
@@ -80,8 +76,8 @@ def read_records(path: str | os.PathLike) -> list[dict[str, Any]]:
 def _record(line: str) -> dict[str, Any] | None:
     """The JSON object of a line; NaN, which no JSON knows, makes it none."""
     try:
-        record = json.loads(line, parse_constant=_no_number)
-    except (ValueError, RecursionError):
+        record = parse_json(line, parse_constant=_no_number)
+    except ValueError:
         return None
     return record if isinstance(record, dict) else None
 
@@ -103,7 +99,7 @@ def check_writable(path: str | os.PathLike) -> None:
     A file that was not there is not left behind.
     """
     check_regular(path)
-    target = Path(path).expanduser().resolve()  # through links: what is created is removed, not a link to it
+    target = expanded(path).resolve()  # through links: what is created is removed, not a link to it
     new = not target.exists()
     with open(target, "ab"):
         pass

@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from lowrank_kv_jax.checks.shown import short
+from lowrank_kv_jax.evals.results.fields import MOST, is_number
 from lowrank_kv_jax.evals.results.records import check_writable, read_records
+from lowrank_kv_jax.files import expanded
 
 Key = tuple[Any, ...]
 
@@ -28,7 +30,7 @@ def finished(path: str | os.PathLike, wanted: Mapping[Key, Mapping[str, Any]]) -
         ValueError: a record of the same key was made under other conditions; OSError: the file cannot be written.
     """
     check_writable(path)
-    if not Path(path).expanduser().exists():
+    if not expanded(path).exists():
         return {}
     found: dict[Key, dict[str, Any]] = {}
     for record in read_records(path):
@@ -37,7 +39,7 @@ def finished(path: str | os.PathLike, wanted: Mapping[Key, Mapping[str, Any]]) -
             continue
         differ = [
             f"the {name.removesuffix('_sha256')} of {record['task']} sample {record['index']} is another one"
-            if name.endswith("_sha256") else f"{name} was {record.get(name)!r} and is now {value!r}"
+            if name.endswith("_sha256") else f"{name} was {short(record.get(name))} and is now {short(value)}"
             for name, value in wanted[key].items() if record.get(name) != value
         ]
         if differ:
@@ -55,7 +57,8 @@ def _check_result(path: str | os.PathLike, record: Mapping[str, Any]) -> None:
     place = f"{path}: the record of {record['method']}, {record['task']}, index {record['index']}"
     for field in _RESULT:
         value = record.get(field)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ValueError(f"{place}: {field}={value!r:.80}: must be a number")
-    if not (record.get("score") is not None or ("nll" in record and record.get("scored_tokens"))):
+        if value is not None and not is_number(value):
+            raise ValueError(f"{place}: {field}={short(value)}: must be a number of at most {MOST:g}")
+    scored_tokens = record.get("scored_tokens") or 0
+    if record.get("score") is None and not ("nll" in record and scored_tokens > 0):
         raise ValueError(f"{place}: has neither a score nor a likelihood (nll, scored_tokens); delete its line")

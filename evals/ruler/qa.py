@@ -2,15 +2,15 @@
 
 import dataclasses
 import functools
-import json
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from lowrank_kv_jax.checks.json_objects import parse_json
 from lowrank_kv_jax.evals.ruler.sizing import count_tokens, draw, largest
 from lowrank_kv_jax.evals.ruler.tasks import Task
+from lowrank_kv_jax.files import read_text
 
 STEP = 10
 HUB = {"squad": ("rajpurkar/squad_v2", None), "hotpotqa": ("hotpotqa/hotpot_qa", "distractor")}
@@ -99,8 +99,8 @@ def load_questions(dataset: str, path: str | os.PathLike | None = None) -> Quest
     if path is None:
         return read(_from_hub(dataset))
     try:
-        return read(json.loads(Path(path).expanduser().read_text(encoding="utf-8")))
-    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        return read(parse_json(read_text(path)))
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path}: not a {dataset} file of the form that RULER reads ({error!r})") from error
 
 

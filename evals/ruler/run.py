@@ -16,6 +16,7 @@ from lowrank_kv_jax.evals.ruler.qa import QuestionSet, load_questions
 from lowrank_kv_jax.evals.ruler.samples import RulerSample, load_task
 from lowrank_kv_jax.evals.ruler.scoring import score
 from lowrank_kv_jax.evals.ruler.tasks import QA, expand_tasks, find_task
+from lowrank_kv_jax.files import expanded
 from lowrank_kv_jax.method import Part
 
 COMMAND = "eval ruler"
@@ -115,7 +116,7 @@ def read_samples(
         FileNotFoundError: a task has no file; ValueError: as `load_task`, several lengths and no subfolders, or
             a length that is not that of a folder's own files.
     """
-    folder = Path(data).expanduser()
+    folder = expanded(data)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
     numbered = sorted(int(path.name) for path in folder.iterdir() if path.is_dir() and path.name.isdecimal())

@@ -3,12 +3,12 @@
 import dataclasses
 import json
 import os
-from pathlib import Path
 from typing import Any
 
+from lowrank_kv_jax.checks.json_objects import parse_json
 from lowrank_kv_jax.evals.results.fields import check_texts, wrong
 from lowrank_kv_jax.evals.ruler.tasks import find_task
-from lowrank_kv_jax.files import write_text
+from lowrank_kv_jax.files import expanded, read_text, write_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,20 +80,16 @@ def load_task(path: str | os.PathLike, task: str | None = None, length: int | No
         ValueError: an unknown task, no sample, a malformed line or one of another length; its number is given.
         FileNotFoundError: no such file.
     """
-    path = Path(path).expanduser()
+    path = expanded(path)
     task = find_task(path.stem if task is None else task).name
     samples, numbers = [], []
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not UTF-8 text ({error.reason} at byte {error.start})") from error
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
-            samples.append(_sample(task, len(samples), json.loads(line), length))
+            samples.append(_sample(task, len(samples), parse_json(line), length))
             numbers.append(number)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
     if not samples:
         raise ValueError(f"{path}: holds no sample")
@@ -128,7 +124,7 @@ def _sample(task: str, index: int, row: Any, most: int | None) -> RulerSample:
             raise wrong(field, value, "a string")
     if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
         raise wrong("length", length, "a number of tokens")
-    if None not in (length, most) and length > most:
+    if length is not None and most is not None and length > most:
         raise wrong("length", length, f"at most the {most} tokens asked for")
     split_context(task, text)
     return RulerSample(task, index, text, prefix, outputs, length)

@@ -13,6 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowrank_kv_jax.checks.shown import short
+
+MOST = 1e15
+"""Of bases and factors: beyond it frequencies vanish or overflow."""
+
 SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
 
 
@@ -52,25 +57,26 @@ class RopeSpec:
     def __post_init__(self):
         if self.scaling not in SCALINGS:
             raise ValueError(f"rope scaling {self.scaling!r} is not one of {', '.join(map(repr, SCALINGS))}")
-        if self.rotary_dim <= 0 or self.rotary_dim % 2:
-            raise ValueError(f"rotary_dim must be a positive even number, got {self.rotary_dim}")
-        if not 1 < self.theta < math.inf:
-            raise ValueError(f"rope theta {self.theta}: must be a finite number above 1")
-        if not 1 <= self.factor < math.inf:
-            raise ValueError(f"rope factor {self.factor}: must be a finite number of at least 1")
-        if self.scaling == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
+        if not 0 < self.rotary_dim <= 2**16 or self.rotary_dim % 2:
+            raise ValueError(f"rotary_dim must be a positive even number of at most {2**16}, got "
+                             f"{short(self.rotary_dim)}")
+        if not 1 < self.theta <= MOST:
+            raise ValueError(f"rope theta {self.theta}: must be a finite number above 1 and at most {MOST:g}")
+        if not 1 <= self.factor <= MOST:
+            raise ValueError(f"rope factor {self.factor}: must be a finite number of at least 1 and at most {MOST:g}")
+        if self.scaling == "llama3" and not 1 / MOST < self.low_freq_factor < self.high_freq_factor <= MOST:
             raise ValueError(f"rope low_freq_factor {self.low_freq_factor}, high_freq_factor {self.high_freq_factor}: "
-                             "must be finite, the first above 0 and below the second")
-        if self.scaling == "yarn" and not 0 < self.beta_slow < self.beta_fast < math.inf:
+                             f"must be finite, the first above 0 and below the second, which is at most {MOST:g}")
+        if self.scaling == "yarn" and not 1 / MOST < self.beta_slow < self.beta_fast <= MOST:
             raise ValueError(f"rope beta_slow {self.beta_slow}, beta_fast {self.beta_fast}: must be finite, the first "
-                             "above 0 and below the second")
+                             f"above 0 and below the second, which is at most {MOST:g}")
         if self.scaling in ("llama3", "yarn") and not 1 <= self.original_context < 2**31:
             raise ValueError(f"rope original_context {self.original_context}: must lie in 1..{2**31 - 1}")
         if self.scaling == "longrope" and (
-            len(self.divisors) != self.rotary_dim // 2 or not all(0 < x < math.inf for x in self.divisors)
+            len(self.divisors) != self.rotary_dim // 2 or not all(1 / MOST < x <= MOST for x in self.divisors)
         ):
-            raise ValueError(f"rope divisors: must be {self.rotary_dim // 2} finite numbers above 0, one for each "
-                             f"channel pair, got {len(self.divisors)}")
+            raise ValueError(f"rope divisors: must be {self.rotary_dim // 2} finite numbers above 0 and at most {MOST:g}, "
+                             f"one for each channel pair, got {len(self.divisors)}")
 
     def inverse_frequencies(self) -> np.ndarray:
         """Angular frequency per channel pair, float64 `[rotary_dim / 2]`, radians per position."""

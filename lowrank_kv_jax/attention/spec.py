@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.rope import RopeSpec
+from lowrank_kv_jax.checks.shown import short
 
 
 class LogitRule(TypedDict):
@@ -78,8 +79,10 @@ class AttentionSpec:
         sizes = {name: getattr(self, name) for name in ("num_layers", "q_heads", "kv_heads", "head_dim", "context")}
         sizes |= {f"windows[{i}]": window for i, window in enumerate(self.windows) if window is not None}
         for name, value in sizes.items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: must be a positive integer")
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={short(value)}: must be a positive integer")
+            if value >= 2**31:
+                raise ValueError(f"{name}={short(value)}: must be at most {2**31 - 1}")
         if self.q_heads % self.kv_heads:
             raise ValueError(f"q_heads={self.q_heads}: must be a multiple of kv_heads={self.kv_heads}")
         if len(self.windows) != self.num_layers:

@@ -1,5 +1,6 @@
 """Sums over windows of text that survive a killed run."""
 
+import hashlib
 import json
 import os
 import zipfile
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lowrank_kv_jax.files import check_regular, replacing
+from lowrank_kv_jax.files import check_regular, expanded, replacing
 
 
 class CheckpointedSums:
@@ -21,7 +22,7 @@ class CheckpointedSums:
     """
 
     def __init__(self, path: str | os.PathLike | None, key: Mapping[str, Any]):
-        self._path = None if path is None else Path(path).expanduser()
+        self._path = None if path is None else expanded(path)
         self._key = json.dumps(dict(key), sort_keys=True)
         self.arrays: dict[str, np.ndarray] = {}
 
@@ -36,9 +37,16 @@ class CheckpointedSums:
         check_regular(self._path)
         try:
             found = _read(self._path)
+            for name in ("seal", "key", "done"):
+                if name not in found:
+                    raise ValueError(f"the field {name!r} is missing")
+            seal = str(found.pop("seal"))
+            if seal != _seal(found):
+                raise ValueError(f"seal={seal:.12}: is not that of its arrays, {_seal(found):.12}")
             key, done = str(found.pop("key")), int(found.pop("done"))
         except Exception as error:  # zip, zlib and NumPy have errors of their own for what is damaged
-            raise ValueError(f"{self._path}: no unfinished calibration ({error}); delete it or name another") from error
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise ValueError(f"{self._path}: no unfinished calibration ({reason}); delete it or name another") from error
         if done < 1 or not all(array.dtype == np.float64 and np.isfinite(array).all() for array in found.values()):
             raise ValueError(f"{self._path}: no unfinished calibration (done={done}: must be at least 1, and sums "
                              "finite float64); delete it or name another")
@@ -56,13 +64,24 @@ class CheckpointedSums:
         """Keep the sums over the first `done` windows."""
         if self._path is None:
             return
+        held = {"key": np.array(self._key), "done": np.array(done), **self.arrays}
         with replacing(self._path) as file:
-            np.savez(file, key=np.array(self._key), done=np.array(done), **self.arrays)  # type: ignore[arg-type]
+            np.savez(file, seal=np.array(_seal(held)), **held)  # type: ignore[arg-type]
 
     def discard(self) -> None:
         """Delete the file: the work is done."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
+
+
+def _seal(arrays: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 of named arrays: a sum that is missing would be taken for one that is still to come."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        array = np.asarray(arrays[name])
+        digest.update(f"{name}{array.dtype.str}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:

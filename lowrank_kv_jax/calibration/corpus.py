@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lowrank_kv_jax.files import read_text
+from lowrank_kv_jax.files import expanded, read_text
 
 DEFAULT_CORPUS = "pydoc"
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
@@ -75,7 +75,7 @@ def load_corpus(source: str | os.PathLike | Sequence[str | os.PathLike] | None =
 def _read(name: str) -> list[str]:
     if name in BUILT_IN:
         return BUILT_IN[name]()
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_dir():
         return _read_folder(name, path)
     if path.exists():
@@ -99,16 +99,16 @@ def _read_dataset(name: str) -> list[str]:
 
 def _read_folder(name: str, path: Path) -> list[str]:
     """The train split of a dataset in a folder."""
+    if not any(file.suffix in DATA_SUFFIXES for file in path.rglob("*")):
+        raise ValueError(f"corpus {name!r}: is a directory without a dataset ({', '.join(DATA_SUFFIXES)}, or what "
+                         "save_to_disk writes); name its text files")
     import datasets
 
     if (path / "dataset_dict.json").is_file():
         return _text_column(name, lambda: datasets.load_from_disk(os.fspath(path))["train"])
     if (path / "dataset_info.json").is_file():
         return _text_column(name, lambda: datasets.load_from_disk(os.fspath(path)))
-    if any(file.suffix in DATA_SUFFIXES for file in path.rglob("*")):
-        return _text_column(name, lambda: datasets.load_dataset(os.fspath(path.resolve()), split="train"))
-    raise ValueError(f"corpus {name!r}: is a directory without a dataset ({', '.join(DATA_SUFFIXES)}, or what "
-                     "save_to_disk writes); name its text files")
+    return _text_column(name, lambda: datasets.load_dataset(os.fspath(path.resolve()), split="train"))
 
 
 def _text_column(name: str, load: Callable[[], Any]) -> list[str]:

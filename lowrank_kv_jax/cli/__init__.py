@@ -54,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("lowrank-kv: interrupted", file=sys.stderr)
         return 130
-    except Exception as error:
+    except SystemExit:  # --help and --version
+        raise
+    except BaseException as error:  # code in Rust panics with what is no Exception
         if debug:
             traceback.print_exc()
         return _drop_output(_tell(error, debug))
@@ -67,7 +69,7 @@ def _without_debug(argv: Sequence[str]) -> tuple[list[str], bool]:
     return [word for word in argv[:end] if word != "--debug"] + argv[end:], "--debug" in argv[:end]
 
 
-def _tell(error: Exception, debug: bool) -> int:
+def _tell(error: BaseException, debug: bool) -> int:
     """One line on standard error; the exit code."""
     from lowrank_kv_jax.method import Fault
 
@@ -134,7 +136,7 @@ def _prepare_environment() -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and isinstance(error.filename, (str, bytes)):
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):

@@ -36,18 +36,17 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_model`, `parse_methods` and `bench_saves`.
     """
-    from pathlib import Path
-
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
     from lowrank_kv_jax.evals.asking.methods import parse_methods
     from lowrank_kv_jax.evals.results.records import append_record
     from lowrank_kv_jax.evals.speed.saves import bench_saves, records
+    from lowrank_kv_jax.files import expanded
     from lowrank_kv_jax.progress import ProgressBar
 
     methods = parse_methods(args.methods)
     check_numbers(args, lengths=1, rounds=1, seed=0)
     check_outputs(args)
-    folder = None if args.folder is None else Path(args.folder).expanduser()
+    folder = None if args.folder is None else expanded(args.folder)
     if folder is not None and not folder.is_dir():
         raise ValueError(f"--folder {args.folder}: is no directory")
     model = load_from(args)

@@ -79,7 +79,7 @@ def check_plot(path: str | os.PathLike, option: str = "--plot") -> None:
     if suffix.lower() not in PLOT_SUFFIXES:
         raise ValueError(f"{option} {os.fspath(path)}: no figure has the suffix {suffix!r}, allowed are "
                          f"{' '.join(PLOT_SUFFIXES)}")
-    check_writable(Path(path).absolute())  # matplotlib takes ~ as it is
+    check_writable(path)
 
 
 def corpus_of(value: list[str] | None, default: str) -> str | tuple[str, ...]:

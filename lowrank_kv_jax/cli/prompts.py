@@ -57,9 +57,9 @@ def encode_texts(model: Any, texts: list[str], chat: bool) -> list[list[int]]:
         return [list(tokenizer.encode(text)) for text in texts]
     if not tokenizer.chat_template:
         raise ValueError("--chat: this model's tokenizer has no chat template")
-    turns = [[{"role": "user", "content": text}] for text in texts]
-    wrapped = [tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
-    return [list(tokenizer.encode(text, add_special_tokens=False)) for text in wrapped]
+    from lowrank_kv_jax.evals.asking.prompts import user_turn
+
+    return [list(tokenizer.encode(user_turn(tokenizer, text), add_special_tokens=False)) for text in texts]
 
 
 def bases_from(args: argparse.Namespace, model: Any, method: Any) -> Any:

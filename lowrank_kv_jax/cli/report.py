@@ -29,16 +29,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `read_report`.
     """
-    from pathlib import Path
-
     from lowrank_kv_jax.evals.report import draw_figures, markdown, page, read_report
-    from lowrank_kv_jax.files import write_text
+    from lowrank_kv_jax.files import expanded, write_text
 
     sections = read_report(args.results, args.baseline, args.tasks)
     text = markdown(sections)
     print(text)
     if args.out:
-        out = Path(args.out).expanduser()
+        out = expanded(args.out)
         figures = draw_figures(sections, out)
         write_text(out / "report.md", text)
         write_text(out / "report.html", page(sections, figures, args.title))

@@ -95,6 +95,8 @@ class OnlineSubspaceProjection(Subspace):
             raise ValueError(f"chunk_length={self.chunk_length}: must be a multiple of min_chunk={self.page}")
         if not (math.isfinite(self.prior) and self.prior >= 0):
             raise ValueError(f"prior={self.prior!r}: must be a finite number of at least 0")
+        if not self.sketch >= 1:
+            raise ValueError(f"sketch={self.sketch!r}: must be at least 1, in rows (int) or times the rank (float)")
         for field in ("tau_k", "tau_v", "reuse"):
             value = getattr(self, field)
             if value is not None and not 0 <= value <= 1:

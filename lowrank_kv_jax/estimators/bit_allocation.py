@@ -85,7 +85,7 @@ def profiles_at(spectra: Spectra, prices: tuple[float, float], count: int) -> li
     """
     layers = len(spectra[0])
     wanted = sum(widths_at(side, price).sum(-1) for side, price in zip(spectra, prices, strict=True))
-    members = [part for part in np.array_split(np.argsort(wanted, kind="stable"), count) if len(part)]
+    members = [part for part in np.array_split(np.argsort(wanted, kind="stable"), min(count, layers))]
     chosen, found = None, []
     for _ in range(LLOYD):
         found = [_profile(spectra, own, prices) for own in members]

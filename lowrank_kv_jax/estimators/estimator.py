@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.method.registry import check_free
 
 PRIOR = 1e-3  # energy of a starting basis in estimators that keep energies: it decides only where no token does
@@ -85,8 +86,7 @@ class SizedEstimator(Estimator):
     size: int = 64
 
     def __post_init__(self):
-        if not isinstance(self.size, int) or isinstance(self.size, bool) or self.size < 1:
-            raise ValueError(f"size={self.size!r}: must be an int of at least 1")
+        check_int("size", self.size, 1)
 
     def check_rank(self, rank: int, width: int) -> None:
         super().check_rank(rank, width)

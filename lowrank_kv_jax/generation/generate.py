@@ -2,13 +2,16 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowrank_kv_jax.checks.bounds import check_int
+from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, decode_step, extend, prefill, refresh
 from lowrank_kv_jax.generation.sampling import Sampler, sample
 from lowrank_kv_jax.method import Fault, Part
@@ -230,8 +233,10 @@ def generate(
         ValueError: empty prompts, prompts and new tokens beyond the capacity or the model's context, `max_new_tokens`
             below 1, or a spec that spells no method.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
+    check_int("max_new_tokens", max_new_tokens, 1)
+    for name, value in (("block", block), ("capacity", capacity)):
+        if value is not None:
+            check_int(name, value, 1)
     method, rows = as_method(method), encode_prompts(model, prompts)
     config, params = model.config, model.params
     sampler, eos = Sampler(temperature, top_k, top_p), config.eos_ids if stop_at_eos else ()
@@ -262,6 +267,7 @@ def generate(
                 raise ValueError(f"capacity={capacity}: the longest prompt and max_new_tokens={max_new_tokens} need "
                                  f"{needed}")
             longest = min(longest, capacity - max_new_tokens + 1)
+        check_lengths(rows, longest, max_new_tokens, config.context)
         tokens, lengths = pad_prompts(rows, longest)
         if capacity is None:
             capacity = min(tokens.shape[1] + 2 * max_new_tokens + NEXT_TURN, config.context)
@@ -288,6 +294,8 @@ def encode_prompts(model: Any, prompts: str | Sequence[str] | Sequence[Sequence[
     Raises:
         ValueError: no prompt, an empty one, or an id outside the vocabulary.
     """
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts={short(prompts)}: must be a text, several, or rows of ids")
     rows = [prompts] if isinstance(prompts, str) else list(prompts)
     if not rows:
         raise ValueError("prompts is empty: give at least one")
@@ -297,26 +305,37 @@ def encode_prompts(model: Any, prompts: str | Sequence[str] | Sequence[Sequence[
             if model.tokenizer is None:
                 raise ValueError("this model has no tokenizer: give prompts as lists of ids")
             row = model.tokenizer.encode(row)
-        row = [int(t) for t in row]
+        try:
+            row = [operator.index(t) for t in row]
+        except TypeError as error:
+            raise ValueError(f"prompts[{i}]={short(row)}: must be a text, or a row of ids, which are ints") from error
         if not row:
             raise ValueError(f"prompts[{i}] is empty: every prompt needs at least one token")
         wrong = [t for t in row if not 0 <= t < model.config.vocab_size]
         if wrong:
-            raise ValueError(f"prompts[{i}] holds id {wrong[0]}: ids lie in 0..{model.config.vocab_size - 1}")
+            raise ValueError(f"prompts[{i}] holds id {short(wrong[0])}: ids lie in 0..{model.config.vocab_size - 1}")
         ids.append(row)
     return ids
+
+
+def check_lengths(rows: Sequence[Sequence[int]], longest: int, max_new_tokens: int, context: int) -> None:
+    """Raise ValueError, with what helps, where a prompt has more than `longest` tokens."""
+    lengths = [len(row) for row in rows]
+    row = int(np.argmax(lengths))
+    if lengths[row] > longest:
+        more = context - lengths[row]
+        remedy = f"max_new_tokens must be at most {more}, or the prompt shorter" if more > 0 else "give a shorter prompt"
+        raise ValueError(f"prompts[{row}] has {lengths[row]} tokens: with max_new_tokens={max_new_tokens} it may have "
+                         f"{longest}, for the model's context is {context}; {remedy}")
 
 
 def pad_prompts(rows: Sequence[Sequence[int]], longest: int) -> tuple[jax.Array, jax.Array]:
     """Rows padded on the right to one width, a multiple of `PAD_TO` where `longest` allows; tokens and lengths.
 
-    Raises:
-        ValueError: a row of more than `longest` tokens.
+    Args:
+        rows: none of more than `longest` tokens.
     """
     lengths = [len(row) for row in rows]
-    if max(lengths) > longest:
-        row = int(np.argmax(lengths))
-        raise ValueError(f"prompts[{row}] has {lengths[row]} tokens: with the new tokens the context leaves {longest}")
     width = min(-(-max(lengths) // PAD_TO) * PAD_TO, longest)
     tokens = np.zeros((len(rows), width), np.int32)
     for i, row in enumerate(rows):

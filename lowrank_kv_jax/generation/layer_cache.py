@@ -105,7 +105,7 @@ def plan_layers(
         TypeError: a dtype that is not floating.
     """
     method = as_method(method)
-    if prompt < 1:
+    if isinstance(prompt, int) and prompt < 1:
         raise ValueError(f"prompt={prompt}: must be at least 1; what is appended needs something to be appended to")
     method.validate(spec)
     layout = layout_of(spec, batch, prompt, capacity, block, dtype, mesh)

@@ -5,6 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.checks.bounds import check_kind, check_number
+from lowrank_kv_jax.checks.shown import short
+
+LEAST = 1e-6
+"""Of temperatures above 0."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
@@ -21,10 +27,13 @@ class Sampler:
     top_p: float = 1.0
 
     def __post_init__(self):
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature={self.temperature!r}: must be at least 0")
+        for name in ("temperature", "top_p"):
+            check_kind(name, getattr(self, name), (float,))
+            check_number(name, getattr(self, name), 0)
+        if 0 < self.temperature < LEAST:  # logits would overflow
+            raise ValueError(f"temperature={self.temperature!r}: must be 0, which is greedy, or at least {LEAST:g}")
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
-            raise ValueError(f"top_k={self.top_k!r}: must be an int of at least 1, or None")
+            raise ValueError(f"top_k={short(self.top_k)}: must be an int of at least 1, or None")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p!r}: must lie in (0, 1]")
 

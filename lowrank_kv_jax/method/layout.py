@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
+from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
 from lowrank_kv_jax.storage.sharding import check_mesh
 
@@ -28,7 +29,7 @@ class Layout:
         tokens: how coded tokens lie in memory, "rows" or "lanes" (see `storage.lanes`).
 
     Raises:
-        ValueError: sizes below 1 (a prompt below 0), a capacity below the prompt.
+        ValueError: sizes that are no ints, below 1 (a prompt below 0) or above `MOST`; a capacity below the prompt.
         TypeError: a dtype that is not floating.
     """
 
@@ -43,8 +44,7 @@ class Layout:
 
     def __post_init__(self):
         for name, least in (("batch", 1), ("prompt", 0), ("capacity", 1), ("block", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+            check_int(name, getattr(self, name), least)
         if self.capacity < self.prompt:
             raise ValueError(f"capacity={self.capacity}: the prompt has {self.prompt} tokens; capacity must be at least "
                              "that")
@@ -72,7 +72,10 @@ def layout_of(
         ValueError: as `Layout`; a capacity above the model's context, a mesh that cannot cut batch or heads.
         TypeError: as `Layout`.
     """
+    for name, value, least in (("batch", batch, 1), ("prompt", prompt, 0), ("block", block, 1)):
+        check_int(name, value, least)
     capacity = prompt + block if capacity is None else capacity
+    check_int("capacity", capacity, 1)
     if capacity > spec.context:
         raise ValueError(f"capacity={capacity}: the model's context is {spec.context} tokens")
     dtype = jnp.dtype(default_cache_dtype() if dtype is None else dtype).name

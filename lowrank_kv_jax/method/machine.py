@@ -24,6 +24,7 @@ from lowrank_kv_jax.method.codec import Codec, Ends
 from lowrank_kv_jax.method.group import GroupBases, GroupState
 from lowrank_kv_jax.method.kv_method import KVMethod
 from lowrank_kv_jax.method.layout import Layout, tail_limit
+from lowrank_kv_jax.method.oversized import check_token_counts
 from lowrank_kv_jax.method.reading import Reading
 from lowrank_kv_jax.method.rotated import attend_by_index
 from lowrank_kv_jax.method.selection import Selection
@@ -207,6 +208,7 @@ class Machine(KVMethod):
     # ---- init ---------------------------------------------------------------------------------------------------
 
     def init(self, layout, bases):
+        check_token_counts(self.parts, layout)
         bases = self.of_group(bases)
 
         def weigh(shape: Layout, own: Any):

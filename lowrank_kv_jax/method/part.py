@@ -2,17 +2,14 @@
 
 import abc
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
-
-MOST = 2**28
-"""Of a field that counts tokens, channels or the like: sums of several stay within 32 bits."""
+from lowrank_kv_jax.checks.bounds import MOST, check_kind, check_number, is_number, plain_fields
 
 _MOST = {"budget_bytes": 2**62, **dict.fromkeys(("steps", "iterations", "iterations_dec"), 1000)}
-"""Of other fields; steps are unrolled in the program."""
+"""Of fields that count something else; steps are unrolled in the program."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +62,14 @@ class Part(abc.ABC):
     any; what is saved on disk."""
 
     def __post_init__(self):
-        """Refuse numbers that overflow or run for ever."""
+        """Refuse values of other types than declared, and numbers that overflow or run for ever."""
+        kinds = plain_fields(type(self))
         for field in dataclasses.fields(self):
-            value, most = getattr(self, field.name), _MOST.get(field.name, MOST)
-            if isinstance(value, int) and abs(value) > most:
-                raise ValueError(f"{field.name}={value}: must be at most {most}")
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{field.name}={value}: must be a finite number")
+            value = getattr(self, field.name)
+            if field.name in kinds:
+                check_kind(field.name, value, kinds[field.name])
+            if is_number(value):
+                check_number(field.name, value, most=_MOST.get(field.name, MOST))
 
     def layer_groups(self, spec: AttentionSpec) -> tuple[tuple[int, ...], ...]:
         """Layers that share one state, in order; one layer each unless a codec works across layers."""

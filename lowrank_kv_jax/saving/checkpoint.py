@@ -8,10 +8,13 @@ the new one, and folders that no description names, which the next save deletes.
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
 import shutil
+import sys
+import time
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +23,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from lowrank_kv_jax.files import behind_links, check_fields, lock, naming, read_json_object, write_text
+from lowrank_kv_jax.checks.json_objects import check_fields, parse_json, read_json_object
+from lowrank_kv_jax.checks.shown import short
+from lowrank_kv_jax.files import behind_links, lock, naming, write_text
 
 METADATA = "lowrank_kv.json"
 FORMAT = 2
@@ -121,12 +126,12 @@ def load_metadata(path: str | Path, kind: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{error}: this save is damaged") from error
     if metadata.get("kind") != kind:
-        raise ValueError(f"{file}: kind={metadata.get('kind')!r}: must be {kind!r}")
+        raise ValueError(f"{file}: kind={short(metadata.get('kind'))}: must be {kind!r}")
     if metadata.get("format") != FORMAT:
-        raise ValueError(f"{file}: format={metadata.get('format')!r}: this version reads format {FORMAT}")
+        raise ValueError(f"{file}: format={short(metadata.get('format'))}: this version reads format {FORMAT}")
     check_fields(file, metadata, _FIELDS)
     if not _ARRAYS.fullmatch(metadata["arrays"]):
-        raise ValueError(f"{file}: arrays={metadata['arrays']!r}: must be arrays-, then 16 hexadecimal digits")
+        raise ValueError(f"{file}: arrays={short(metadata['arrays'])}: must be arrays-, then 16 hexadecimal digits")
     return metadata
 
 
@@ -175,14 +180,14 @@ def _check_files(path: Path, metadata: Mapping[str, Any]) -> None:
     for name, digest in metadata["files"].items():
         file = folder / name
         if name not in held or file.is_symlink() or not file.is_file():
-            raise ValueError(f"{file}: is missing")
+            raise ValueError(f"{folder}/{name:.200}: is missing")
         if (found := _digest(file)) != digest:
             raise ValueError(f"{file}: is damaged (sha256 {found[:12]}, saved as {str(digest)[:12]})")
 
 
 def _seal(description: Mapping[str, Any]) -> str:
     """SHA-256 of a description as it is read again."""
-    return hashlib.sha256(json.dumps(json.loads(json.dumps(description)), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(parse_json(json.dumps(description)), sort_keys=True).encode()).hexdigest()
 
 
 def _files(folder: Path) -> list[str]:
@@ -223,11 +228,22 @@ def _alone(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _orbax(path: Path) -> Iterator[None]:
-    """Whatever Orbax fails with names the directory; it reports a full disk as one of several kinds of errors."""
+    """Whatever Orbax fails with names the directory; it reports a full disk as one of several kinds of errors.
+
+    Its threads log each of theirs with a traceback, and print what they meet behind the first one; that one is raised
+    and says enough.
+    """
+    disabled, hook = logging.root.manager.disable, sys.unraisablehook
+    logging.disable(logging.CRITICAL)
+    sys.unraisablehook = lambda _: None
     try:
         yield
     except Exception as error:
+        time.sleep(0.1)  # for those threads to end
         raise OSError(f"{path}: cannot be saved ({_first_line(error)})") from error
+    finally:
+        logging.disable(disabled)
+        sys.unraisablehook = hook
 
 
 def _first_line(error: Exception) -> str:

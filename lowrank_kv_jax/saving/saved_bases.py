@@ -9,7 +9,9 @@ import jax
 
 from lowrank_kv_jax import __version__
 from lowrank_kv_jax.calibration.corpus import Corpus
-from lowrank_kv_jax.files import behind_links, check_fields, short
+from lowrank_kv_jax.checks.json_objects import check_fields
+from lowrank_kv_jax.checks.shown import short
+from lowrank_kv_jax.files import behind_links
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.methods.parse import spell_method
 from lowrank_kv_jax.saving.checkpoint import FLOATS, METADATA, check_replaceable, load_arrays, load_metadata, save_arrays

@@ -10,7 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.files import behind_links, check_fields, short
+from lowrank_kv_jax.checks.bounds import MOST
+from lowrank_kv_jax.checks.json_objects import check_fields
+from lowrank_kv_jax.checks.shown import short
+from lowrank_kv_jax.files import behind_links
 from lowrank_kv_jax.method import Layout, Part
 from lowrank_kv_jax.method.cache import Cache
 from lowrank_kv_jax.methods.compose import machine_of
@@ -74,13 +77,17 @@ def load_cache(
     file = behind_links(path) / METADATA
     check_fields(file, metadata, _FIELDS)
     if metadata["fingerprint"] != model.fingerprint:
-        raise ValueError(f"{path}: this cache belongs to model {metadata['model']!r} with other weights "
+        raise ValueError(f"{path}: this cache belongs to model {short(metadata['model'])} with other weights "
                          f"({metadata['fingerprint'][:12]}), not to {model.name!r} ({model.fingerprint[:12]})")
     if metadata["method"] != repr(method):
-        raise ValueError(f"{path}: this cache was made by {metadata['method']}, not by {method!r}")
+        raise ValueError(f"{path}: this cache was made by {metadata['method']:.500}, not by {method!r}")
     if metadata["bases"] != _digest(bases):
         raise ValueError(f"{path}: this cache was made with other calibrated bases than those given")
-    layout = Layout(spec=model.config.attention, **_checked_layout(file, metadata["layout"]))
+    fields = _checked_layout(file, metadata["layout"])
+    try:
+        layout = Layout(spec=model.config.attention, **fields)
+    except ValueError as error:
+        raise ValueError(f"{file}: layout: {error}") from error
     if mesh is not None:
         layout = dataclasses.replace(layout, mesh=check_mesh(mesh, layout.spec, layout.batch))
     abstract = _abstract_arrays(method, layout, bases)
@@ -125,8 +132,8 @@ def _checked_layout(file: Path, layout: dict[str, Any]) -> dict[str, Any]:
     """The saved fields of a `Layout`, those and no others."""
     check_fields(f"{file}: layout", layout, dict.fromkeys(_LEAST, int) | {"dtype": str, "tokens": str})
     for name, least in _LEAST.items():
-        if not least <= layout[name] < 2**31:
-            raise ValueError(f"{file}: layout: {name}={layout[name]}: must lie in {least}..{2**31 - 1}")
+        if not least <= layout[name] <= MOST:
+            raise ValueError(f"{file}: layout: {name}={short(layout[name])}: must lie in {least}..{MOST}")
     if layout["dtype"] not in FLOATS:
         raise ValueError(f"{file}: layout: dtype={short(layout['dtype'])}: must be one of {', '.join(FLOATS)}")
     if layout["tokens"] not in ("rows", "lanes"):

@@ -4,7 +4,7 @@ import dataclasses
 
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.selections.adakv import Adaptive
-from lowrank_kv_jax.summaries.component import Summary
+from lowrank_kv_jax.summaries.component import DTYPES, Summary
 
 
 @register("momentkv")
@@ -41,7 +41,8 @@ class MomentKV(Adaptive):
 
     def __post_init__(self):
         super().__post_init__()
-        for field, values in (("schedule", ("block", "paper")), ("prefill", ("informed", "literal"))):
+        allowed = {"schedule": ("block", "paper"), "prefill": ("informed", "literal"), "moments_dtype": DTYPES}
+        for field, values in allowed.items():
             if getattr(self, field) not in values:
                 raise ValueError(f"{field}={getattr(self, field)!r}: allowed are {', '.join(values)}")
         if self.schedule == "paper" and self.decoding == "keep":

@@ -5,6 +5,8 @@ from typing import ClassVar
 
 from lowrank_kv_jax.summaries.moments import ORDERS
 
+DTYPES = ("float32", "bfloat16")
+
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
@@ -24,8 +26,8 @@ class Summary:
     def __post_init__(self):
         if self.order not in ORDERS:
             raise ValueError(f"order={self.order!r}: allowed are {', '.join(ORDERS)}")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype={self.dtype!r}: allowed are float32, bfloat16")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}: allowed are {', '.join(DTYPES)}")
 
 
 SUMMARIES = {Summary.name: Summary}

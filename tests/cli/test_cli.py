@@ -83,7 +83,7 @@ def test_mistakes_are_told_in_one_line(capsys, tmp_path):
     assert "samples=0" in fails(capsys, "compare", "--samples", "0")
     assert "unknown method" in fails(capsys, "methods", "nothing")
     assert "neither the name" in fails(capsys, "generate", "--model", "no such model", "--prompt", "x")
-    assert "temperature=-1.0" in fails(capsys, "generate", "--prompt", "x", "--temperature", "-1")
+    assert "--temperature -1.0: must be at least 0" in fails(capsys, "generate", "--prompt", "x", "--temperature", "-1")
     assert "the prompt is empty" in fails(capsys, "generate", "--prompt", "")
     assert "No such file" in fails(capsys, "generate", "--prompt-file", str(tmp_path / "none.txt"))
     assert "No such file" in fails(capsys, "compare", "--json", str(tmp_path / "none" / "x.jsonl"))
@@ -132,7 +132,7 @@ def test_a_refused_command_leaves_no_file(capsys, tmp_path):
     (["streaming", "--methods", "nosuch"], "unknown method 'nosuch'"),
     (["calibrate", "--method", "ojakv", "--out", "none", "--length", "-1"], "--length -1: must be at least 1"),
     (["eval", "ruler", "--lengths", "1024", "-5"], "--lengths -5: must be at least 1"),
-    (["eval", "ruler", "--seed", "-1"], "seed=-1: must lie in 0.."),
+    (["eval", "ruler", "--seed", "-1"], "--seed -1: must be at least 0"),
     (["eval", "ruler", "--rows", "0"], "--rows 0: must be at least 1"),
     (["eval", "longbench", "--samples", "-2"], "--samples -2: must be at least 1"),
     (["eval", "lm-eval", "--fewshot", "-1"], "--fewshot -1: must be at least 0"),
