@@ -75,8 +75,8 @@ class RopeSpec:
         if self.scaling == "longrope" and (
             len(self.divisors) != self.rotary_dim // 2 or not all(1 / MOST < x <= MOST for x in self.divisors)
         ):
-            raise ValueError(f"rope divisors: must be {self.rotary_dim // 2} finite numbers above 0 and at most {MOST:g}, "
-                             f"one for each channel pair, got {len(self.divisors)}")
+            raise ValueError(f"rope divisors: must be {self.rotary_dim // 2} finite numbers above 0 and at most "
+                             f"{MOST:g}, one for each channel pair, got {len(self.divisors)}")
 
     def inverse_frequencies(self) -> np.ndarray:
         """Angular frequency per channel pair, float64 `[rotary_dim / 2]`, radians per position."""
