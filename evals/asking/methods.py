@@ -12,8 +12,8 @@ from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
 
 SHORTLIST = (
-    "full", "streamingllm:keep=0.25", "kivi:bits=4", "ojakv:rank=0.6", "single-svd:rank=0.25", "transform:smaller=4",
-    "transform:smaller=8",
+    "full", "streamingllm:keep=0.25", "static-pca-h:rank=0.6", "ojakv:rank=0.6", "ojakv:rank=0.8",
+    "single-svd:rank=0.25",
 )
 LENGTH, WINDOWS = 2048, 4
 _LAST: dict[Any, Moments] = {}
