@@ -1,5 +1,7 @@
 """Squared gradients of the loss by cached keys and values against grad through the whole model."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,4 +62,4 @@ def test_windows_that_are_too_short_and_gradients_that_are_not_finite_are_refuse
     kernel = params["layers"][1]["attention"]["v_proj"]["kernel"]
     params["layers"][1]["attention"]["v_proj"]["kernel"] = kernel.at[0, 0].set(jnp.nan)
     with pytest.raises(ValueError, match="layer .* is not finite"):
-        collect_sensitivity(model()._replace(params=params), np.asarray(prompts(1, LENGTH)))
+        collect_sensitivity(dataclasses.replace(model(), params=params), np.asarray(prompts(1, LENGTH)))

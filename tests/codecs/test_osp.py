@@ -410,7 +410,7 @@ def test_variants_code_nearly_as_well(fields):
 
 @pytest.mark.parametrize("fields, message", [
     ({"sketch": 2}, "sketch=2: keeps 2 directions, fewer than the rank 3"),
-    ({"sketch": 0.5, "rank": 0.5}, "sketch=0.5: keeps 2 directions, fewer than the rank 4"),
+    ({"sketch": 0.5, "rank": 0.5}, "sketch=0.5: must be at least 1"),
     ({"chunk_length": 0}, "chunk_length=0: must be an int of at least 1"),
     ({"chunk_length": 20}, "chunk_length=20: must be a multiple of min_chunk=8"),
     ({"tau_k": 1.5}, r"tau_k=1.5: must lie in \[0, 1\]"), ({"tau_v": -0.1}, r"tau_v=-0.1: must lie in \[0, 1\]"),

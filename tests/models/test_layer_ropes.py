@@ -43,7 +43,7 @@ def fitted(method):
 
 
 @pytest.mark.parametrize("spec", [
-    "single-svd:rank=1.0,rope=pre", "static-pca:rank=1.0,rope=pre", "transform:bits=8,metric=attention",
+    "single-svd:rank=1.0,rope=pre", "static-pca:rank=1.0,rope=pre", "transform:bits=8,metric=attention,sampled=False",
     "osp:rank=1.0,rope=pre,chunk_length=16", "h2o:keep=1.0,positions=cache", "shadowkv:rank=1.0,budget=64",
 ])
 def test_at_full_quality_a_cache_is_the_full_one(spec):

@@ -129,7 +129,7 @@ def test_the_compressibility_table_holds_every_kind_on_every_text():
 
 def test_the_cross_layer_oracle_is_the_svd_of_the_layers_side_by_side():
     tests, table, _, _ = tiny_tables()
-    config, params, _ = helpers.model()
+    config, params = helpers.model().config, helpers.model().params
     sides = [[] for _ in range(2)]
     for window in tests["one"]:
         for layer, taps in enumerate(iterate_taps(config, params, window[None])):
