@@ -3,6 +3,7 @@
 import dataclasses
 import types
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -205,8 +206,8 @@ def test_bases_come_back_from_disk_with_their_widths(spec, tmp_path):
     bases = bases_for(method)
     lkv.save_bases(tmp_path / "bases", bases, named, method)
     restored = lkv.load_bases(tmp_path / "bases", named, method)
-    assert jax.tree.structure(restored) == jax.tree.structure(bases)
-    jax.tree.map(np.testing.assert_array_equal, restored, bases)
+    chex.assert_trees_all_equal_structs(restored, bases)
+    chex.assert_trees_all_equal(restored, bases)
     with pytest.raises(ValueError, match="do not serve"):
         lkv.load_bases(tmp_path / "bases", named, dataclasses.replace(method, heads="per_head"))
 

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -176,7 +177,7 @@ def test_leaves_are_declared_and_keep_the_shapes_of_init(name):
     small = case(name, False)
     empty = jax.eval_shape(functools.partial(small.machine.init, small.layout), small.bases)
     state = small.run()[2]
-    assert jax.tree.structure(empty) == jax.tree.structure(state)
+    chex.assert_trees_all_equal_structs(empty, state)
     assert [(x.shape, x.dtype) for x in jax.tree.leaves(empty)] == [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
     assert len(list(walk(state))) == len(jax.tree.leaves(state))
     for path, array, info in walk(state):

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +39,7 @@ def filled(name):
 
 
 def assert_same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
+    chex.assert_trees_all_equal_structs(a, b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_array_equal(x, y)
 

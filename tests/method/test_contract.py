@@ -8,6 +8,7 @@ budget), or its default compression of short prompts (`Part.small`). What a meth
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,7 +167,7 @@ def test_init_has_the_shapes_of_every_later_state(name):
     machine = machine_of(method)
     for group, bases in zip(cache.groups, machine.group_bases(SMALL.attention, bases_for(method, SMALL)), strict=True):
         abstract = jax.eval_shape(functools.partial(machine.init, layout), bases)
-        assert jax.tree.structure(abstract) == jax.tree.structure(group)
+        chex.assert_trees_all_equal_structs(abstract, group)
         for x, y in zip(jax.tree.leaves(abstract), jax.tree.leaves(group), strict=True):
             assert (x.shape, x.dtype) == (y.shape, y.dtype)
 
@@ -375,7 +376,7 @@ def test_jitted_prefill_equals_layer_by_layer(name):
     cache, logits = jax.jit(whole)(*inputs)
     eager_cache, eager_logits = whole(*inputs)
     np.testing.assert_allclose(logits, eager_logits, atol=1e-5)
-    assert jax.tree.structure(cache) == jax.tree.structure(eager_cache)
+    chex.assert_trees_all_equal_structs(cache, eager_cache)
     step = functools.partial(extend, method, SMALL, model(SMALL).params, tokens=tokens[:, :1], bases=bases)
     np.testing.assert_allclose(step(cache)[1], step(eager_cache)[1], atol=1e-4)
 

@@ -6,6 +6,7 @@ import math
 import re
 import types
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,8 +150,8 @@ def test_a_saved_cache_holds_bfloat16_which_every_platform_loads(tmp_path, monke
     cache, _ = prefill(method, PLAIN, model().params, prompts(length=PROMPT), capacity=CAPACITY, dtype="bfloat16")
     save_cache(tmp_path / "cache", cache, saved)
     here = load_cache(tmp_path / "cache", method, saved)
-    assert jax.tree.structure(here) == jax.tree.structure(cache)
-    jax.tree.map(np.testing.assert_array_equal, here, cache)
+    chex.assert_trees_all_equal_structs(here, cache)
+    chex.assert_trees_all_equal(here, cache)
     monkeypatch.setattr("lowrank_kv_jax.saving.saved_cache.hold_bits", lambda tree: tree)  # as where bfloat16 is native
     there = load_cache(tmp_path / "cache", method, saved).groups[0].ends[0].k
     assert isinstance(there, jax.Array) and there.dtype == jnp.bfloat16

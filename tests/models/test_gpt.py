@@ -5,6 +5,7 @@ import functools
 import json
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,7 +99,7 @@ def test_directories_load(name, prefix, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(GPT_CONFIGS[name]))
     loaded = models.load_model(tmp_path)
     assert loaded.config == config
-    jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
+    chex.assert_trees_all_equal(loaded.params, params)
 
 
 @pytest.mark.parametrize("name, change, message", [

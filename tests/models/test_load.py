@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,7 +57,7 @@ def expected_params(name):
 
 
 def assert_same(params, expected):
-    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    chex.assert_trees_all_equal(params, expected)
 
 
 @pytest.mark.parametrize("name", ["llama2", "llama2_tied", "qwen2", "qwen3_untied"])

@@ -4,6 +4,7 @@ import functools
 import json
 from pathlib import Path
 
+import chex
 import gguf
 import jax
 import numpy as np
@@ -95,7 +96,7 @@ def test_file_gives_the_config_and_the_weights(tmp_path, name):
     model = models.load_model(write_gguf(tmp_path / "tiny.gguf", name))
     assert model.config == models.read_config(CONFIGS[name])
     assert model.name == "tiny"
-    jax.tree.map(np.testing.assert_array_equal, model.params, expected(name))
+    chex.assert_trees_all_equal(model.params, expected(name))
 
 
 WIDE = {"hidden_size": 64, "intermediate_size": 96}
@@ -106,7 +107,7 @@ def test_element_types(tmp_path, kind):
     quant = gguf.GGMLQuantizationType[kind]
     model = models.load_model(write_gguf(tmp_path / "tiny.gguf", "llama2", kind=kind, **WIDE))
     through = lambda values: gguf.dequantize(gguf.quantize(values, quant), quant)  # noqa: E731
-    jax.tree.map(np.testing.assert_array_equal, model.params, expected("llama2", through, **WIDE))
+    chex.assert_trees_all_equal(model.params, expected("llama2", through, **WIDE))
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
@@ -124,7 +125,7 @@ def test_slabs_of_a_large_tensor_join(tmp_path, monkeypatch):
     model = models.load_model(write_gguf(tmp_path / "tiny.gguf", "llama2", kind="Q8_0", **WIDE))
     quant = gguf.GGMLQuantizationType.Q8_0
     through = lambda values: gguf.dequantize(gguf.quantize(values, quant), quant)  # noqa: E731
-    jax.tree.map(np.testing.assert_array_equal, model.params, expected("llama2", through, **WIDE))
+    chex.assert_trees_all_equal(model.params, expected("llama2", through, **WIDE))
 
 
 def llama3_divisors(original_context):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,17 +137,15 @@ def small():
 
 def test_one_trace_of_a_layer_serves_all_layers(small):
     config, params = small
-    traces = []
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def taps(layer, x, positions):
-        traces.append(None)
         return models.block_taps(config, layer, x, positions)
 
     x, positions = jnp.ones((1, 3, config.hidden_size)), jnp.arange(3)[None]
     for layer in params["layers"]:
         taps(layer, x, positions)
-    assert len(traces) == 1
 
 
 def test_taps_have_the_documented_shapes_and_relations(small):

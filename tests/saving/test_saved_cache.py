@@ -3,6 +3,7 @@
 import dataclasses
 import types
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ def test_a_restored_cache_continues_as_the_saved_one(name, compress, tmp_path):
     cache, bases = made_by(method)
     save_cache(tmp_path / "cache", cache, MODEL, bases=bases, compress=compress)
     restored = load_cache(tmp_path / "cache", method, MODEL, bases=bases)
-    assert jax.tree.structure(restored) == jax.tree.structure(cache)
+    chex.assert_trees_all_equal_structs(restored, cache)
     assert cache_bytes(restored) == cache_bytes(cache) == cache_bytes(abstract_cache(method, cache.layout, bases))
     token = prompts(2, 1)[:, 0]
     for ours, theirs in zip(
@@ -61,7 +62,7 @@ def test_a_save_replaces_one_of_the_other_form(tmp_path):
     cache, _ = made_by(method)
     for compress in (False, True, True, False):
         save_cache(tmp_path / "cache", cache, MODEL, compress=compress)
-        jax.tree.map(np.testing.assert_array_equal, load_cache(tmp_path / "cache", method, MODEL), cache)
+        chex.assert_trees_all_equal(load_cache(tmp_path / "cache", method, MODEL), cache)
         assert len(list((tmp_path / "cache").iterdir())) == 2
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -54,12 +55,12 @@ def test_there_and_back_is_the_same_cache_and_lanes_are_what_they_say():
     assert lanes.layout.tokens == "lanes" and isinstance(lanes.groups[0].store.tokens.k, TokensOnLanes)
     np.testing.assert_array_equal(lanes.groups[0].store.tokens.k.on_lanes, np.swapaxes(cache.groups[0].store.tokens.k, 2, 3))
     back = with_token_layout(lanes, "rows")
-    assert jax.tree.structure(back) == jax.tree.structure(cache)
+    chex.assert_trees_all_equal_structs(back, cache)
     for name, value in leaves(cache).items():
         np.testing.assert_array_equal(leaves(back)[name], value)
     assert cache_bytes(lanes, bases).total == cache_bytes(cache, bases).total
     expected = abstract_cache(METHOD, lanes.layout, bases)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), lanes) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(lanes, expected)
 
 
 def decoded_on_both(spec):
@@ -90,7 +91,7 @@ def test_a_cache_on_lanes_decodes_and_refreshes_as_one_in_rows(spec, stored):
         slice_block(lanes.groups[0].store.tokens.k, 0, 32), slice_block(rows.groups[0].store.tokens.k, 0, 32), atol=1e-5
     )
     back = with_token_layout(lanes, "rows")
-    assert jax.tree.structure(back) == jax.tree.structure(rows)
+    chex.assert_trees_all_equal_structs(back, rows)
 
 
 @pytest.mark.parametrize("spec", [

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,8 +82,8 @@ def test_tokens_can_be_appended_in_pieces(bits, tile):
 def test_empty_storage_is_that_of_zeros():
     for bits, tile in ((None, Tile()), (8, PER_TOKEN), (2, KIVI_KEYS), (4, KIVI_VALUES)):
         empty, zeros = empty_tokens(SHAPE, bits, jnp.bfloat16, tile), store(jnp.zeros(SHAPE), bits, jnp.bfloat16, tile)
-        assert jax.tree.structure(empty) == jax.tree.structure(zeros)
-        jax.tree.map(np.testing.assert_array_equal, empty, zeros)
+        chex.assert_trees_all_equal_structs(empty, zeros)
+        chex.assert_trees_all_equal(empty, zeros)
         assert [x.dtype for x in jax.tree.leaves(empty)] == [x.dtype for x in jax.tree.leaves(zeros)]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,7 +84,7 @@ def test_walk_names_every_leaf_once():
 
 def test_map_leaves_keeps_structure_and_hands_over_declarations():
     twice = map_leaves(lambda info, x, y: x + y if info.kind == "exact" else x, whole(), whole())
-    assert jax.tree.structure(twice) == jax.tree.structure(whole())
+    chex.assert_trees_all_equal_structs(twice, whole())
     np.testing.assert_array_equal(twice.parts[0].a, 2 * np.ones((2, 3)))
     assert twice.n == 3 and twice.name == "x" and twice.parts[0].b is None
 
