@@ -117,7 +117,7 @@ def calibrate(
     corpus = texts if isinstance(texts, Corpus) else load_corpus() if texts is None else Corpus.of(texts)
     length = min(length, model.config.context)
     tokens = token_windows(model.tokenizer, corpus.texts, length, windows, seed)
-    held = _checkpoints(model, method, tokens, resume)
+    held = _checkpoints(model, method, tokens, seed, resume)
     moments = moments_for(model, [method], tokens, progress, held, seed)
     bases = fit_bases(model, method, moments, dtype)
     for sums in held:
@@ -169,14 +169,15 @@ def serve(moments: Moments, method: Part, spec: AttentionSpec) -> bool:
     return method.reads <= moments.held and all(group in (own.across or ()) for own in of_layers for group in groups)
 
 
-def _checkpoints(model: Any, method: Part, tokens: np.ndarray, prefix: str | os.PathLike | None):
+def _checkpoints(model: Any, method: Part, tokens: np.ndarray, seed: int, prefix: str | os.PathLike | None):
     key: dict[str, Any] = {"fingerprint": getattr(model, "fingerprint", None), "shape": list(tokens.shape),
            "sha256": hashlib.sha256(np.ascontiguousarray(tokens).tobytes()).hexdigest()}
     if groups := groups_read(model.config.attention, method):
         key["groups"] = [list(group) for group in groups]
+    own = {"moments": {}, "fisher": {}, "sampled": {"seed": seed}}  # a short corpus has the same windows for every seed
     return tuple(
-        CheckpointedSums(None if prefix is None else f"{os.fspath(prefix)}.{kind}.npz", {"of": kind, **key})
-        for kind in ("moments", "fisher", "sampled")
+        CheckpointedSums(None if prefix is None else f"{os.fspath(prefix)}.{kind}.npz", {"of": kind, **key, **more})
+        for kind, more in own.items()
     )
 
 

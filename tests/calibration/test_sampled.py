@@ -2,12 +2,13 @@
 
 import dataclasses
 
+import chex
 import helpers
 import numpy as np
 import pytest
 from character_tokenizer import Characters
 
-from lowrank_kv_jax.calibration.calibrate import collect_moments, moments_for, serve
+from lowrank_kv_jax.calibration.calibrate import calibrate, collect_moments, moments_for, serve
 from lowrank_kv_jax.calibration.sampled import openings, sampled_windows
 from lowrank_kv_jax.calibration.sensitivity import collect_sensitivity
 from lowrank_kv_jax.methods.parse import parse_method
@@ -67,3 +68,20 @@ def test_second_moments_are_of_both_and_what_matters_of_the_corpus_alone():
 def test_only_methods_that_read_it_have_the_model_write():
     moments = moments_for(model(), [parse_method("ojakv:rank=4")], np.asarray(helpers.prompts(1, 16)))
     assert moments.sampled is None and "sampled" not in moments.held
+
+
+def test_a_run_that_was_killed_goes_on_with_text_of_its_own_seed(tmp_path, monkeypatch):
+    text, method = ["the quick brown fox jumps over the lazy dog"], parse_method("transform:metric=plain")
+    bases = calibrate(model(), method, text, length=43, seed=0)
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("lowrank_kv_jax.calibration.calibrate.fit_bases", killed)
+        calibrate(model(), method, text, length=43, seed=0, resume=tmp_path / "own")
+    with pytest.raises(ValueError, match="own.sampled.npz: holds the unfinished calibration of"):
+        calibrate(model(), method, text, length=43, seed=1, resume=tmp_path / "own")
+    again = calibrate(model(), method, text, length=43, seed=0, resume=tmp_path / "own")
+    chex.assert_trees_all_equal(again, bases)
+    assert not list(tmp_path.iterdir())
