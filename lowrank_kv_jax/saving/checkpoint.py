@@ -8,12 +8,11 @@ the new one, and folders that no description names, which the next save deletes.
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import re
 import secrets
 import shutil
-import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -64,7 +63,7 @@ def save_arrays(
         name = f"arrays-{secrets.token_hex(8)}"
         try:
             _delete_unnamed(path)
-            with _orbax(path), ocp.StandardCheckpointer() as checkpointer:
+            with _failing_by_name(path), ocp.StandardCheckpointer() as checkpointer:
                 coding = ocp.SaveArgs(chunk_byte_size=block)
                 checkpointer.save(path / name, dict(arrays), save_args=dict.fromkeys(arrays, coding))
             versions = {package: version(package) for package in ("jax", "orbax-checkpoint")}
@@ -227,23 +226,24 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _orbax(path: Path) -> Iterator[None]:
+def _failing_by_name(path: Path) -> Iterator[None]:
     """Whatever Orbax fails with names the directory; it reports a full disk as one of several kinds of errors.
 
-    Its threads log each of theirs with a traceback, and print what they meet behind the first one; that one is raised
-    and says enough.
+    The first of its threads that fails is raised while others still write: they are waited for, so that what they
+    leave can be deleted.
     """
-    disabled, hook = logging.root.manager.disable, sys.unraisablehook
-    logging.disable(logging.CRITICAL)
-    sys.unraisablehook = lambda _: None
+    before = set(threading.enumerate())
     try:
         yield
     except Exception as error:
-        time.sleep(0.1)  # for those threads to end
+        deadline = time.monotonic() + PATIENCE
+        for thread in set(threading.enumerate()) - before:
+            thread.join(max(0, deadline - time.monotonic()))
         raise OSError(f"{path}: cannot be saved ({_first_line(error)})") from error
-    finally:
-        logging.disable(disabled)
-        sys.unraisablehook = hook
+
+
+PATIENCE = 1.0
+"""Seconds that threads of a save that failed are waited for, all together: some may be another's and not end."""
 
 
 def _first_line(error: Exception) -> str:

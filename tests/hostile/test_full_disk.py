@@ -2,6 +2,10 @@
 
 import contextlib
 import json
+import logging
+import subprocess
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -15,6 +19,14 @@ from lowrank_kv_jax.files import replacing, write_text
 from lowrank_kv_jax.saving.saved_cache import save_cache
 
 resource = pytest.importorskip("resource")
+
+@pytest.fixture
+def orbax_threads(monkeypatch):
+    """What they log and what nobody takes from them, behind the error that is raised, is not for pytest."""
+    for name in ("absl", "asyncio"):
+        monkeypatch.setattr(logging.getLogger(name), "filters", [lambda _: False])
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
 
 
 @contextlib.contextmanager
@@ -82,7 +94,7 @@ def test_sums_stay(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_saves_stay(kind, tmp_path):
+def test_saves_stay(kind, tmp_path, orbax_threads):
     make, load = KINDS[kind]
     path = make(tmp_path / "own")
     before, held = names(tmp_path), load(path)
@@ -90,6 +102,35 @@ def test_saves_stay(kind, tmp_path):
     assert names(tmp_path) == before and load(path) is not held
     fails_naming(tmp_path / "new", lambda: make(tmp_path / "new"))
     assert names(tmp_path) == before
+
+
+SAVING = """
+import resource
+import numpy as np
+from lowrank_kv_jax.cli import __main__ as cli
+from lowrank_kv_jax.saving.checkpoint import save_arrays
+
+def main():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    try:
+        save_arrays("out", "bases", {"a": np.ones(10_000), "b": np.ones(10)}, {})
+    except OSError:
+        return 1
+
+cli.main = main
+raise SystemExit(cli.program())
+"""
+
+
+def test_a_program_tells_it_once(tmp_path):
+    ended = subprocess.run([sys.executable, "-c", SAVING], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stderr == "" and names(tmp_path) == []
+
+
+def test_a_library_silences_nothing(tmp_path, orbax_threads):
+    settings = logging.root.manager.disable, sys.unraisablehook, list(logging.getLogger("absl").filters)
+    fails_naming(tmp_path, lambda: KINDS["bases"][0](tmp_path / "own"))
+    assert settings == (logging.root.manager.disable, sys.unraisablehook, logging.getLogger("absl").filters)
 
 
 def test_a_report_leaves_no_half_of_a_picture(tmp_path, records, capsys):
