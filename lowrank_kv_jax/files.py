@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -149,3 +150,16 @@ def read_text(path: str | os.PathLike) -> str:
         return expanded(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{os.fspath(path)}: is not UTF-8 text ({error.reason} at byte {error.start})") from error
+
+
+def user_cache_directory() -> Path:
+    """Where this system keeps what programs can make again."""
+    if os.environ.get("XDG_CACHE_HOME"):
+        base = Path(os.environ["XDG_CACHE_HOME"])
+    elif sys.platform == "darwin":
+        base = Path("~/Library/Caches").expanduser()
+    elif sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA", "~/AppData/Local")).expanduser()
+    else:
+        base = Path("~/.cache").expanduser()
+    return base / "lowrank-kv-jax"

@@ -1,6 +1,7 @@
 import gc
 import os
 from importlib.metadata import version
+from pathlib import Path
 
 # Most of the suite's time is compilation of programs that run for milliseconds: ask little of LLVM, in one piece.
 # XLA's own passes, and with them donation, fusion and memory plans, stay as they are.
@@ -35,6 +36,14 @@ def exact_matmuls():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_kept():
+    """Tiny models share a fingerprint, and the user's cache directory is not for tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lowrank_kv_jax.saving.kept_bases.user_cache_directory", lambda: Path(os.devnull))
+        yield
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """A file runs in one worker, with the programs and fixtures that its tests share, where no mark says otherwise."""
@@ -59,10 +68,11 @@ def resident_bytes() -> int:
 
 @pytest.fixture(autouse=True)
 def few_compiled_programs(request):
-    """Programs are dropped between files or methods once they fill another gigabyte."""
+    """Programs are dropped between files, methods or codecs once they fill another gigabyte."""
     global _last, _limit
     callspec = getattr(request.node, "callspec", None)
-    now = request.node.path, callspec and callspec.params.get("name")
+    about = callspec.params if callspec else {}
+    now = request.node.path, about.get("name") or about.get("codec")
     if _last not in (None, now) and resident_bytes() > _limit:
         jax.clear_caches()
         _limit = max(_limit, resident_bytes() + 1e9)  # what was freed is used again before the process grows

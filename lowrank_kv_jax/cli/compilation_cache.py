@@ -1,8 +1,8 @@
 """Compiled programs are kept between runs, in the user's cache directory."""
 
 import os
-import sys
-from pathlib import Path
+
+from lowrank_kv_jax.files import user_cache_directory
 
 
 def enable_compilation_cache() -> None:
@@ -26,16 +26,3 @@ def enable_compilation_cache() -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-
-
-def user_cache_directory() -> Path:
-    """Where this system keeps what programs can make again."""
-    if os.environ.get("XDG_CACHE_HOME"):
-        base = Path(os.environ["XDG_CACHE_HOME"])
-    elif sys.platform == "darwin":
-        base = Path("~/Library/Caches").expanduser()
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA", "~/AppData/Local")).expanduser()
-    else:
-        base = Path("~/.cache").expanduser()
-    return base / "lowrank-kv-jax"
