@@ -9,7 +9,7 @@ import numpy as np
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.codecs.frame import Frame
 from lowrank_kv_jax.codecs.transform_bases import TransformBases
-from lowrank_kv_jax.codecs.transform_store import PRIOR, Transformed, coefficients, runs_in
+from lowrank_kv_jax.codecs.transform_store import PRIOR, Transformed, coefficients
 from lowrank_kv_jax.estimators.bit_allocation import steps_of
 from lowrank_kv_jax.storage.water_filled import WIDTHS, WidthRuns
 
@@ -32,18 +32,18 @@ def with_steps_of(
         keys: the tap that is coded as keys.
         weight: float32 `[B, T]`, 1 for the tokens that count.
     """
-    if store.k_step is None:
+    if store.profile is None or store.k_step is None:
         return store
 
-    def steps(side: str, name: str) -> jax.Array:
-        runs, known = runs_in(store, side), getattr(store, f"{side}_step")
+    def steps(side: str, name: str, runs: WidthRuns) -> jax.Array:
         found = coefficients(bases, store, side, [getattr(tap, name) for tap in taps])
         deviations = found * jnp.asarray(steps_of(runs), jnp.float32)
         squares = jnp.einsum("bt,bjtr->bjr", weight, deviations**2)
         own = jnp.sqrt((PRIOR + squares) / (PRIOR + weight.sum(1)[:, None, None]))
-        return jnp.where(_bits_of(runs) == WIDTHS[0], 1.0, jnp.clip(own, LEAST, MOST)).astype(known.dtype)
+        return jnp.where(_bits_of(runs) == WIDTHS[0], 1.0, jnp.clip(own, LEAST, MOST)).astype(dtype)
 
-    return dataclasses.replace(store, k_step=steps("k", keys), v_step=steps("v", "v"))
+    dtype, (k_runs, v_runs) = store.k_step.dtype, store.profile
+    return dataclasses.replace(store, k_step=steps("k", keys, k_runs), v_step=steps("v", "v", v_runs))
 
 
 def by_steps(x: jax.Array, step: jax.Array | None) -> jax.Array:

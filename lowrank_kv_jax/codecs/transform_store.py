@@ -32,7 +32,7 @@ class Transformed:
         k_mean, v_mean: of each row's prompt `[B, G, K, D]`; None where the calibration's are read.
         k_step, v_step: of each row's components `[B, J, R]`, in units of the calibrated steps; None where these are read,
             and of floats.
-        profile: widths of keys and values, of which the tokens that a step reads alone are widened; None of floats.
+        profile: widths of keys and values, also of pages that were taken alone and are widened; None of floats.
     """
 
     tokens: coded_tokens.Coded
