@@ -15,6 +15,8 @@ from lowrank_kv_jax.storage.water_filled import WIDTHS, WidthRuns
 
 LEAST, MOST = 0.25, 4.0
 """Steps of a row, in units of the calibrated ones, lie between: a prompt of one repeated token deviates by nothing."""
+FAR = 1e9
+"""Deviations beyond count as so many: of a component that the calibration hardly saw, the square would overflow."""
 
 
 def with_steps_of(
@@ -37,7 +39,7 @@ def with_steps_of(
 
     def steps(side: str, name: str, runs: WidthRuns) -> jax.Array:
         found = coefficients(bases, store, side, [getattr(tap, name) for tap in taps])
-        deviations = found * jnp.asarray(steps_of(runs), jnp.float32)
+        deviations = jnp.clip(found * jnp.asarray(steps_of(runs), jnp.float32), -FAR, FAR)
         squares = jnp.einsum("bt,bjtr->bjr", weight, deviations**2)
         own = jnp.sqrt((PRIOR + squares) / (PRIOR + weight.sum(1)[:, None, None]))
         return jnp.where(_bits_of(runs) == WIDTHS[0], 1.0, jnp.clip(own, LEAST, MOST)).astype(dtype)

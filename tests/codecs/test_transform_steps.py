@@ -134,8 +134,8 @@ def test_floats_have_no_steps_bases_are_the_same_and_ratios_stay_within_their_bo
     assert Transform().empty(LAYOUT, bases_for(Transform())[0], SIZE).v_step is None
     moments = random_moments(PLAIN, means=True)
     bases = method.fit(SPEC, moments)[0]
-    _, tokens = deviating(moments, range(1), [1000.0, 0.0], count=4000)
-    store = stored(method, LAYOUT, bases, tokens, jnp.ones((2, 4000)))
+    _, tokens = deviating(moments, range(1), [1e25, 0.0], count=4000)  # whose squares are not finite
+    store = stored(method, LAYOUT, bases, tokens, jnp.ones((2, 4000)).at[:, -1].set(0.0))
     below = dict(store.tokens.v.runs).get(8, 0)
     assert (np.asarray(store.v_step[0, :, below:]) == 4).all() and (np.asarray(store.v_step[1, :, below:]) == 0.25).all()
 
