@@ -4,7 +4,6 @@ After transform coding as pictures know it (Huang and Schultheiss, 1963) and KVT
 caches that are stored away and decompresses them first.
 """
 
-import bisect
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -19,18 +18,19 @@ from lowrank_kv_jax.codecs.transform_bases import (
     Side,
     TransformBases,
     Widths,
-    by_unit,
     decoder,
-    encoder,
     errors_of,
     group_bases,
     principal,
     total_bytes,
 )
 from lowrank_kv_jax.codecs.transform_metrics import METRICS, Metric
+from lowrank_kv_jax.codecs.transform_rungs import largest_rung
+from lowrank_kv_jax.codecs.transform_steps import by_steps, of_each_row, with_steps_of
 from lowrank_kv_jax.codecs.transform_store import (
     SIDES,
     Transformed,
+    coefficients,
     empty_store,
     means_in,
     runs_in,
@@ -38,14 +38,12 @@ from lowrank_kv_jax.codecs.transform_store import (
 )
 from lowrank_kv_jax.estimators.bit_allocation import allocate, ladder
 from lowrank_kv_jax.estimators.moments import Moments
-from lowrank_kv_jax.estimators.rank_for_bytes import state_bytes
 from lowrank_kv_jax.method import register
-from lowrank_kv_jax.method.accounting import full_cache_bytes
 from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, codes_of
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.segments import coded as coded_tokens
-from lowrank_kv_jax.storage.basis import expand_values, fold_query, project
+from lowrank_kv_jax.storage.basis import expand_values, fold_query
 
 
 @register("transform")
@@ -66,6 +64,8 @@ class Transform(TokenCodec):
         group: adjacent layers whose tokens are coded together, in one basis, None: all; the fewer bits for an error, and
             the more work, as every layer reads the codes of its group. The last group of a model may be smaller.
         means: "prompt", what tokens are coded around is fitted to each prompt; "calibrated", it is the calibration's.
+        steps: "calibrated", those of the bases; "prompt", of components below 8 bits they follow the deviations of each
+            prompt around what its tokens are coded around.
         sampled: bases are calibrated on text that the model writes itself, too: directions that it takes for likely.
         metric: what errors cost, of `transform_metrics`: "loss", what they add to the model's loss (calibration runs
             backward, too); "attention", errors of logits and relative errors of values; "plain", relative errors.
@@ -82,6 +82,7 @@ class Transform(TokenCodec):
     heads: str = "joint"
     group: int | None = 1
     means: str = "prompt"
+    steps: str = "calibrated"
     sampled: bool = True
     metric: str = "loss"
     sinks: int = 4
@@ -100,7 +101,7 @@ class Transform(TokenCodec):
 
     def __post_init__(self):
         allowed = {"rope": ("pre", "post"), "heads": ("joint", "per_head"),
-                   "means": ("prompt", "calibrated"), "metric": tuple(METRICS)}
+                   "means": ("prompt", "calibrated"), "steps": ("calibrated", "prompt"), "metric": tuple(METRICS)}
         for field, values in allowed.items():
             if getattr(self, field) not in values:
                 raise ValueError(f"{field}={getattr(self, field)!r}: allowed are {', '.join(values)}")
@@ -215,58 +216,37 @@ class Transform(TokenCodec):
         """
         if self.smaller is None:
             return bases
-        widths, share = bases.widths, bases.layers / layout.spec.num_layers
-        target = full_cache_bytes(layout.spec, layout.batch * layout.capacity) * share / self.smaller
-
-        def with_bytes(count: int) -> int:  # of a token's keys, as of its values
-            runs = ((8, count),)
-            return state_bytes(weigh(layout, bases._replace(widths=Widths(bases.layers, ((runs, runs),), ((0, 0),)))))
-
-        none = 2 * with_bytes(1) - with_bytes(2)
-        each = (with_bytes(1) - none) / 2
-
-        def spent(rung: int) -> float:
-            return none + each * share * sum(widths.total[rung])
-
-        rung = bisect.bisect_left(range(len(widths.rungs)), True, key=lambda i: spent(i) <= target)
-        if rung == len(widths.rungs):
-            raise ValueError(f"smaller={self.smaller}: a prompt of {layout.prompt} tokens (capacity {layout.capacity}) "
-                             f"is too short for it: with the fewest bits {bases.layers} layers take "
-                             f"{int(spent(rung - 1))} bytes of the {int(target)} wanted, exact tokens included; use a "
-                             "smaller ratio, or fewer sinks and recent tokens")
-        return bases._replace(widths=Widths(bases.layers, (widths.rungs[rung],), (widths.total[rung],)))
+        return bases._replace(widths=bases.widths.only(largest_rung(layout, bases, weigh, self.smaller)))
 
     def units(self, spec, bases):
         return 1 if self.heads == "joint" else spec.kv_heads
 
     def empty(self, layout, bases, size, positions=None):
         heads = self.units(layout.spec, bases) if positions is None or positions.owner is None else 1
-
-        return empty_store(layout, bases, heads, size, positions, own_means=self.means == "prompt")
+        return empty_store(layout, bases, heads, size, positions, own_means=self.means == "prompt",
+                           own_steps=self.steps == "prompt")
 
     def learn(self, layout, bases, store, taps, lengths, weight):
-        if self.means == "calibrated":
-            return store
-        return with_means_of(store, taps, self.keys, weight)
+        if self.means == "prompt":
+            store = with_means_of(store, taps, self.keys, weight)
+        return with_steps_of(bases, store, taps, self.keys, weight)
 
     def frame(self, bases: TransformBases, store: Transformed, layer: int) -> Frame:
-        """What that layer of the group reads the codes of `store` in: steps are folded into it."""
+        """What that layer of the group reads the codes of `store` in: calibrated steps are folded in, a row's are not."""
         k, v = (decoder(bases, side, runs_in(store, side), layer) for side in SIDES)
         means = (means_in(bases, store, side) for side in SIDES)
         return Frame(k, v, *(None if mean is None else mean[..., layer, :, :] for mean in means))
 
     def encode(self, layout, bases, store, tokens):
         def code(side: str, name: str):
-            x = jnp.stack([getattr(one, name) for one in tokens], axis=2).astype(jnp.float32)  # [B, T, G, K, D]
-            mean = means_in(bases, store, side)
-            if mean is not None:
-                x = x - (mean if mean.ndim == 3 else mean[:, None]).astype(x.dtype)
-            return project(encoder(bases, side, runs_in(store, side)), by_unit(x, self.units(layout.spec, bases)))
+            found = coefficients(bases, store, side, [getattr(one, name) for one in tokens])
+            own = getattr(store, f"{side}_step")
+            return found if own is None else found / own.astype(found.dtype)[:, :, None]
 
         return code("k", self.keys), code("v", "v")
 
     def decode(self, layout, bases, store, k, v, positions, index):
-        frame, (k, v) = self.frame(bases, store, index), (x.astype(jnp.float32) for x in (k, v))
+        frame, (k, v) = of_each_row(self.frame(bases, store, index), store), (x.astype(jnp.float32) for x in (k, v))
         keys = frame.keys(layout.spec, self.rope, k, positions)
         return keys, frame.at(positions).rebuild("v", v, layout.spec.kv_heads)
 
@@ -276,20 +256,22 @@ class Transform(TokenCodec):
         common: dict[str, Any] = dict(**spec.logits, q_positions=positions, causal=False, window=place.window)
         rope = None if self.rope == "post" else spec.rope
         if rope is None and (frame.k_mean is None or spec.logit_cap is None):
-            out, lse = coefficient_attention(fold_query(frame.k, q, spec.kv_heads), tokens, **common)
+            folded = by_steps(fold_query(frame.k, q, spec.kv_heads), store.k_step)
+            out, lse = coefficient_attention(folded, tokens, **common)
             if frame.k_mean is not None:  # one number a query and head: it shifts the logits of all these tokens alike
                 mean = for_tokens(jnp.repeat(frame.k_mean.astype(jnp.float32), spec.group_size, axis=-2))
                 lse = lse + spec.scale * (q.astype(jnp.float32) * mean).sum(-1)
         else:
             out, lse = rotary_coefficient_attention(
-                q, tokens, frame.at(tokens.positions).k, rope=rope, kv_heads=spec.kv_heads, key_mean=frame.k_mean,
-                **common,
+                q, tokens, of_each_row(frame, store).at(tokens.positions).k, rope=rope, kv_heads=spec.kv_heads,
+                key_mean=frame.k_mean, **common,
             )
-        return AttnPartial(around(expand_values(frame.v, out, spec.kv_heads), lse, frame.v_mean), lse)
+        out = expand_values(frame.v, by_steps(out, store.v_step), spec.kv_heads)
+        return AttnPartial(around(out, lse, frame.v_mean), lse)
 
     def logits(self, layout, bases, store, q, place):
         spec, frame = layout.spec, self.frame(bases, store, place.index)
         if frame.k_mean is None and (self.rope == "post" or spec.rope is None):
-            return Logits(fold_query(frame.k, q, spec.kv_heads), store.tokens.k)
+            return Logits(by_steps(fold_query(frame.k, q, spec.kv_heads), store.k_step), store.tokens.k)
         codes = codes_of(store)[0].astype(jnp.float32)
-        return Logits(q, frame.keys(spec, self.rope, codes, store.tokens.positions))
+        return Logits(q, of_each_row(frame, store).keys(spec, self.rope, codes, store.tokens.positions))

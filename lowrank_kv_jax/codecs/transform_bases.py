@@ -31,6 +31,10 @@ class Widths:
     rungs: tuple[Profile, ...] = static()
     total: tuple[tuple[int, int], ...] = static()
 
+    def only(self, rung: int) -> "Widths":
+        """With one rung."""
+        return Widths(self.layers, (self.rungs[rung],), (self.total[rung],))
+
 
 class TransformBases(NamedTuple):
     """Of a group of G layers; J bases for its kv heads, W = G * (K / J) * D channels each, layer by layer.

@@ -1,23 +1,26 @@
-"""What transform coding holds of a group's tokens: codes, and what each row's are coded around."""
+"""What transform coding holds of a group's tokens: codes, and what each row's are coded around and in which steps."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.spec import Taps
-from lowrank_kv_jax.codecs.transform_bases import TransformBases
+from lowrank_kv_jax.codecs.transform_bases import TransformBases, by_unit, encoder
+from lowrank_kv_jax.estimators.bit_allocation import Profile
 from lowrank_kv_jax.method.layout import Layout
 from lowrank_kv_jax.segments import coded as coded_tokens
+from lowrank_kv_jax.storage.basis import project
 from lowrank_kv_jax.storage.positions import PerHead
-from lowrank_kv_jax.storage.state import leaf, state
-from lowrank_kv_jax.storage.water_filled import empty_water_filled
+from lowrank_kv_jax.storage.state import leaf, state, static
+from lowrank_kv_jax.storage.water_filled import WidthRuns, components_of, empty_water_filled
 
 SIDES = ("k", "v")
 
 PRIOR = 32
-"""Tokens that the calibration's means count for beside a prompt's: a short one has no good mean of its own."""
+"""Tokens that the calibration's means and variances count for beside a prompt's: a short one has no good ones itself."""
 
 
 @state
@@ -27,22 +30,31 @@ class Transformed:
     Attributes:
         tokens: the codes.
         k_mean, v_mean: of each row's prompt `[B, G, K, D]`; None where the calibration's are read.
+        k_step, v_step: of each row's components `[B, J, R]`, in units of the calibrated steps; None where these are read,
+            and of floats.
+        profile: widths of keys and values, also of pages that were taken alone and are widened; None of floats.
     """
 
     tokens: coded_tokens.Coded
     k_mean: jax.Array | None = leaf("batch", None, "kv_heads", "head_dim", kind="bases")
     v_mean: jax.Array | None = leaf("batch", None, "kv_heads", "head_dim", kind="bases")
+    k_step: jax.Array | None = leaf("batch", "kv_heads", "rank", kind="bases")
+    v_step: jax.Array | None = leaf("batch", "kv_heads", "rank", kind="bases")
+    profile: Profile | None = static()
 
 
 def empty_store(
-    layout: Layout, bases: TransformBases, heads: int, size: int, positions: PerHead | None, own_means: bool
+    layout: Layout, bases: TransformBases, heads: int, size: int, positions: PerHead | None, own_means: bool,
+    own_steps: bool,
 ) -> Transformed:
-    """Room for `size` tokens of each of so many heads; the means of its own, if any, begin as the calibration's."""
+    """Room for `size` tokens of each of so many heads; means and steps of its own, if any, begin as the calibration's."""
+    profile = bases.widths.rungs[0] if bases.widths.rungs else None
+
     def side(index: int) -> Any:
-        if not bases.widths.rungs:
+        if profile is None:
             shape = (layout.batch, heads, size, getattr(bases, SIDES[index]).shape[-1])
             return jnp.zeros(shape, jnp.dtype(layout.dtype))
-        return empty_water_filled(layout.batch, heads, size, bases.widths.rungs[0][index])
+        return empty_water_filled(layout.batch, heads, size, profile[index])
 
     def mean(of_bases: jax.Array | None) -> jax.Array | None:
         if not own_means:
@@ -50,8 +62,13 @@ def empty_store(
         shape = (layout.batch, bases.layers, layout.spec.kv_heads, layout.spec.head_dim)
         return jnp.broadcast_to(jnp.zeros(()) if of_bases is None else of_bases, shape).astype(layout.dtype)
 
+    def step(index: int) -> jax.Array | None:
+        if profile is None or not own_steps:
+            return None
+        return jnp.ones((layout.batch, bases.k.shape[0], components_of(profile[index])), layout.dtype)
+
     tokens = coded_tokens.without_tokens(side(0), side(1), positions)
-    return Transformed(tokens, mean(bases.k_mean), mean(bases.v_mean))
+    return Transformed(tokens, mean(bases.k_mean), mean(bases.v_mean), step(0), step(1), profile)
 
 
 def with_means_of(store: Transformed, taps: tuple[Taps, ...], keys: str, weight: jax.Array) -> Transformed:
@@ -77,6 +94,15 @@ def means_in(bases: TransformBases, store: Transformed, side: str) -> jax.Array 
     return getattr(bases, f"{side}_mean") if own is None else own
 
 
-def runs_in(store: Transformed, side: str) -> Any:
+def coefficients(bases: TransformBases, store: Transformed, side: str, layers: Sequence[jax.Array]) -> jax.Array:
+    """Of tokens `[B, T, K, D]` of each layer: float32 `[B, J, T, R]`, in units of the calibrated steps."""
+    x, mean = jnp.stack(layers, axis=2).astype(jnp.float32), means_in(bases, store, side)
+    if mean is not None:
+        x = x - (mean if mean.ndim == 3 else mean[:, None]).astype(x.dtype)
+    basis = encoder(bases, side, runs_in(store, side))
+    return project(basis, by_unit(x, basis.shape[0]))
+
+
+def runs_in(store: Transformed, side: str) -> WidthRuns | None:
     """Widths of the stored keys or values; None of floats."""
-    return getattr(getattr(store.tokens, side), "runs", None)
+    return None if store.profile is None else store.profile[SIDES.index(side)]

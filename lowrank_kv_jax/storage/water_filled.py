@@ -1,7 +1,7 @@
 """Tokens whose components have bits of their own, packed: 8, 4, 2, 1 or none at all.
 
 Components are sorted by variance, so that those of one width stand side by side, in runs. What is stored are numbers in
-units of each component's quantiser step: a step is the same for all tokens and belongs to the basis that expands them, so
+units of each component's quantiser step: a step is the same for all tokens of a row and belongs to what expands them, so
 that no token has a scale or a zero of its own.
 """
 

@@ -9,63 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import PLAIN, bases_for, random_moments, softmax_attention
+from transform_oracle import LAYOUT, SIZE, SPEC, oracle, tokens_like
 
 import lowrank_kv_jax as lkv
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
-from lowrank_kv_jax.estimators.bit_allocation import STEP
 from lowrank_kv_jax.estimators.moments import Sensitivity
 from lowrank_kv_jax.generation.forward import make_layout
 from lowrank_kv_jax.method import Place
 from lowrank_kv_jax.method.accounting import full_cache_bytes
-from lowrank_kv_jax.method.codec import Tokens
 from lowrank_kv_jax.methods import Transform, machine_of
 from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.saving.saved_cache import abstract_cache
 from lowrank_kv_jax.storage.positions import Runs
-
-SPEC, SIZE = PLAIN.attention, 40
-LAYOUT = make_layout(PLAIN, 2, 96, 160, 16, jnp.float32)
-
-
-def tokens_like(moments, layer=0, seed=0, count=SIZE):
-    """Tokens of the distribution that the moments are of: queries, keys before and after RoPE, values."""
-    rng, n = np.random.default_rng(seed), moments.tokens
-
-    def draw(tap):
-        mean = moments.mean(tap)[layer]
-        root = np.linalg.cholesky(np.asarray(getattr(moments, tap)[layer], np.float64) / n - np.outer(mean, mean) + 1e-6 * np.eye(len(mean)))
-        x = mean + rng.normal(size=(2, count, len(mean))) @ root.T
-        return jnp.asarray(x.reshape(2, count, SPEC.kv_heads, SPEC.head_dim), jnp.float32)
-
-    k_pre, v = draw("k_pre"), draw("v")
-    positions = jnp.broadcast_to(jnp.arange(count) + 4, (2, count))
-    k = rotate(k_pre, *(x[:, :, None] for x in rope_angles(SPEC.rope, positions)))
-    q = jnp.asarray(rng.normal(size=(2, 3, SPEC.q_heads, SPEC.head_dim)), jnp.float32)
-    return q, Tokens(k, k_pre, v, positions)
-
-
-def oracle(bases, side, layers, runs):
-    """float64: what each layer of a group reads of tokens `[B, T, K, D]` of every layer."""
-    mean = np.asarray(getattr(bases, f"{side}_mean"), np.float64)
-    weight = getattr(bases, f"{side}_weight")
-    weight = np.ones_like(mean) if weight is None else np.asarray(weight, np.float64)
-    basis = np.asarray(getattr(bases, side), np.float64)
-    if (unit := getattr(bases, f"{side}_unit")) is not None:
-        basis = basis * np.asarray(unit, np.float64)[:, None]
-    units = basis.shape[0]
-    own = [((np.asarray(x, np.float64) - m) * w).reshape(*x.shape[:2], units, -1)
-           for x, m, w in zip(layers, mean, weight, strict=True)]
-    x = np.concatenate(own, axis=-1)
-    out, begin = np.zeros_like(x), 0
-    for bits, count in runs:
-        part = slice(begin, begin + count)
-        step = STEP[bits] * np.asarray(getattr(bases, f"{side}_scale"), np.float64)[:, part]
-        c = np.einsum("btjw,jwr->btjr", x, basis[..., part]) / step
-        c = np.clip(np.floor(c), -(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1) + 0.5
-        out += np.einsum("btjr,jwr->btjw", c * step, basis[..., part])
-        begin += count
-    parts = np.split(out, len(layers), axis=-1)
-    return [part.reshape(*x.shape[:2], *m.shape) / w + m for part, m, w in zip(parts, mean, weight, strict=True)]
 
 
 @pytest.mark.parametrize("spec", [
@@ -184,7 +139,7 @@ def test_bits_go_where_errors_raise_the_loss():
 
 def test_bytes_meet_what_is_asked_for():
     for spec in ("transform:smaller=5,sinks=2,recent=4", "transform:smaller=3,heads=per_head,sinks=2,recent=4",
-                 "transform:smaller=6,group=2,sinks=2,recent=4"):
+                 "transform:smaller=6,group=2,sinks=2,recent=4", "transform:smaller=6,group=2,sinks=2,recent=4,steps=prompt"):
         method = parse_method(spec)
         bases = bases_for(method)
         assert len({group.widths for group in bases}) <= method.profiles  # layers of a profile share their programs
@@ -212,10 +167,11 @@ def test_bases_come_back_from_disk_with_their_widths(spec, tmp_path):
         lkv.load_bases(tmp_path / "bases", named, dataclasses.replace(method, heads="per_head"))
 
 
+@pytest.mark.parametrize("steps", ["calibrated", "prompt"])
 @pytest.mark.parametrize("rope", ["pre", "post"])
-def test_no_float_copy_of_the_cache(rope):
+def test_no_float_copy_of_the_cache(rope, steps):
     """What a step needs beside the cache does not grow with it."""
-    method = Transform(rope=rope)
+    method = Transform(rope=rope, steps=steps)
     bases, temporary = bases_for(method)[0], []
     for capacity in (1 << 14, 1 << 15):
         layout = dataclasses.replace(LAYOUT, capacity=capacity)

@@ -55,6 +55,7 @@ TABLE = (
     ("xkv:group=0", "group=0: must be an int of at least 1"),
     ("transform:bits=9", "bits=9.0: must lie above 0 and be at most 8, or be None"),
     ("transform:metric=taste", "metric='taste': allowed are "),
+    ("transform:steps=some", "steps='some': allowed are calibrated, prompt"),
     ("transform:bits=none,bits_k=2", "bits=None: give bits_k and bits_v, or neither"),
     ("minicache:start=2.5", "start=2.5: must be a layer, or a fraction in [0, 1]"),
     ("minicache:keep=0.1,budget=4", "keep=0.1, budget=4: give at most one of them"),

@@ -61,6 +61,7 @@ VARIANTS = (
     "osp-static:rank=4,gamma=sqrt_rank", "single-svd:rank=8", "palu:rank=0.5", "palu:rank=0.5,head_group=1",
     "streamingkv:rank=0.5,update=joint", "kivi", "kivi:int8", "xkv:rank=24,bits=4",
     "transform:bits=1.5,heads=per_head", "transform:smaller=0.5,sinks=4,recent=8,group=2",
+    "transform:bits=2,heads=per_head,rope=post,steps=prompt",
 )
 RULES = ("snapkv", "snapkv:paper", "h2o", "scissorhands", "adakv", "pyramidkv", "kvzip", "momentkv",
          "adakv:budget_bytes=300000,keep=none", "snapkv+moments", "adakv+moments:order=gaussian")

@@ -118,7 +118,10 @@ def test_a_query_finds_the_page_of_its_key_and_no_page_without_tokens():
     assert (choose(reading, marks, jnp.array([30, 64]), q, 1, 2, scale=1.0)[0] == jnp.array([0, 1])).all()
 
 
-@pytest.mark.parametrize("codec", ["", "kivi:bits=8+", "static-pca-h:rank=1.0,heads=joint+", "palu:rank=1.0+"])
+@pytest.mark.parametrize("codec", [
+    "", "kivi:bits=8+", "static-pca-h:rank=1.0,heads=joint+", "palu:rank=1.0+", "transform:bits=3,sinks=4,recent=8+",
+    "transform:bits=3,heads=per_head,rope=post,steps=prompt,sinks=4,recent=8+",
+])
 def test_pages_stand_before_any_codec_of_one_token_at_a_time(codec):
     """Everything read is the codec alone; half of it is something else, and few tokens before a sliding window change nothing."""
     tokens = prompts(length=PROMPT + 20)
@@ -127,8 +130,9 @@ def test_pages_stand_before_any_codec_of_one_token_at_a_time(codec):
     spec = f"{codec}quest:{{}},page=4,dense_layers=0{ends}"
     whole = run(parse_method(codec.rstrip("+") or "full"), config, tokens, PROMPT)[1]
     same = run(parse_method(spec.format("keep=1.0")), config, tokens, PROMPT)[1]
-    half = run(parse_method(spec.format("budget=40")), config, tokens, PROMPT)[1]
+    most, half = (run(parse_method(spec.format(f"budget={n}")), config, tokens, PROMPT)[1] for n in (120, 40))
     np.testing.assert_allclose(same, whole, atol=2e-5)
+    np.testing.assert_allclose(most, whole, atol=2e-5)  # of pages that are taken one by one
     assert np.abs(half - whole).max() > 1e-3
     method = parse_method(spec.format("budget=40"))
     assert parse_method(spell_method(method)) == method

@@ -1,0 +1,80 @@
+"""Transform coding in float64, and tokens to code."""
+
+import jax.numpy as jnp
+import numpy as np
+from helpers import PLAIN
+
+from lowrank_kv_jax.attention.rope import rope_angles, rotate
+from lowrank_kv_jax.estimators.bit_allocation import STEP
+from lowrank_kv_jax.generation.forward import make_layout
+from lowrank_kv_jax.method.codec import Tokens
+
+SPEC, SIZE = PLAIN.attention, 40
+LAYOUT = make_layout(PLAIN, 2, 96, 160, 16, jnp.float32)
+
+
+def tokens_like(moments, layer=0, seed=0, count=SIZE):
+    """Tokens of the distribution that the moments are of: queries, keys before and after RoPE, values."""
+    rng, n = np.random.default_rng(seed), moments.tokens
+
+    def draw(tap):
+        mean = moments.mean(tap)[layer]
+        root = np.linalg.cholesky(np.asarray(getattr(moments, tap)[layer], np.float64) / n - np.outer(mean, mean) + 1e-6 * np.eye(len(mean)))
+        x = mean + rng.normal(size=(2, count, len(mean))) @ root.T
+        return jnp.asarray(x.reshape(2, count, SPEC.kv_heads, SPEC.head_dim), jnp.float32)
+
+    k_pre, v = draw("k_pre"), draw("v")
+    positions = jnp.broadcast_to(jnp.arange(count) + 4, (2, count))
+    k = rotate(k_pre, *(x[:, :, None] for x in rope_angles(SPEC.rope, positions)))
+    q = jnp.asarray(rng.normal(size=(2, 3, SPEC.q_heads, SPEC.head_dim)), jnp.float32)
+    return q, Tokens(k, k_pre, v, positions)
+
+
+def basis_of(bases, side):
+    """U of "k" or "v" in float64."""
+    basis, unit = np.asarray(getattr(bases, side), np.float64), getattr(bases, f"{side}_unit")
+    return basis if unit is None else basis * np.asarray(unit, np.float64)[:, None]
+
+
+def around_of(bases, side, means=None):
+    """What tokens are coded around `[B or 1, G, K, D]`, by default the calibration's, and the channels' weights."""
+    shape, weight = (bases.layers, SPEC.kv_heads, SPEC.head_dim), getattr(bases, f"{side}_weight")
+    means = getattr(bases, f"{side}_mean") if means is None else means
+    means = np.zeros(shape) if means is None else np.asarray(means, np.float64)
+    return means.reshape(-1, *shape), np.ones(shape) if weight is None else np.asarray(weight, np.float64)
+
+
+def in_basis(bases, side, layers, means=None):
+    """Coefficients `[B, T, J, R]` of tokens `[B, T, K, D]` of every layer, in units of the calibrated deviations."""
+    means, weight = around_of(bases, side, means)
+    basis = basis_of(bases, side)
+    own = [((np.asarray(x, np.float64) - m[:, None]) * w).reshape(*x.shape[:2], len(basis), -1)
+           for x, m, w in zip(layers, means.swapaxes(0, 1), weight, strict=True)]
+    return np.einsum("btjw,jwr->btjr", np.concatenate(own, axis=-1), basis) / np.asarray(getattr(bases, f"{side}_scale"), np.float64)
+
+
+def oracle(bases, side, layers, runs, means=None, ratios=None):
+    """What each layer of a group reads of tokens `[B, T, K, D]` of every layer.
+
+    Args:
+        means: of each row `[B, G, K, D]`.
+        ratios: of each row's steps to the calibrated ones `[B, J, R]`.
+    """
+    c, bits = in_basis(bases, side, layers, means), np.concatenate([np.full(count, bits) for bits, count in runs])
+    step = np.array([STEP[own] for own in bits]) * (1.0 if ratios is None else np.asarray(ratios, np.float64)[:, None])
+    half = 2.0 ** (bits - 1)
+    read = (np.clip(np.floor(c[..., : len(bits)] / step), -half, half - 1) + 0.5) * step
+    read *= np.asarray(getattr(bases, f"{side}_scale"), np.float64)[:, : len(bits)]
+    out = np.einsum("btjr,jwr->btjw", read, basis_of(bases, side)[..., : len(bits)])
+    means, weight = around_of(bases, side, means)
+    parts = np.split(out, len(layers), axis=-1)
+    return [part.reshape(*part.shape[:2], *w.shape) / w + m[:, None]
+            for part, m, w in zip(parts, means.swapaxes(0, 1), weight, strict=True)]
+
+
+def ratios_of(bases, side, layers, runs, weight, means=None):
+    """Steps of each row in units of the calibrated ones `[B, J, R]`, of tokens that count by `weight` `[B, T]`."""
+    bits, weight = np.concatenate([np.full(count, bits) for bits, count in runs]), np.asarray(weight, np.float64)
+    squares = np.einsum("bt,btjr->bjr", weight, in_basis(bases, side, layers, means)[..., : len(bits)] ** 2)
+    ratios = np.sqrt((32 + squares) / (32 + weight.sum(1))[:, None, None])
+    return np.where(bits == 8, 1.0, np.clip(ratios, 0.25, 4.0))
