@@ -5,6 +5,7 @@ import argparse
 import numpy as np
 
 from lowrank_kv_jax.cli.options import add_model_options
+from lowrank_kv_jax.method.group import GroupBases
 from lowrank_kv_jax.storage.cache_dtype import CACHE_DTYPES, default_cache_dtype
 
 HELP = "fit the bases of a method to texts and save them"
@@ -61,17 +62,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ranks(bases) -> str:
-    """Ranks of each array of the bases, over all groups; or the layers' shares of a budget."""
-    if hasattr(bases[0], "share"):
-        return "shares of the layers " + " ".join(f"{group.share:g}" for group in bases)
-    groups = [group._asdict() for group in bases if group is not None]
+    """Ranks of the bases, over all groups, and the layers' shares of a budget, whichever there are."""
+    codecs = [group.codec if isinstance(group, GroupBases) else group for group in bases]
+    shares = [one for group in bases for one in (group.selection if isinstance(group, GroupBases) else (group,))]
     parts = []
-    for name in groups[0]:
-        arrays = [group[name] for group in groups if group[name] is not None]
-        if not arrays or name.endswith("_mean"):
-            continue
-        ranks = np.array([array.shape[-1] for array in arrays])
-        low, high = ranks.min(), ranks.max()
-        spread = "" if low == high else f" to {high}, mean {ranks.mean():.1f}"
-        parts.append(f"{name} rank {low}{spread}")
-    return ", ".join(parts)
+    for name in ("k", "v"):
+        ranks = np.array([x.shape[-1] for group in codecs if (x := getattr(group, name, None)) is not None])
+        if ranks.size:
+            low, high = ranks.min(), ranks.max()
+            parts.append(f"{name} rank {low}" + ("" if low == high else f" to {high}, mean {ranks.mean():.1f}"))
+    found = [f"{one.share:g}" for one in shares if hasattr(one, "share")]
+    return ", ".join(parts + ([f"shares of the layers {' '.join(found)}"] if found else []))

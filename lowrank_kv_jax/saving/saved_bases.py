@@ -13,6 +13,8 @@ from lowrank_kv_jax.checks.json_objects import check_fields
 from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.files import behind_links
 from lowrank_kv_jax.method import Part
+from lowrank_kv_jax.method.group import GroupBases
+from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.parse import spell_method
 from lowrank_kv_jax.saving.checkpoint import FLOATS, METADATA, check_replaceable, load_arrays, load_metadata, save_arrays
 
@@ -45,8 +47,9 @@ def save_bases(
     if len(bases) != groups or not all(group is None or isinstance(group, kind) for group in bases):
         raise ValueError(f"bases: expected {groups} groups of {kind.__name__}, as calibrate returns them")
     arrays = {f"{i}.{name}": array for i, group in enumerate(bases) for name, array in _fields(group).items()}
+    kinds = _kinds(method)
     for name, array in arrays.items():
-        if array.dtype.name not in _dtypes(kind, name.partition(".")[2]):
+        if array.dtype.name not in _dtypes(*_place(kinds, name.partition(".")[2])):
             raise ValueError(f"bases: {name} is {array.dtype.name}: must be one of {', '.join(FLOATS)}")
     metadata = {
         "model": model.name,
@@ -87,7 +90,7 @@ def load_bases(path: str | Path, model: Any, method: Part) -> tuple[Any, ...]:
     if differ:
         raise ValueError(f"{path}: these bases were calibrated for {metadata['method']!r} and do not serve "
                          f"{spell_method(method)!r}: they have {'; '.join(differ)}")
-    return _rebuild(path, method, metadata, len(method.layer_groups(model.config.attention)))
+    return _rebuild(path, method, metadata, [len(group) for group in method.layer_groups(model.config.attention)])
 
 
 def describe_bases(path: str | Path) -> dict[str, Any]:
@@ -101,29 +104,56 @@ def describe_bases(path: str | Path) -> dict[str, Any]:
     return metadata
 
 
-def _rebuild(path: str | Path, method: Part, metadata: Mapping[str, Any], count: int) -> tuple[Any, ...]:
-    kind: Any = method.bases_type
-    file, groups = behind_links(path) / METADATA, metadata["groups"]
-    if len(groups) != count:
-        raise ValueError(f"{file}: groups has {len(groups)} entries: must be {count}, one for each layer group")
-    names = {f.name for f in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set(kind._fields)
+def _rebuild(path: str | Path, method: Part, metadata: Mapping[str, Any], sizes: list[int]) -> tuple[Any, ...]:
+    kinds, file, groups = _kinds(method), behind_links(path) / METADATA, metadata["groups"]
+    if len(groups) != len(sizes):
+        raise ValueError(f"{file}: groups has {len(groups)} entries: must be {len(sizes)}, one for each layer group")
     like = {
-        f"{i}.{name}": _abstract(f"{file}: groups[{i}].{name}", name in names, _dtypes(kind, name), entry)
+        f"{i}.{name}": _abstract(f"{file}: groups[{i}].{name}", *_place(kinds, name), entry)
         for i, group in enumerate(groups) for name, entry in _entries(f"{file}: groups[{i}]", group).items()
     }
     arrays = load_arrays(path, metadata, like)
 
     def build(i: int, group: dict[str, Any]) -> Any:
         found = {name: arrays[f"{i}.{name}"] for name in group}
-        if hasattr(kind, "restored"):
-            return kind.restored(found)
-        if dataclasses.is_dataclass(kind):
-            if any(array.shape for array in found.values()):
-                raise ValueError(f"{file}: groups[{i}]: must hold numbers, of shape []")
-            return kind(**{name: array.item() for name, array in found.items()})
-        return kind(**dict.fromkeys(kind._fields) | found)
+        if "" in kinds:
+            return _one_of(kinds[""], found, f"{file}: groups[{i}]")
+        shares = tuple(_one_of(kinds["selection."], _under(f"selection.{layer}.", found), f"{file}: groups[{i}]")
+                       for layer in range(sizes[i]))
+        return GroupBases(_one_of(kinds["codec."], _under("codec.", found), f"{file}: groups[{i}]"), shares, True)
 
     return tuple(None if group is None else build(i, group) for i, group in enumerate(groups))
+
+
+def _one_of(kind: Any, found: dict[str, jax.Array], place: str) -> Any:
+    """Bases of one part, of its arrays."""
+    if hasattr(kind, "restored"):
+        return kind.restored(found)
+    if dataclasses.is_dataclass(kind):
+        if any(array.shape for array in found.values()):
+            raise ValueError(f"{place}: must hold numbers, of shape []")
+        return kind(**{name: array.item() for name, array in found.items()})
+    return kind(**dict.fromkeys(kind._fields) | found)
+
+
+def _under(prefix: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): x for name, x in found.items() if name.startswith(prefix)}
+
+
+def _kinds(method: Part) -> dict[str, Any]:
+    """Types of the bases by what the names of their arrays begin with: whose they are where both have some."""
+    if method.bases_type is not GroupBases:
+        return {"": method.bases_type}
+    machine = machine_of(method)
+    assert machine.selection is not None
+    return {"codec.": machine.codec.bases_type, "selection.": machine.selection.bases_type}
+
+
+def _place(kinds: Mapping[str, Any], name: str) -> tuple[Any, str]:
+    """The type that an array belongs to, and its name there."""
+    prefix = next((prefix for prefix in kinds if name.startswith(prefix)), "")
+    own = name.removeprefix(prefix)
+    return kinds.get(prefix), own.partition(".")[2] if prefix == "selection." else own
 
 
 def _entries(place: str, group: Any) -> dict[str, Any]:
@@ -137,9 +167,11 @@ def _dtypes(kind: Any, name: str) -> tuple[str, ...]:
     return (*FLOATS, "int8") if name in getattr(kind, "quantised", ()) else FLOATS
 
 
-def _abstract(place: str, known: bool, dtypes: tuple[str, ...], entry: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a saved array."""
-    if not known:
+def _abstract(place: str, kind: Any, name: str, entry: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a saved array of that name in its type of bases."""
+    names = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else getattr(kind, "_fields", ())
+    dtypes = _dtypes(kind, name)
+    if name not in names:
         raise ValueError(f"{place}: the bases of this method have no such array")
     if not isinstance(entry, dict):
         raise ValueError(f"{place}={short(entry)}: must be an object with shape and dtype")
@@ -155,6 +187,9 @@ def _fields(group: Any) -> dict[str, jax.Array]:
     """Arrays by name; a number that belongs to the tree structure is an array on disk."""
     if group is None:
         return {}
+    if isinstance(group, GroupBases):
+        layers = {f"selection.{i}.{name}": x for i, own in enumerate(group.selection) for name, x in _fields(own).items()}
+        return {f"codec.{name}": x for name, x in _fields(group.codec).items()} | layers
     if hasattr(group, "saved"):
         return group.saved()
     if dataclasses.is_dataclass(group):

@@ -246,6 +246,24 @@ def test_the_command_saves_what_load_bases_reads(tmp_path, monkeypatch, capsys):
         args.run(args)
 
 
+@pytest.mark.parametrize("spec, told", (
+    ("transform:bits=2,sampled=False", "k rank "),
+    ("kvzip:keep=0.5", "shares of the layers "),
+    ("ojakv:rank=4+kvzip:keep=0.5", "k rank 4, v rank 4, shares of the layers "),
+))
+def test_the_command_says_what_it_saved(tmp_path, monkeypatch, capsys, spec, told):
+    monkeypatch.setattr("lowrank_kv_jax.cli.options.load_from", lambda args: model())
+    (tmp_path / "foxes.txt").write_text(TEXT)
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["calibrate", "--corpus", str(tmp_path / "foxes.txt"), "--length", "64", "--windows", "1",
+                              "--out", str(tmp_path / "out"), "--method", spec])
+    assert args.run(args) == 0
+    assert told in capsys.readouterr().out
+    method = parse_method(spec)
+    assert len(load_bases(tmp_path / "out", model(), method)) == len(method.layer_groups(model().config.attention))
+
+
 # ---- on disk
 
 
