@@ -14,7 +14,7 @@ from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
 
 SHORTLIST = (
     "full", "streamingllm:keep=0.25", "ojakv:rank=0.6", "ojakv:rank=0.8", "single-svd:rank=0.25",
-    "transform:smaller=8,group=5,sampled=False",  # the text that a model writes takes longer than all else here
+    "transform:smaller=8,sampled=False",  # the text that a model writes takes longer than all else here
 )
 LENGTH, WINDOWS = 2048, 4
 _LAST: dict[Any, Moments] = {}
