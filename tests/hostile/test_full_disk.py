@@ -31,13 +31,18 @@ def orbax_threads(monkeypatch):
 
 @contextlib.contextmanager
 def full_at(size):
-    """No file grows beyond so many bytes: writing more is an OSError, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    """No file grows beyond so many bytes: writing more is an OSError, as on a full disk.
+
+    What is imported meanwhile is not compiled to a file: Python would leave half of one, which no later import can read.
+    """
+    before, bytecode = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    sys.dont_write_bytecode = True
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = bytecode
 
 
 def names(path):
@@ -123,7 +128,7 @@ raise SystemExit(cli.program())
 
 
 def test_a_program_tells_it_once(tmp_path):
-    ended = subprocess.run([sys.executable, "-c", SAVING], cwd=tmp_path, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-B", "-c", SAVING], cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 1 and ended.stderr == "" and names(tmp_path) == []
 
 
