@@ -216,7 +216,7 @@ from lowrank_kv_jax.evals.results.records import append_record
 from lowrank_kv_jax.evals.results import figure_file
 from matplotlib.figure import Figure
 
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # no file may grow beyond it
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # no file may grow beyond it, nor half a .pyc be left (-B)
 def run(args):
     if args.names == ["plot"]:
         figure_file.save_figure(Figure(), "x.png", 100)
@@ -231,7 +231,7 @@ print(main(["methods", "plot"]), main(["methods"]))
 def test_a_full_disk_names_the_file_and_leaves_no_half_of_one(tmp_path):
     (tmp_path / "x.png").write_bytes(b"old")
     (tmp_path / "x.jsonl").write_text('{"a": 1}\n')
-    done = subprocess.run([sys.executable, "-c", FULL_DISK], capture_output=True, text=True, cwd=tmp_path,
+    done = subprocess.run([sys.executable, "-B", "-c", FULL_DISK], capture_output=True, text=True, cwd=tmp_path,
                           env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.stdout == "1 1\n", done.stderr
     png, jsonl = done.stderr.splitlines()
