@@ -238,7 +238,8 @@ def _failing_by_name(path: Path) -> Iterator[None]:
     except Exception as error:
         deadline = time.monotonic() + PATIENCE
         for thread in set(threading.enumerate()) - before:
-            thread.join(max(0, deadline - time.monotonic()))
+            with contextlib.suppress(Exception):  # `join` of Orbax's own raises what the thread failed with
+                thread.join(max(0, deadline - time.monotonic()))
         raise OSError(f"{path}: cannot be saved ({_first_line(error)})") from error
 
 
