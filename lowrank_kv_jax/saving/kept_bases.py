@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,8 @@ from lowrank_kv_jax.saving.saved_bases import load_bases, save_bases
 
 MOST = 64
 """Entries; beyond them those go that were used longest ago."""
+_NAME = re.compile(r"[0-9a-f]{32}")
+"""Of an entry; whatever else lies beside them is somebody's."""
 
 
 class KeptBases:
@@ -47,10 +50,11 @@ class KeptBases:
             return None
         try:
             found = load_bases(path, self._model, method)
-            os.utime(path)
         except (OSError, ValueError):
             shutil.rmtree(path, ignore_errors=True)
             return None
+        with contextlib.suppress(OSError):  # a cache that may only be read serves as well
+            os.utime(path)
         return found
 
     def keep(self, method: Part, bases: tuple[Any, ...]) -> None:
@@ -79,7 +83,8 @@ def _may_be_kept(method: Part) -> bool:
 
 
 def _drop_oldest(directory: Path) -> None:
-    entries = sorted(directory.iterdir(), key=lambda entry: entry.stat().st_mtime)
+    own = [entry for entry in directory.iterdir() if _NAME.fullmatch(entry.name)]
+    entries = sorted(own, key=lambda entry: entry.stat().st_mtime)
     for entry in entries[:-MOST]:
         shutil.rmtree(entry, ignore_errors=True)
 

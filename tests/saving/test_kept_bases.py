@@ -73,9 +73,10 @@ def test_no_place_is_no_error(monkeypatch):
 
 def test_the_oldest_go(place, monkeypatch):
     monkeypatch.setattr(kept_bases, "MOST", 2)
+    (place / "notes").mkdir(parents=True)
     for seed in range(4):
         kept(settings=SETTINGS | {"seed": seed}).keep(METHOD, helpers.bases_for(METHOD))
-    assert len(list(place.iterdir())) == 2
+    assert len(list(place.iterdir())) == 3 and (place / "notes").is_dir()
     assert kept(settings=SETTINGS | {"seed": 0}).find(METHOD) is None
     assert kept(settings=SETTINGS | {"seed": 3}).find(METHOD) is not None
 
