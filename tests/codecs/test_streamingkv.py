@@ -134,6 +134,7 @@ def lost(method, bases, cache, config, tokens, layer=0):
     return float(jnp.sum((taps.v - close) ** 2))
 
 
+@pytest.mark.slow
 def test_the_coupled_form_learns_the_prompt_and_the_printed_one_does_not_lose_it():
     tokens, losses = prompts(), {}
     for spec in ("eta=0", "alpha=0.2", "alpha=0.5", "alpha=1.0", "form=encoder,scale=sum,eta=1e-6",
@@ -214,6 +215,7 @@ def rebuilt_prompt(spec, steps=1):
     return np.asarray(before), np.asarray(after), np.abs(np.asarray(cache.groups[0].store.v_basis) - start).max()
 
 
+@pytest.mark.slow
 def test_older_latents_are_transported_or_read_by_the_decoder_that_never_moved():
     common = f"eta=0.5,eta_dec=1.0,iterations_dec=5,alpha=0.5,{ENDS}"
     before, after, moved = rebuilt_prompt(f"streamingkv:form=encoder,{common}")

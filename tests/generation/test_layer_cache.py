@@ -195,7 +195,7 @@ PRE_ROPE = [("ojakv", {"rope": "pre"}), ("palu", {}), ("osp", {"rope": "pre"}), 
 
 
 @pytest.mark.parametrize("name, changes", PRE_ROPE, ids=lambda x: x if isinstance(x, str) else "")
-@pytest.mark.parametrize("rotary_dim", [8, 4])
+@pytest.mark.parametrize("rotary_dim", [pytest.param(8, marks=pytest.mark.slow), 4])
 def test_interleaved_rope_is_read_as_it_was_written(name, changes, rotary_dim):
     spec = dataclasses.replace(SPEC, rope=lkv.RopeSpec(10000.0, rotary_dim, interleaved=True))
     rotated = interleaved_numpy(spec)

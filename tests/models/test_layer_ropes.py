@@ -43,8 +43,10 @@ def fitted(method):
 
 
 @pytest.mark.parametrize("spec", [
-    "single-svd:rank=1.0,rope=pre", "static-pca:rank=1.0,rope=pre", "transform:bits=8,metric=attention,sampled=False",
-    "osp:rank=1.0,rope=pre,chunk_length=16", "h2o:keep=1.0,positions=cache", "shadowkv:rank=1.0,budget=64",
+    "single-svd:rank=1.0,rope=pre", "transform:bits=8,metric=attention,sampled=False", "h2o:keep=1.0,positions=cache",
+    *(pytest.param(spec, marks=pytest.mark.slow) for spec in (
+        "static-pca:rank=1.0,rope=pre", "osp:rank=1.0,rope=pre,chunk_length=16", "shadowkv:rank=1.0,budget=64",
+    )),
 ])
 def test_at_full_quality_a_cache_is_the_full_one(spec):
     method = parse_method(spec)

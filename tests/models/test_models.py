@@ -119,6 +119,7 @@ def test_smollm2_logits_are_those_of_transformers(smollm2):
     np.testing.assert_array_equal(logits.argmax(-1), golden["argmax"])
 
 
+@pytest.mark.slow
 def test_smollm2_greedy_tokens_are_those_of_transformers(smollm2):
     """Each golden token is the argmax after its predecessors, so decoding gives the same 64."""
     golden = np.load(GOLDENS / "smollm2.npz")
