@@ -4,17 +4,14 @@ import os
 from collections.abc import Sequence
 
 from lowrank_kv_jax.evals.compare.run import Result
-from lowrank_kv_jax.evals.results.figure_file import save_figure
+from lowrank_kv_jax.evals.results.figure_file import pyplot, save_figure
 
 MARKERS = "osD^vP*Xh<>p8d"
 
 
 def plot_results(results: Sequence[Result], path: str | os.PathLike, title: str) -> None:
     """Draw needle retrieval at each length, and perplexity, against bytes a token."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
 
     lengths = sorted(results[0].needle)
     panels = len(lengths) + 1

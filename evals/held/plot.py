@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
+from lowrank_kv_jax.checks.extras import check_extra
 from lowrank_kv_jax.evals.held.prompt import HeldPrompt
-from lowrank_kv_jax.evals.results.figure_file import save_figure
+from lowrank_kv_jax.evals.results.figure_file import new_figure, save_figure
 from lowrank_kv_jax.method.held import Held
 
 COLOURS = {Held.GONE: "#f1f1f1", Held.CODED: "#f0a33c", Held.EXACT: "#1f4e8c"}
@@ -21,8 +22,8 @@ def plot_held(path: str, title: str, found: HeldPrompt, *, by_head: bool = False
         path: where to; its ending decides the format.
         by_head: a line for each kv head; otherwise the colours of a layer's heads are averaged.
     """
+    check_extra("matplotlib", "a figure")
     from matplotlib.colors import to_rgb
-    from matplotlib.figure import Figure  # drawn by Agg: no display is needed
 
     layers, heads, tokens = found.held.shape
     colours = COLOURS | ({Held.GONE: SUMMARISED} if found.summarised else {})
@@ -31,7 +32,7 @@ def plot_held(path: str, title: str, found: HeldPrompt, *, by_head: bool = False
     lines = lines if by_head else lines.reshape(layers, heads, tokens, 3).mean(1)
     attention = found.attention.reshape(-1, 1) if by_head else found.attention.mean(1, keepdims=True)
 
-    figure = Figure(figsize=(12, min(max(2.6, 1.6 + 0.14 * len(lines)), 9)), layout="constrained")
+    figure = new_figure(figsize=(12, min(max(2.6, 1.6 + 0.14 * len(lines)), 9)), layout="constrained")
     some = bool(np.isfinite(attention).any())
     axes = figure.subplots(1, 2 if some else 1, squeeze=False, sharey=True, width_ratios=[6, 1][: 1 + some])[0]
     smooth = "nearest" if tokens <= PIXELS else "antialiased"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus
+from lowrank_kv_jax.checks.extras import check_extra
 from lowrank_kv_jax.evals.asking.methods import bases_of, calibration_settings, check_methods, conditions_of
 from lowrank_kv_jax.evals.lm_harness.tasks import TASKS, load_tasks
 from lowrank_kv_jax.evals.results.records import append_record, make_record
@@ -87,10 +88,7 @@ def evaluate_lm_eval(
 
 def require_lm_eval() -> None:
     """Raise ValueError, with the remedy, unless lm-eval can be imported."""
-    import importlib.util
-
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("lm-eval is not installed: `pip install lowrank-kv-jax[lm-eval]` or `pip install lm-eval`")
+    check_extra("lm_eval", "eval lm-eval")
 
 
 def _adapter(model: Any, method: Part, bases: Any, dtype: str, rows: int, mesh: Any) -> Any:

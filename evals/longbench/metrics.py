@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lowrank_kv_jax.checks.extras import check_extra
 from lowrank_kv_jax.evals.longbench.tasks import FIRST_LINE, find_task
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -47,11 +48,9 @@ def qa_f1(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
 
 def rouge_l(prediction: str, answer: str, classes: Sequence[str] = ()) -> float:
     """F of ROUGE-L by the package `rouge`; 0 where it cannot be computed, as for empty texts."""
-    try:
-        from rouge import Rouge
-    except ModuleNotFoundError as error:
-        raise FileNotFoundError("LongBench's ROUGE-L comes from the package rouge: install "
-                                "lowrank-kv-jax[evals]") from error
+    check_extra("rouge", "LongBench's ROUGE-L")
+    from rouge import Rouge
+
     try:
         scores: Any = Rouge(metrics=["rouge-l"]).get_scores([prediction], [answer], avg=True)
     except (ValueError, RecursionError):

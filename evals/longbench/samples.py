@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Iterable
 from typing import Any
 
+from lowrank_kv_jax.checks.extras import check_extra
 from lowrank_kv_jax.checks.json_objects import parse_json
 from lowrank_kv_jax.evals.longbench.tasks import find_task
 from lowrank_kv_jax.evals.results.fields import check_texts, wrong
@@ -151,6 +152,7 @@ def _hub_lines(task: str) -> Iterable[bytes]:
 
 
 def _dataset_rows(name: str, task: str) -> Any:
+    check_extra("datasets", f"{name}, a dataset of the hub")
     import datasets  # slow to import, and only needed here
 
     try:

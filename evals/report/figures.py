@@ -12,7 +12,7 @@ from lowrank_kv_jax.evals.report.perplexities import PerplexitySection
 from lowrank_kv_jax.evals.report.sections import Section
 from lowrank_kv_jax.evals.report.times import Line, times_by_rows
 from lowrank_kv_jax.evals.results.fields import is_number
-from lowrank_kv_jax.evals.results.figure_file import save_figure
+from lowrank_kv_jax.evals.results.figure_file import pyplot, save_figure
 from lowrank_kv_jax.files import expanded
 
 MARKERS = "osD^vP*Xh<>p8d"
@@ -27,10 +27,7 @@ def draw_figures(
     Returns:
         By the title of a section, captions and files.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
 
     folder = expanded(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -217,10 +214,7 @@ def _needles(plt, section: Section, sections: Sequence[Section]):
 
 def draw_needles(records: Sequence[Mapping[str, Any]], path: str | os.PathLike) -> None:
     """Draw depth by length for each method, from records that have a depth, to a file of any format."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
 
     figure = _needle_maps(plt, records)
     save_figure(figure, path, 160)

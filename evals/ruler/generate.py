@@ -33,7 +33,7 @@ def generate(
     Raises:
         ValueError: an unknown task, less than one sample, a negative seed, more samples than questions.
         TooShort: the length is below the task's floor (a ValueError).
-        FileNotFoundError: wonderwords is not installed, or the questions cannot be loaded.
+        ValueError: wonderwords is not installed; FileNotFoundError: the questions cannot be loaded.
     """
     found = find_task(task)
     if samples < 1:

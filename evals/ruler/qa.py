@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lowrank_kv_jax.checks.extras import check_extra
 from lowrank_kv_jax.checks.json_objects import parse_json
 from lowrank_kv_jax.evals.ruler.sizing import count_tokens, draw, largest
 from lowrank_kv_jax.evals.ruler.tasks import Task
@@ -138,9 +139,10 @@ def _indexed(documents: Iterator[str]) -> tuple[tuple[str, ...], dict[str, int]]
 
 def _from_hub(dataset: str) -> Any:
     """The hub's validation split in the form of the published JSON file."""
+    repository, config = HUB[dataset]
+    check_extra("datasets", f"{repository}, a dataset of the hub")
     import datasets  # slow to import, and only needed here
 
-    repository, config = HUB[dataset]
     try:
         rows: Any = datasets.load_dataset(repository, config, split="validation")
     except (OSError, ValueError, RuntimeError) as error:

@@ -6,23 +6,20 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from lowrank_kv_jax.checks.extras import check_extra
+
 
 @functools.cache
 def word_list(kind: str) -> tuple[str, ...]:
     """Words of one kind in the order of wonderwords' file: "noun", "adjective" or "verb".
 
     Raises:
-        FileNotFoundError: wonderwords is not installed.
+        ValueError: wonderwords is not installed.
     """
     import importlib.resources
 
-    try:
-        assets = importlib.resources.files("wonderwords.assets")
-    except ModuleNotFoundError as error:
-        raise FileNotFoundError(
-            "RULER's words come from the package wonderwords: install lowrank-kv-jax[evals], or "
-            "wonderwords==3.0.1"
-        ) from error
+    check_extra("wonderwords", "RULER's word lists")
+    assets = importlib.resources.files("wonderwords.assets")
     lines = assets.joinpath(f"{kind}list.txt").read_text(encoding="utf-8").splitlines()
     return tuple(line.rstrip() for line in lines)
 

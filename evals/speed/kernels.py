@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.attention.rope import RopeSpec
-from lowrank_kv_jax.evals.results.figure_file import save_figure
+from lowrank_kv_jax.evals.results.figure_file import pyplot, save_figure
 from lowrank_kv_jax.evals.results.records import make_record
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
@@ -303,10 +303,7 @@ def records(speeds: Sequence[Speed], bandwidth: float, seed: int) -> list[dict[s
 
 def plot(speeds: Sequence[Speed], bandwidth: float, path: str) -> None:
     """Speedup over the fastest full-rank peer, and share of the copy bandwidth, against the length."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
 
     best = fastest_full(speeds)
     names = list(dict.fromkeys((s.contender.name, s.shape.batch) for s in speeds))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
 from lowrank_kv_jax.calibration.calibrator import Calibrator, fit_to, groups_read
@@ -29,7 +30,7 @@ SAMPLED_TOKENS = 2
 """Tokens that the model writes for one of a corpus, where a method reads what it writes."""
 
 
-def iterate_taps(config: ModelConfig, params: Any, tokens: jax.Array) -> Iterator[Taps]:
+def iterate_taps(config: ModelConfig, params: Any, tokens: Int[jax.Array | np.ndarray, "B S"]) -> Iterator[Taps]:
     """The taps of each layer in order, of tokens `[B, S]` without padding that attend exactly and causally.
 
     One compiled program serves all layers that have the same window and the same rotary embedding.
@@ -42,7 +43,7 @@ def iterate_taps(config: ModelConfig, params: Any, tokens: jax.Array) -> Iterato
 
 
 def collect_moments(
-    model: Any, tokens: np.ndarray, progress: bool = False, see: Callable[[int, Taps], None] | None = None,
+    model: Any, tokens: Int[np.ndarray, "n S"], progress: bool = False, see: Callable[[int, Taps], None] | None = None,
     sums: CheckpointedSums | None = None, groups: Collection[tuple[int, ...]] = (),
 ) -> Moments:
     """Second moments of every layer's queries, keys and values, summed over windows of tokens.
@@ -126,7 +127,7 @@ def calibrate(
 
 
 def moments_for(
-    model: Any, methods: Sequence[Part], tokens: np.ndarray, progress: bool = False,
+    model: Any, methods: Sequence[Part], tokens: Int[np.ndarray, "n S"], progress: bool = False,
     sums: tuple[CheckpointedSums, ...] | None = None, seed: int = 0,
 ) -> Moments:
     """What the `fit` of all of these methods reads of a corpus (see `Part.reads`).

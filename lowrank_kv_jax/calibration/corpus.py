@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
+from lowrank_kv_jax.checks.extras import check_extra
 from lowrank_kv_jax.files import expanded, read_text
 
 DEFAULT_CORPUS = "pydoc"
@@ -63,7 +65,8 @@ def load_corpus(source: str | os.PathLike | Sequence[str | os.PathLike] | None =
 
     Raises:
         FileNotFoundError: neither a file nor a built-in name nor a dataset that is cached or can be reached.
-        ValueError: a file that is not UTF-8 text, a folder or dataset without text, or nothing but white space.
+        ValueError: a file that is not UTF-8 text, a folder or dataset without text, or nothing but white space;
+            a dataset without the extra `datasets`.
     """
     if source is None or isinstance(source, str | os.PathLike):
         name = os.fspath(source) if source is not None else DEFAULT_CORPUS
@@ -91,6 +94,7 @@ def _read(name: str) -> list[str]:
 
 def _read_dataset(name: str) -> list[str]:
     """The rows of a dataset's text column."""
+    check_extra("datasets", f"corpus {name!r}, a dataset of the hub")
     import datasets  # slow to import, and only needed here
 
     repository, config, split = (name.split(":") + ["", ""])[:3]
@@ -102,6 +106,7 @@ def _read_folder(name: str, path: Path) -> list[str]:
     if not any(file.suffix in DATA_SUFFIXES for file in path.rglob("*")):
         raise ValueError(f"corpus {name!r}: is a directory without a dataset ({', '.join(DATA_SUFFIXES)}, or what "
                          "save_to_disk writes); name its text files")
+    check_extra("datasets", f"corpus {name!r}, a folder of data files")
     import datasets
 
     if (path / "dataset_dict.json").is_file():
@@ -150,7 +155,9 @@ BUILT_IN = {
 }
 
 
-def token_windows(tokenizer: Any, texts: Sequence[str], length: int, count: int, seed: int = 0) -> np.ndarray:
+def token_windows(
+    tokenizer: Any, texts: Sequence[str], length: int, count: int, seed: int = 0
+) -> Int[np.ndarray, "n S"]:
     """Windows of a corpus whose documents are put one behind the other.
 
     The windows are evenly spaced and disjoint; the seed shifts all of them together. Each starts with the

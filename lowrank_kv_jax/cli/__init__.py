@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return _drop_output(0)
     except KeyboardInterrupt:
-        print("lowrank-kv: interrupted", file=sys.stderr)
-        return 130
+        print("lowrank-kv: interrupted", file=sys.stderr, flush=True)
+        return _drop_output(INTERRUPTED)
     except SystemExit:  # --help and --version
         raise
     except BaseException as error:  # code in Rust panics with what is no Exception
@@ -82,14 +82,21 @@ def _tell(error: BaseException, debug: bool) -> int:
     elif not foreseen and not debug:
         text += " (not foreseen; --debug shows where it arose)"
     print(f"lowrank-kv: error: {text}", file=sys.stderr)
-    return 2 if isinstance(error, (ValueError, *_ASKED)) and not isinstance(error, Fault) else 1
+    asked = isinstance(error, (ValueError, *_ASKED)) or getattr(error, "errno", None) in _NAMES
+    return 2 if asked and not isinstance(error, Fault) else 1
 
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
 
 LONGEST = 2000
 """Characters of a message."""
 
 _ASKED = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors of the system that another argument mends."""
+
+_NAMES = (errno.ENAMETOOLONG, errno.ELOOP)
+"""Of names that no file can have, which have no class of their own."""
 
 
 class Parser(argparse.ArgumentParser):

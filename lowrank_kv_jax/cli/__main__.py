@@ -1,9 +1,10 @@
 """The program of its own process: `lowrank-kv`, `python -m lowrank_kv_jax.cli`."""
 
 import logging
+import os
 import sys
 
-from lowrank_kv_jax.cli import main
+from lowrank_kv_jax.cli import INTERRUPTED, main
 
 
 def program() -> int:
@@ -16,7 +17,10 @@ def program() -> int:
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(lambda _: False)
         sys.unraisablehook = lambda _: None
-    return main()
+    code = main()
+    if code == INTERRUPTED:  # at once: with threads still at work the interpreter has crashed while it ended
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

@@ -42,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.calibration.calibrate import calibrate
     from lowrank_kv_jax.calibration.corpus import load_corpus
     from lowrank_kv_jax.cli.options import check_numbers, load_from
+    from lowrank_kv_jax.evals.results.records import check_writable
+    from lowrank_kv_jax.files import expanded
     from lowrank_kv_jax.methods.parse import parse_method, spell_method
     from lowrank_kv_jax.saving.saved_bases import check_bases_replaceable, save_bases
 
@@ -50,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"method {method.name!r} takes nothing from calibration: use it as it is")
     check_numbers(args, length=1, windows=1, seed=0)
     check_bases_replaceable(args.out)
+    if not expanded(args.out).exists():
+        check_writable(args.out)
     corpus = load_corpus(args.corpus)
     model = load_from(args)
     method.validate(model.config.attention)

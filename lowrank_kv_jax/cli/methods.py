@@ -29,11 +29,12 @@ def run(args: argparse.Namespace) -> int:
     """
     from lowrank_kv_jax.methods import REGISTRY
     from lowrank_kv_jax.methods.parse import parse_method
+    from lowrank_kv_jax.summaries.component import SUMMARIES
 
     if args.names:
-        for name in args.names:
-            method = parse_method(name)
-            for part in getattr(method, "parts", (method,)):
+        for name in args.names:  # a summary is no method by itself
+            parts = (SUMMARIES[name]() if name in SUMMARIES else parse_method(name),)
+            for part in getattr(parts[0], "parts", parts):
                 print(describe_whole(type(part)), end="\n\n")
         return 0
     print("\n\n".join(describe(REGISTRY[name]) for name in sorted(REGISTRY)), COMPOSITIONS, sep="\n\n")

@@ -71,14 +71,16 @@ def check_plot(path: str | os.PathLike, option: str = "--plot") -> None:
     """Refuse what no figure can be saved to, in the words of `option`.
 
     Raises:
-        ValueError: not one of `PLOT_SUFFIXES`; OSError: the file cannot be written.
+        ValueError: not one of `PLOT_SUFFIXES`, or matplotlib is not installed; OSError: the file cannot be written.
     """
+    from lowrank_kv_jax.checks.extras import check_extra
     from lowrank_kv_jax.evals.results.records import check_writable
 
     suffix = Path(path).suffix
     if suffix.lower() not in PLOT_SUFFIXES:
         raise ValueError(f"{option} {os.fspath(path)}: no figure has the suffix {suffix!r}, allowed are "
                          f"{' '.join(PLOT_SUFFIXES)}")
+    check_extra("matplotlib", f"{option} {os.fspath(path)}")
     check_writable(path)
 
 

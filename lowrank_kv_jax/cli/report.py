@@ -29,10 +29,13 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `read_report`.
     """
+    from lowrank_kv_jax.checks.extras import check_extra
     from lowrank_kv_jax.evals.report import draw_figures, markdown, page, read_report
     from lowrank_kv_jax.files import expanded, write_text
 
     sections = read_report(args.results, args.baseline, args.tasks)
+    if args.out:
+        check_extra("matplotlib", f"--out {args.out}")
     text = markdown(sections)
     print(text)
     if args.out:

@@ -8,6 +8,7 @@ steepest gain a bit arrives at, and no other choice of as many bits errs less.
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float, Float64, Int
 
 from lowrank_kv_jax.storage.water_filled import WIDTHS, WidthRuns, bytes_of
 
@@ -37,13 +38,13 @@ _ALL = (*WIDTHS, 0)
 _ERROR = np.array([DISTORTION[bits] for bits in _ALL])
 
 
-def widths_at(variances: np.ndarray, price: float) -> np.ndarray:
+def widths_at(variances: Float[np.ndarray, "*lead W"], price: float) -> Int[np.ndarray, "*lead W"]:
     """Widths, of the shape of `variances`, at which the error and `price` times the bits are least together."""
     cost = np.asarray(variances, np.float64)[..., None] * _ERROR + price * np.array(_ALL)
     return np.where(variances > 0, np.array(_ALL)[np.argmin(cost, axis=-1)], 0)
 
 
-def runs_of(widths: np.ndarray, wide: int = 0) -> WidthRuns:
+def runs_of(widths: Int[np.ndarray, " W"], wide: int = 0) -> WidthRuns:
     """WidthRuns of whole bytes nearest to falling widths `[W]`; at least one byte.
 
     Args:
@@ -60,7 +61,7 @@ def runs_of(widths: np.ndarray, wide: int = 0) -> WidthRuns:
     return tuple(runs) or ((1, min(8, total)),)
 
 
-def steps_of(runs: WidthRuns) -> np.ndarray:
+def steps_of(runs: WidthRuns) -> Float64[np.ndarray, " R"]:
     """Step of each component that has bits in units of its deviation, float64 `[R]`."""
     return np.concatenate([np.full(count, STEP[bits]) for bits, count in runs])
 
@@ -70,7 +71,7 @@ def bits_of(profile: Profile) -> int:
     return 8 * sum(map(bytes_of, profile))
 
 
-def error_of(variances: np.ndarray, runs: WidthRuns) -> np.ndarray:
+def error_of(variances: Float[np.ndarray, "L W"], runs: WidthRuns) -> Float[np.ndarray, " L"]:
     """Predicted squared error `[L]` of components of `variances` `[L, W]`."""
     each = np.concatenate([np.full(count, DISTORTION[bits]) for bits, count in runs])
     return variances @ np.pad(each, (0, variances.shape[-1] - len(each)), constant_values=1.0)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Float32
 
 from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.method.registry import check_free
@@ -30,17 +31,19 @@ class Estimator(abc.ABC):
     """Whether `merge` joins what two estimators learned from disjoint tokens."""
 
     @abc.abstractmethod
-    def init(self, lead: tuple[int, ...], width: int, start: jax.Array | None = None) -> Any:
+    def init(self, lead: tuple[int, ...], width: int, start: Float[jax.Array, "... W R"] | None = None) -> Any:
         """What is known before any token.
 
         Args:
             lead: leading axes.
             width: W, channels of a token.
-            start: orthonormal `[*lead, W, R]` to begin with; it gives way to what the tokens say.
+            start: orthonormal `[..., W, R]`, broadcast to `lead`, to begin with; it gives way to what the tokens say.
         """
 
     @abc.abstractmethod
-    def update(self, learned: Any, x: jax.Array, weight: jax.Array | None = None) -> Any:
+    def update(
+        self, learned: Any, x: Float[jax.Array, "*lead T W"], weight: Float[jax.Array, "..."] | None = None
+    ) -> Any:
         """Learn from a batch of T >= 1 tokens.
 
         Args:
@@ -50,14 +53,14 @@ class Estimator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def basis(self, learned: Any, rank: int) -> jax.Array:
+    def basis(self, learned: Any, rank: int) -> Float32[jax.Array, "*lead W R"]:
         """Orthonormal float32 `[*lead, W, rank]`, leading directions first.
 
         Raises:
             ValueError: `rank` exceeds what the estimator keeps.
         """
 
-    def forget(self, learned: Any, factor: jax.Array | float) -> Any:
+    def forget(self, learned: Any, factor: Float[jax.Array, "..."] | float) -> Any:
         """Scale the weight of all tokens seen so far by `factor` in [0, 1], broadcast to `lead`.
 
         Default: nothing; rules that hold only a basis forget by their step size.
@@ -124,7 +127,9 @@ def make_estimator(name: str, **fields: Any) -> Estimator:
     return cls(**{key: value for key, value in fields.items() if key in known})
 
 
-def check_batch(x: jax.Array, weight: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def check_batch(
+    x: Float[jax.Array, "*lead T W"], weight: Float[jax.Array, "..."] | None
+) -> tuple[Float32[jax.Array, "*lead T W"], Float32[jax.Array, "*lead T"]]:
     """Tokens `[..., T, W]` and their weights `[..., T]`, float32."""
     x = x.astype(jnp.float32)
     if weight is None:
@@ -132,13 +137,15 @@ def check_batch(x: jax.Array, weight: jax.Array | None) -> tuple[jax.Array, jax.
     return x, jnp.broadcast_to(weight.astype(jnp.float32), x.shape[:-1])
 
 
-def batch_moment(x: jax.Array, weight: jax.Array) -> jax.Array:
+def batch_moment(
+    x: Float32[jax.Array, "*lead T W"], weight: Float32[jax.Array, "*lead T"]
+) -> Float32[jax.Array, "*lead W W"]:
     """Sum of w_t x_t x_t^T, float32 `[..., W, W]`, of tokens `[..., T, W]`."""
     left = x * weight[..., None]
     return jnp.matmul(left.mT, x, precision=jax.lax.Precision.HIGHEST)
 
 
-def start_moment(start: jax.Array) -> jax.Array:
+def start_moment(start: Float[jax.Array, "*lead W R"]) -> Float32[jax.Array, "*lead W W"]:
     """A second moment `[..., W, W]` of little energy whose leading directions are the columns of `start` in order."""
     rank = start.shape[-1]
     energy = PRIOR * (2 - jnp.arange(rank, dtype=jnp.float32) / rank)

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float32
 
 from lowrank_kv_jax.estimators.estimator import (
     SizedEstimator,
@@ -87,12 +88,14 @@ class FrequentDirections(SizedEstimator):
         return Sketch(rows, first.shrunk + second.shrunk + lost)
 
 
-def gram(rows: jax.Array) -> jax.Array:
+def gram(rows: Float32[jax.Array, "*lead l W"]) -> Float32[jax.Array, "*lead W W"]:
     """S^T S, `[..., W, W]`."""
     return jnp.matmul(rows.mT, rows, precision=jax.lax.Precision.HIGHEST)
 
 
-def leading_rows(moment: jax.Array, size: int, *, shrink: bool) -> tuple[jax.Array, jax.Array]:
+def leading_rows(
+    moment: Float32[jax.Array, "*lead W W"], size: int, *, shrink: bool
+) -> tuple[Float32[jax.Array, "*lead {size} W"], Float32[jax.Array, "*lead"]]:
     """Rows `[..., size, W]` whose Gram matrix holds the leading directions of `moment`, and what was subtracted.
 
     Args:

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Float32
 
 from lowrank_kv_jax.estimators.estimator import SizedEstimator, batch_moment, check_batch, register_estimator
 from lowrank_kv_jax.estimators.linalg import eigenvalues, eigenvectors, orthonormalise
@@ -16,9 +17,10 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def gha_update(
-    basis: jax.Array, x: jax.Array, weight: jax.Array | None, eta: float, *, tail: int | None = None,
-    iterations: int = 1, orientation: str = "sanger", scale: str = "largest", frozen_outputs: bool = False,
-) -> jax.Array:
+    basis: Float[jax.Array, "*lead W R"], x: Float[jax.Array, "*lead T W"], weight: Float[jax.Array, "..."] | None,
+    eta: float, *, tail: int | None = None, iterations: int = 1, orientation: str = "sanger", scale: str = "largest",
+    frozen_outputs: bool = False,
+) -> Float32[jax.Array, "*lead W R"]:
     """Steps A <- A + eta [x h^T - A triu(h h^T)] with h = A^T x, summed over the tokens of a batch.
 
     The columns converge to the principal directions in order, each kept apart from those before it; columns are
@@ -125,7 +127,9 @@ class GHA(SizedEstimator):
         return orthonormalise(columns[..., :rank])
 
 
-def start_columns(lead: tuple[int, ...], width: int, size: int, start: jax.Array | None) -> jax.Array:
+def start_columns(
+    lead: tuple[int, ...], width: int, size: int, start: Float[jax.Array, "... W R"] | None
+) -> Float32[jax.Array, "*lead W size"]:
     """Orthonormal `[*lead, W, min(size, W)]` that begins with the columns of `start`, filled up orthogonally to them."""
     size = min(size, width)
     eye = jnp.eye(width, dtype=jnp.float32)

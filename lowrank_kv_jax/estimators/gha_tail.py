@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Float32
 
 from lowrank_kv_jax.estimators.estimator import batch_moment, check_batch
 
@@ -14,9 +15,10 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def update_tail(
-    lead: jax.Array, tail: jax.Array, x: jax.Array, weight: jax.Array | None, eta: float, *, iterations: int = 1,
-    triangle: str = "sanger", scale: str = "bound", frozen_outputs: bool = False,
-) -> jax.Array:
+    lead: Float[jax.Array, "... W rest"], tail: Float[jax.Array, "*lead W p"], x: Float[jax.Array, "... T W"],
+    weight: Float[jax.Array, "..."] | None, eta: float, *, iterations: int = 1, triangle: str = "sanger",
+    scale: str = "bound", frozen_outputs: bool = False,
+) -> Float32[jax.Array, "*lead W p"]:
     """`gha_update` of A = [lead | tail] with tail=p, without ever forming what belongs to the columns at rest.
 
     With fixed leading columns Sanger's deflation by them is taken once: the step of the tail is

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Float32
 
 
 def one_by_one(factorise: Callable[..., jax.Array], *matrices: jax.Array) -> jax.Array:
@@ -24,22 +25,22 @@ def one_by_one(factorise: Callable[..., jax.Array], *matrices: jax.Array) -> jax
     return out.reshape(*batch, *out.shape[1:])
 
 
-def eigenvalues(matrix: jax.Array) -> jax.Array:
+def eigenvalues(matrix: Float[jax.Array, "*lead W W"]) -> Float[jax.Array, "*lead W"]:
     """Ascending eigenvalues `[..., W]` of symmetric `[..., W, W]`."""
     return one_by_one(jnp.linalg.eigvalsh, matrix)
 
 
-def eigenvectors(matrix: jax.Array) -> jax.Array:
+def eigenvectors(matrix: Float[jax.Array, "*lead W W"]) -> Float[jax.Array, "*lead W W"]:
     """Eigenvectors `[..., W, W]` of symmetric `[..., W, W]`, in columns, by ascending eigenvalue."""
     return one_by_one(lambda x: jnp.linalg.eigh(x)[1], matrix)
 
 
-def cholesky(matrix: jax.Array) -> jax.Array:
+def cholesky(matrix: Float[jax.Array, "*lead W W"]) -> Float[jax.Array, "*lead W W"]:
     """Lower Cholesky factors `[..., W, W]`."""
     return one_by_one(jnp.linalg.cholesky, matrix)
 
 
-def orthonormalise(basis: jax.Array) -> jax.Array:
+def orthonormalise(basis: Float[jax.Array, "*lead W R"]) -> Float32[jax.Array, "*lead W R"]:
     """Orthonormal columns of the same span `[..., W, R]`, float32; the triangular factor has a positive diagonal."""
 
     def qr(x):

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float, Float32, Int
 
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
@@ -133,14 +134,16 @@ class Moments(NamedTuple):
         return head_blocks(full, kv_heads)
 
 
-def head_blocks(matrices: np.ndarray, heads: int) -> np.ndarray:
-    """Diagonal blocks `[N, H, D, D]` of `[N, H * D, H * D]`, for heads or groups of heads side by side."""
+def head_blocks(matrices: Float[np.ndarray, "L W W"], heads: int) -> Float[np.ndarray, "L {heads} D D"]:
+    """Diagonal blocks `[L, heads, D, D]` of `[L, W, W]`, W = heads * D, for heads or groups of heads side by side."""
     count, width, _ = matrices.shape
     blocks = matrices.reshape(count, heads, width // heads, heads, width // heads)
     return np.moveaxis(np.diagonal(blocks, axis1=1, axis2=3), -1, 1)
 
 
-def layer_moments(spec: AttentionSpec, taps: Taps, positions: jax.Array, valid: jax.Array) -> dict[str, jax.Array]:
+def layer_moments(
+    spec: AttentionSpec, taps: Taps, positions: Int[jax.Array, "B T"], valid: Bool[jax.Array, "B T"]
+) -> dict[str, Float32[jax.Array, "..."]]:
     """Sums of tokens and of their outer products of one layer over the valid tokens, float32.
 
     Args:
@@ -173,7 +176,9 @@ def layer_moments(spec: AttentionSpec, taps: Taps, positions: jax.Array, valid: 
     }
 
 
-def moments_across(taps: Sequence[Taps], valid: jax.Array) -> dict[str, jax.Array]:
+def moments_across(
+    taps: Sequence[Taps], valid: Bool[jax.Array, "B T"]
+) -> dict[str, Float32[jax.Array, "GW GW"]]:
     """`Across` of layers over the valid tokens of their taps `[B, T, ...]`, float32; valid bool `[B, T]`."""
 
     def side_by_side(name):

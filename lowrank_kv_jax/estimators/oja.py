@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Float32
 
 from lowrank_kv_jax.estimators.estimator import SizedEstimator, check_batch, register_estimator
 from lowrank_kv_jax.estimators.gha import start_columns
@@ -13,7 +14,10 @@ from lowrank_kv_jax.storage.state import leaf, state
 NORMALIZATIONS = ("median", "largest", "residual", "token", "none")
 
 
-def oja_update(basis: jax.Array, x: jax.Array, weight: jax.Array, eta: float, normalize: str) -> jax.Array:
+def oja_update(
+    basis: Float[jax.Array, "B J W R"], x: Float[jax.Array, "B T J W"], weight: Float[jax.Array, "B T"], eta: float,
+    normalize: str,
+) -> Float32[jax.Array, "B J W R"]:
     """One batch step of Oja's rule from the basis U towards the principal subspace of C = sum_t w_t x_t x_t^T.
 
     The paper prints U <- orth(U + eta (X - U Y) Y^T) with Y = U^T X, that is U + eta (I - U U^T) C U. With raw

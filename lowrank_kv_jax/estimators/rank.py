@@ -8,6 +8,7 @@ than 64 channels keep every rank: there a step of 8 would be a step of an eighth
 import math
 
 import numpy as np
+from jaxtyping import Float
 
 
 def rank_multiple(width: int) -> int:
@@ -43,7 +44,7 @@ def resolve_rank(field: str, value: int | float, width: int) -> int:
     return int(value)
 
 
-def rank_for_energy(eigenvalues: np.ndarray, energy: float) -> int:
+def rank_for_energy(eigenvalues: Float[np.ndarray, "... W"], energy: float) -> int:
     """Smallest rank whose leading eigenvalues hold `energy` of their sum, the maximum over leading axes, rounded up to
     a multiple of `rank_multiple(W)` within W.
 

@@ -1,9 +1,12 @@
 """Ranks in proportion to importance, in whole multiples, of an exact total (Palu; StreamingKV, section 4.1)."""
 
 import numpy as np
+from jaxtyping import Int, Real
 
 
-def allocate_ranks(importance: np.ndarray, total: int, multiple: int, most: int) -> np.ndarray:
+def allocate_ranks(
+    importance: Real[np.ndarray, "*matrices"], total: int, multiple: int, most: int
+) -> Int[np.ndarray, "*matrices"]:
     """Ranks of the shape of `importance`, each a multiple of `multiple` in multiple..most, that sum to `total`.
 
     Shares that the limits cut off go to the others, and what rounding down leaves to the largest remainders.

@@ -7,6 +7,7 @@ times as much.
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Float32
 
 from lowrank_kv_jax.estimators.linalg import cholesky, one_by_one
 from lowrank_kv_jax.estimators.svd import principal_subspace
@@ -18,7 +19,7 @@ FLOOR = 1e-7  # of the trace: what float32 cannot tell from zero
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
-def gram(x: jax.Array) -> jax.Array:
+def gram(x: Float[jax.Array, "B S 1 W"]) -> Float32[jax.Array, "B 1 W W"]:
     """X^T X of wide tokens `[B, S, 1, W]`, float32 `[B, 1, W, W]`: three quarters of the work of a plain product."""
     x = x[:, :, 0].astype(jnp.float32)
     half = x.shape[-1] // 2
@@ -32,7 +33,9 @@ def gram(x: jax.Array) -> jax.Array:
     return jnp.concatenate([top, jnp.concatenate([corner.mT, product(right, right)], axis=-1)], axis=-2)[:, None]
 
 
-def leading_subspace(moment: jax.Array, rank: int, iterations: int = ITERATIONS) -> jax.Array:
+def leading_subspace(
+    moment: Float[jax.Array, "*lead W W"], rank: int, iterations: int = ITERATIONS
+) -> Float32[jax.Array, "*lead W R"]:
     """An orthonormal basis of (nearly) the principal subspace of a second moment, leading directions first.
 
     Small or nearly full problems are decomposed exactly. Otherwise the residual energy tr(M) - tr(U^T M U)
@@ -70,7 +73,7 @@ def leading_subspace(moment: jax.Array, rank: int, iterations: int = ITERATIONS)
     return jnp.matmul(basis, principal_subspace(within, rank), precision=_HIGHEST)
 
 
-def cholesky_orthonormalise(x: jax.Array, passes: int = 3) -> jax.Array:
+def cholesky_orthonormalise(x: Float[jax.Array, "*lead W R"], passes: int = 3) -> Float[jax.Array, "*lead W R"]:
     """Orthonormal columns of the same nested spans as those of `x` `[..., W, R]`, by shifted Cholesky QRs.
 
     All of it is matrix products and R x R factorisations, where Householder's QR is twenty times slower on a

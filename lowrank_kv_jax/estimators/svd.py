@@ -2,11 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Float32
 
 from lowrank_kv_jax.estimators.linalg import eigenvectors
 
 
-def second_moment(x: jax.Array, weight: jax.Array | None = None) -> jax.Array:
+def second_moment(
+    x: Float[jax.Array, "B T J W"], weight: Float[jax.Array, "B T"] | None = None
+) -> Float32[jax.Array, "B J W W"]:
     """Sum of outer products `[B, J, W, W]`, float32, of tokens `[B, T, J, W]` weighted by `[B, T]`."""
     x = x.astype(jnp.float32)
     left = x if weight is None else x * weight[:, :, None, None]
@@ -15,12 +18,12 @@ def second_moment(x: jax.Array, weight: jax.Array | None = None) -> jax.Array:
     return jnp.matmul(left, right, precision=jax.lax.Precision.HIGHEST)
 
 
-def principal_subspace(moment: jax.Array, rank: int) -> jax.Array:
+def principal_subspace(moment: Float[jax.Array, "*lead W W"], rank: int) -> Float[jax.Array, "*lead W R"]:
     """Leading `rank` eigenvectors `[..., W, R]`, leading first, of symmetric `[..., W, W]`; O(W^3)."""
     return polish(eigenvectors(moment)[..., ::-1][..., :rank])
 
 
-def polish(basis: jax.Array) -> jax.Array:
+def polish(basis: Float[jax.Array, "*lead W R"]) -> Float[jax.Array, "*lead W R"]:
     """Nearly orthonormal columns `[..., W, R]` made orthonormal to the last bits by one Newton-Schulz step.
 
     LAPACK's float32 eigenvectors are off by some dozen units in the last place, which every token coded in them bears.

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float, Float64
 
 LARGEST_JITTER = 1e-2
 """Share of the mean diagonal beyond which a moment is no longer mended by jitter."""
@@ -20,9 +21,9 @@ class Truncation(NamedTuple):
             the squares behind the first R (equation 26).
     """
 
-    encoder: np.ndarray
-    decoder: np.ndarray
-    singular_values: np.ndarray
+    encoder: Float64[np.ndarray, "H R"]
+    decoder: Float64[np.ndarray, "W R"]
+    singular_values: Float64[np.ndarray, " min(H,W)"]
 
     @property
     def loss(self) -> float:
@@ -30,7 +31,7 @@ class Truncation(NamedTuple):
         return float(np.sum(self.singular_values[self.decoder.shape[1] :] ** 2))
 
 
-def whiten(moment: np.ndarray, jitter: float, what: str) -> np.ndarray:
+def whiten(moment: Float[np.ndarray, "H H"], jitter: float, what: str) -> Float64[np.ndarray, "H H"]:
     """S with S^T S = X^T X + lambda I, upper triangular float64 `[H, H]`.
 
     (The paper writes S S^T, but X S^-1 has orthonormal columns only in this order.)
@@ -62,7 +63,8 @@ def whiten(moment: np.ndarray, jitter: float, what: str) -> np.ndarray:
 
 
 def truncate(
-    moment: np.ndarray, rank: int, weight: np.ndarray | None = None, *, jitter: float = 1e-6, what: str = "the input"
+    moment: Float[np.ndarray, "H H"], rank: int, weight: Float[np.ndarray, "H W"] | None = None, *,
+    jitter: float = 1e-6, what: str = "the input",
 ) -> Truncation:
     """The rank-R factors of W that lose least of X W, by the SVD of S W with S from `whiten`.
 

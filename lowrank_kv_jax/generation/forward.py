@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import Bool, Float, Int
 
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.generation.groups import compress_group, refresh_group, step_group
@@ -85,10 +86,10 @@ def make_layout(
 
 
 def prefill(
-    method: Part, config: ModelConfig, params: Any, tokens: jax.Array, lengths: jax.Array | None = None, *,
-    bases: Any = None, capacity: int | None = None, block: int = DEFAULT_BLOCK, dtype: Any = None,
-    mesh: jax.sharding.Mesh | None = None,
-) -> tuple[Cache, jax.Array]:
+    method: Part, config: ModelConfig, params: Any, tokens: Int[jax.Array | np.ndarray, "B S"],
+    lengths: Int[jax.Array | np.ndarray, " B"] | None = None, *, bases: Any = None, capacity: int | None = None,
+    block: int = DEFAULT_BLOCK, dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
+) -> tuple[Cache, Float[jax.Array, "B V"]]:
     """Attend exactly within the prompts and compress, group of layers by group.
 
     At most one group's exact keys and values are alive at any time.
@@ -145,7 +146,9 @@ class Reading(NamedTuple):
     lengths: jax.Array | None
 
 
-def start_reading(config: ModelConfig, params: Any, tokens: jax.Array, lengths: jax.Array, *, twice: bool) -> Reading:
+def start_reading(
+    config: ModelConfig, params: Any, tokens: Int[jax.Array, "B S"], lengths: Int[jax.Array, " B"], *, twice: bool
+) -> Reading:
     """A prompt `[B, S]` before the first layer.
 
     Raises:
@@ -175,9 +178,9 @@ def read_layer(config: ModelConfig, params: Any, layer: int, reading: Reading) -
 
 
 def extend(
-    method: Part, config: ModelConfig, params: Any, cache: Cache, tokens: jax.Array,
-    counts: jax.Array | None = None, *, bases: Any = None, all_logits: bool = False,
-) -> tuple[Cache, jax.Array]:
+    method: Part, config: ModelConfig, params: Any, cache: Cache, tokens: Int[jax.Array | np.ndarray, "B T"],
+    counts: Int[jax.Array | np.ndarray, " B"] | None = None, *, bases: Any = None, all_logits: bool = False,
+) -> tuple[Cache, Float[jax.Array, "B V"] | Float[jax.Array, "B T V"]]:
     """Append a block of T <= `block` tokens (a question, a turn, a text to score) and attend through the cache.
 
     Call `refresh` when `block` slots are used up. Going beyond them or beyond the capacity makes the logits NaN: inside
@@ -220,9 +223,9 @@ def extend(
 
 
 def decode_step(
-    method: Part, config: ModelConfig, params: Any, cache: Cache, token: jax.Array, *, bases: Any = None,
-    active: jax.Array | None = None,
-) -> tuple[Cache, jax.Array]:
+    method: Part, config: ModelConfig, params: Any, cache: Cache, token: Int[jax.Array | np.ndarray, " B"], *,
+    bases: Any = None, active: Bool[jax.Array | np.ndarray, " B"] | None = None,
+) -> tuple[Cache, Float[jax.Array, "B V"]]:
     """Append one token `[B]` to every row; returns the cache and logits `[B, V]`.
 
     Args:

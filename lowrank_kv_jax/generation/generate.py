@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float, Int, Key, UInt32
 
 from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.checks.shown import short
@@ -41,7 +42,7 @@ class Generation:
     tokens: list[list[int]]
     texts: list[str] | None
     cache: Cache
-    last: jax.Array
+    last: Int[jax.Array, " B"]
 
     __repr__, _repr_html_ = as_text, as_html
 
@@ -49,18 +50,19 @@ class Generation:
 class Progress(NamedTuple):
     """Carried by the decode loop, `[B]` each: the last token, whether a row has ended, and whether by logits of NaN."""
 
-    token: jax.Array
-    done: jax.Array
-    broken: jax.Array
+    token: Int[jax.Array, " B"]
+    done: Bool[jax.Array, " B"]
+    broken: Bool[jax.Array, " B"]
 
 
 @functools.partial(
     jax.jit, static_argnames=("method", "config", "sampler", "eos"), donate_argnames=("cache", "progress")
 )
 def decode_block(
-    method: Part, config: ModelConfig, params: Any, cache: Cache, progress: Progress, keys: jax.Array,
-    steps: jax.Array, *, bases: Any = None, sampler: Sampler = GREEDY, eos: tuple[int, ...] = (),
-) -> tuple[Cache, Progress, jax.Array]:
+    method: Part, config: ModelConfig, params: Any, cache: Cache, progress: Progress,
+    keys: Key[jax.Array, " B"], steps: Int[jax.Array, ""], *, bases: Any = None, sampler: Sampler = GREEDY,
+    eos: tuple[int, ...] = (),
+) -> tuple[Cache, Progress, Int[jax.Array, "B block"]]:
     """Up to `steps` decode steps on the device, then `refresh`; ends early when every row has ended.
 
     Args:
@@ -98,7 +100,7 @@ def decode_block(
 def ingest(
     method: Part, config: ModelConfig, params: Any, cache: Cache, tokens: Sequence[Sequence[int]], *,
     bases: Any = None,
-) -> tuple[Cache, jax.Array]:
+) -> tuple[Cache, Float[jax.Array, "B V"]]:
     """Append a turn of any length to every row, block by block, refreshing in between.
 
     Args:
@@ -131,7 +133,7 @@ def ingest(
     return cache, last
 
 
-def check_room(cache: Cache, counts: np.ndarray, answer: int = 0) -> None:
+def check_room(cache: Cache, counts: Int[np.ndarray, " B"], answer: int = 0) -> None:
     """Raise ValueError where `counts` `[B]` more tokens, and then `answer` more, do not fit into a row of the cache."""
     over = to_host(cache.length) + counts + answer - to_host(cache.limit)
     if (over > 0).any():
@@ -141,9 +143,10 @@ def check_room(cache: Cache, counts: np.ndarray, answer: int = 0) -> None:
 
 
 def decode(
-    method: Part, config: ModelConfig, params: Any, cache: Cache, logits: jax.Array, max_new_tokens: int, *,
-    bases: Any = None, sampler: Sampler = GREEDY, seeds: Sequence[int] | int = 0, eos: Sequence[int] = (),
-) -> Iterator[tuple[np.ndarray, Cache, Progress]]:
+    method: Part, config: ModelConfig, params: Any, cache: Cache, logits: Float[jax.Array, "B V"],
+    max_new_tokens: int, *, bases: Any = None, sampler: Sampler = GREEDY, seeds: Sequence[int] | int = 0,
+    eos: Sequence[int] = (),
+) -> Iterator[tuple[Int[np.ndarray, "B n"], Cache, Progress]]:
     """Generate after a prefill or a turn, yielding a block of new tokens `[B, n]` (-1: none) at a time.
 
     Args:
@@ -185,8 +188,8 @@ def stop_on_fault(cache: Cache, progress: Progress, step: int) -> None:
         raise Fault(f"{cache.method.name}: {found}, {'at prefill' if step == 0 else f'by decode step {step}'}")
 
 
-def row_seeds(seeds: Sequence[int] | int, rows: int) -> np.ndarray:
-    """A seed for each row, uint32 `[rows]`.
+def row_seeds(seeds: Sequence[int] | int, rows: int) -> UInt32[np.ndarray, " B"]:
+    """A seed for each row, uint32 `[B]`.
 
     Raises:
         ValueError: neither one seed nor one a row, or seeds outside of 0..2**32 - 1.
@@ -204,7 +207,7 @@ def generate(
     max_new_tokens: int = 64, temperature: float = 0.0, top_k: int | None = None, top_p: float = 1.0,
     seeds: Sequence[int] | int = 0, stop_at_eos: bool = True, cache: Cache | Generation | None = None,
     block: int | None = None, capacity: int | None = None, dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
-    on_tokens: Callable[[np.ndarray], None] | None = None,
+    on_tokens: Callable[[Int[np.ndarray, "B n"]], None] | None = None,
 ) -> Generation:
     """Generate from a compressed cache.
 
@@ -329,7 +332,9 @@ def check_lengths(rows: Sequence[Sequence[int]], longest: int, max_new_tokens: i
                          f"{longest}, for the model's context is {context}; {remedy}")
 
 
-def pad_prompts(rows: Sequence[Sequence[int]], longest: int) -> tuple[jax.Array, jax.Array]:
+def pad_prompts(
+    rows: Sequence[Sequence[int]], longest: int
+) -> tuple[Int[jax.Array, "B S"], Int[jax.Array, " B"]]:
     """Rows padded on the right to one width, a multiple of `PAD_TO` where `longest` allows; tokens and lengths.
 
     Args:

@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+from jaxtyping import Int
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.spec import Taps
@@ -15,7 +16,7 @@ from lowrank_kv_jax.storage.sharding import constrain
 
 
 @functools.partial(jax.jit, static_argnames=("method", "layout"))
-def compress_group(method: Part, layout: Layout, bases: Any, taps: tuple[Taps, ...], lengths: jax.Array):
+def compress_group(method: Part, layout: Layout, bases: Any, taps: tuple[Taps, ...], lengths: Int[jax.Array, " B"]):
     """The compressed state of a group of layers whose prompt was prefilled."""
     method = machine_of(method)
     empty = constrain(layout.mesh, method.init(layout, bases))
@@ -23,8 +24,8 @@ def compress_group(method: Part, layout: Layout, bases: Any, taps: tuple[Taps, .
 
 
 def step_group(
-    method: Part, layout: Layout, place: Place, bases: Any, state: Any, taps: Taps, positions: jax.Array,
-    counts: jax.Array,
+    method: Part, layout: Layout, place: Place, bases: Any, state: Any, taps: Taps,
+    positions: Int[jax.Array, "B T"], counts: Int[jax.Array, " B"],
 ) -> tuple[Any, AttnPartial]:
     """Append T tokens to the cache of one layer of a group and attend through it; not compiled by itself."""
     machine, before = machine_of(method), state

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Int, Key
 
 from lowrank_kv_jax.checks.bounds import check_kind, check_number
 from lowrank_kv_jax.checks.shown import short
@@ -38,7 +39,10 @@ class Sampler:
             raise ValueError(f"top_p={self.top_p!r}: must lie in (0, 1]")
 
 
-def sample(sampler: Sampler, logits: jax.Array, keys: jax.Array, step: jax.Array) -> jax.Array:
+def sample(
+    sampler: Sampler, logits: Float[jax.Array, "B V"], keys: Key[jax.Array, " B"],
+    step: Int[jax.Array, " B"] | Int[jax.Array, ""],
+) -> Int[jax.Array, " B"]:
     """Tokens int32 `[B]` from logits `[B, V]`.
 
     Args:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Float32, Int
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
@@ -119,7 +120,7 @@ class Codec(Part):
     def ends(self, layout: Layout, bases: Any) -> Ends:
         """Exact tokens of a cache of this codec alone, and those that it asks of a selection."""
 
-    def apart(self, store: Any) -> jax.Array | None:
+    def apart(self, store: Any) -> Bool[jax.Array, "B U C"] | None:
         """Pages that `attend` reads by itself where only some pages of the store are read, bool `[B, U, C]` of C pages.
 
         No step chooses them. Each of the U units has as many of them, and all of their slots hold a token.
@@ -146,7 +147,8 @@ class Codec(Part):
         """
 
     def learn(
-        self, layout: Layout, bases: Any, store: Any, taps: tuple[Taps, ...], lengths: jax.Array, weight: jax.Array
+        self, layout: Layout, bases: Any, store: Any, taps: tuple[Taps, ...], lengths: Int[jax.Array, " B"],
+        weight: Float32[jax.Array, "B T"],
     ) -> Any:
         """Move an empty store's bases towards a prompt. Default: they do not move.
 
@@ -160,8 +162,8 @@ class Codec(Part):
 
     @abc.abstractmethod
     def take_in(
-        self, layout: Layout, bases: Any, store: Any, tokens: tuple[Tokens, ...], counts: jax.Array, seen: jax.Array,
-        positions: Runs | None = None,
+        self, layout: Layout, bases: Any, store: Any, tokens: tuple[Tokens, ...], counts: Int[jax.Array, " B"],
+        seen: Int[jax.Array, " B"], positions: Runs | None = None,
     ) -> Any:
         """Code a prompt's tokens, or those that leave the exact ends, behind what is stored; bases may move before.
 
@@ -174,7 +176,8 @@ class Codec(Part):
 
     @abc.abstractmethod
     def attend(
-        self, layout: Layout, bases: Any, store: Any, q: jax.Array, positions: jax.Array, place: Place
+        self, layout: Layout, bases: Any, store: Any, q: Float[jax.Array, "B T N D"],
+        positions: Int[jax.Array, "B T"], place: Place,
     ) -> AttnPartial:
         """Attention of one layer's queries over its stored tokens, all of which lie before every query."""
 
@@ -201,10 +204,12 @@ class TokenCodec(Codec):
     @abc.abstractmethod
     def encode(
         self, layout: Layout, bases: Any, store: Any, tokens: tuple[Tokens, ...]
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[Float[jax.Array, "B U T Rk"], Float[jax.Array, "B U T Rv"]]:
         """Codes of keys and values `[B, U, T, R]`, before storage rounds them."""
 
-    def adapt(self, layout: Layout, bases: Any, store: Any, tokens: tuple[Tokens, ...], weight: jax.Array) -> Any:
+    def adapt(
+        self, layout: Layout, bases: Any, store: Any, tokens: tuple[Tokens, ...], weight: Float32[jax.Array, "B T"]
+    ) -> Any:
         """Move the store's bases towards tokens that are about to be coded; `weight` `[B, T]` is 0 where there is none.
 
         What is stored already is transported. Default: bases do not move.
@@ -214,15 +219,18 @@ class TokenCodec(Codec):
 
     @abc.abstractmethod
     def decode(
-        self, layout: Layout, bases: Any, store: Any, k: jax.Array, v: jax.Array, positions: PerHead, index: int
-    ) -> tuple[jax.Array, jax.Array]:
+        self, layout: Layout, bases: Any, store: Any, k: Float[jax.Array, "B J S Rk"], v: Float[jax.Array, "B J S Rv"],
+        positions: PerHead, index: int,
+    ) -> tuple[Float[jax.Array, "B _K S D"], Float[jax.Array, "B _K S D"]]:
         """Keys after RoPE and values `[B, K, S, D]` of one layer from codes `[B, J, S, R]`.
 
         Of packed codes (`positions.owner`), `[B, K, S, D]` or `[B, 1, S, D]`; slots of other heads hold anything.
         """
 
     @abc.abstractmethod
-    def logits(self, layout: Layout, bases: Any, store: Any, q: jax.Array, place: Place) -> Logits:
+    def logits(
+        self, layout: Layout, bases: Any, store: Any, q: Float[jax.Array, "B T N D"], place: Place
+    ) -> Logits:
         """What the logits of one layer's queries over the stored tokens are products of, for votes."""
 
     def take_in(self, layout, bases, store, tokens, counts, seen, positions=None):

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int8
 
 from lowrank_kv_jax.method.accounting import nbytes
 from lowrank_kv_jax.method.cache import Cache
@@ -21,7 +22,7 @@ class Held(enum.IntEnum):
     EXACT = 2
 
 
-def held_tokens(cache: Cache, row: int = 0) -> np.ndarray:
+def held_tokens(cache: Cache, row: int = 0) -> Int8[np.ndarray, "L K T"]:
     """How each kv head of each layer holds each token that a row has seen.
 
     Read from public state alone: a segment is a state with `positions` and `length`, and its tokens are exact where all

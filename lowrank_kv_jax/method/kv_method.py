@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from jaxtyping import Float, Float32, Int
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.spec import Taps
@@ -25,7 +26,9 @@ class KVMethod(Part):
         """An empty state of one group."""
 
     @abc.abstractmethod
-    def compress(self, layout: Layout, bases: Any, state: Any, taps: tuple[Taps, ...], lengths: jax.Array) -> Any:
+    def compress(
+        self, layout: Layout, bases: Any, state: Any, taps: tuple[Taps, ...], lengths: Int[jax.Array, " B"]
+    ) -> Any:
         """The state of an exactly prefilled prompt.
 
         Args:
@@ -36,7 +39,7 @@ class KVMethod(Part):
         """
 
     @abc.abstractmethod
-    def limit(self, layout: Layout, lengths: jax.Array) -> jax.Array:
+    def limit(self, layout: Layout, lengths: Int[jax.Array, " B"]) -> Int[jax.Array, " B"]:
         """Tokens that each row may see in all, int32 `[B]`, where its prompt has `lengths` `[B]` of `layout.prompt`.
 
         The capacity, or less where there are slots that only tokens of a prompt can take.
@@ -44,7 +47,8 @@ class KVMethod(Part):
 
     @abc.abstractmethod
     def append(
-        self, layout: Layout, bases: Any, state: Any, taps: Taps, counts: jax.Array, positions: jax.Array, place: Place
+        self, layout: Layout, bases: Any, state: Any, taps: Taps, counts: Int[jax.Array, " B"],
+        positions: Int[jax.Array, "B T"], place: Place,
     ) -> Any:
         """Append the first `counts[b]` of T >= 1 new tokens of one layer, in O(T).
 
@@ -53,13 +57,15 @@ class KVMethod(Part):
 
     @abc.abstractmethod
     def attend(
-        self, layout: Layout, bases: Any, state: Any, q: jax.Array, positions: jax.Array, place: Place
+        self, layout: Layout, bases: Any, state: Any, q: Float[jax.Array, "B T N D"],
+        positions: Int[jax.Array, "B T"], place: Place,
     ) -> AttnPartial:
         """Attention of T >= 1 queries `[B, T, N, D]` (after RoPE, appended before) at `positions` `[B, T]`."""
 
     @abc.abstractmethod
     def observe(
-        self, layout: Layout, bases: Any, state: Any, q: jax.Array, lse: jax.Array, positions: jax.Array, place: Place
+        self, layout: Layout, bases: Any, state: Any, q: Float[jax.Array, "B T N D"], lse: Float32[jax.Array, "B T N"],
+        positions: Int[jax.Array, "B T"], place: Place,
     ) -> Any:
         """See the total `lse` `[B, T, N]` after the merge: probabilities are exp(s - lse)."""
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Int
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.checks.bounds import check_int
@@ -91,7 +92,7 @@ class Place:
     window: int | None = None
 
 
-def tail_limit(layout: Layout, lengths: jax.Array, ends: int) -> jax.Array:
+def tail_limit(layout: Layout, lengths: Int[jax.Array, " B"], ends: int) -> Int[jax.Array, " B"]:
     """The limit (see `KVMethod.limit`) of a cache that holds all that comes after the prompt exactly, int32 `[B]`.
 
     It has `capacity - prompt` slots for them, and those of the prompt's exact `ends` that a shorter row leaves free; the

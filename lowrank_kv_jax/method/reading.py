@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax
+from jaxtyping import Float, Float32, Int
 
 from lowrank_kv_jax.method.layout import Layout
 from lowrank_kv_jax.method.part import Part
@@ -44,7 +45,9 @@ class Reading(Part):
         """Marks of one layer without a token, a state with axes `[B, K, C, ...]`, C pages."""
 
     @abc.abstractmethod
-    def add(self, marks: Any, k: jax.Array, start: jax.Array, counts: jax.Array) -> Any:
+    def add(
+        self, marks: Any, k: Float[jax.Array, "B T K D"], start: Int[jax.Array, " B"], counts: Int[jax.Array, " B"]
+    ) -> Any:
         """Marks with the first `counts[b]` of T more tokens.
 
         Args:
@@ -53,5 +56,5 @@ class Reading(Part):
         """
 
     @abc.abstractmethod
-    def logits(self, marks: Any, q: jax.Array) -> jax.Array:
+    def logits(self, marks: Any, q: Float[jax.Array, "B K M D"]) -> Float32[jax.Array, "B K M C"]:
         """What the logits of a page's tokens are taken to be: float32 `[B, K, M, C]` of queries `[B, K, M, D]`."""

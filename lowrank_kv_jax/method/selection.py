@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax
+from jaxtyping import Float32, Int
 
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.method.layout import Layout
@@ -82,13 +83,15 @@ class Selection(Part):
     # ---- scores -------------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def prompt_scores(self, layout: Layout, tap: Taps, lengths: jax.Array) -> jax.Array:
+    def prompt_scores(self, layout: Layout, tap: Taps, lengths: Int[jax.Array, " B"]) -> Float32[jax.Array, "B K S"]:
         """Scores float32 `[B, K, S]` of the prompt's tokens, those beyond `lengths` zero; high ones stay.
 
         Raises:
             ValueError: a prompt that is too short to select from.
         """
 
-    def vote(self, p: jax.Array, positions: jax.Array) -> jax.Array:
+    def vote(
+        self, p: Float32[jax.Array, "B J T G S"], positions: Int[jax.Array, "B T"]
+    ) -> Float32[jax.Array, "B J S"]:
         """Votes `[B, J, S]` of decoded queries from probabilities `[B, J, T, G, S]`."""
         return total_attention(p, positions)

@@ -1,24 +1,26 @@
 """Attention probabilities as votes: over a whole prompt block by block, and of the queries being decoded."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Float32, Int
 
 from lowrank_kv_jax.attention.blockwise import logits_of
 from lowrank_kv_jax.storage.block_reads import slice_block
 
-# probabilities [B, J, T, G, S] of valid queries (others are 0) at positions [B, T] -> votes [B, J, S]
-Vote = Callable[[jax.Array, jax.Array], jax.Array]
+# probabilities of valid queries (others are 0), their positions -> votes
+Vote = Callable[[Float32[jax.Array, "B J T G S"], Int[jax.Array, "B T"]], Float32[jax.Array, "B J S"]]
 
 KEYS = 2048  # of a block that is widened
 QUERIES = 64  # of a block: the probabilities of one block are all that lives at a time
 
 
 def prompt_votes(
-    q: jax.Array, k: jax.Array, lengths: jax.Array, vote: Vote, last: int | None = None, *, scale: float,
-    cap: float | None = None,
-) -> jax.Array:
+    q: Float[jax.Array, "B S N D"], k: Float[jax.Array, "B S K D"], lengths: Int[jax.Array, " B"], vote: Vote,
+    last: int | None = None, *, scale: float, cap: float | None = None,
+) -> Float32[jax.Array, "B K S"]:
     """Votes of a prompt's queries, causal softmax in float32.
 
     Args:
@@ -52,13 +54,14 @@ def prompt_votes(
 
 
 def decoding_votes(
-    q: jax.Array, keys: jax.Array, lse: jax.Array, vote: Vote, positions: jax.Array, seen: jax.Array, *, scale: float,
+    q: Float[jax.Array, "B T N D"], keys: Any, lse: Float32[jax.Array, "B T N"], vote: Vote,
+    positions: Int[jax.Array, "B T"], seen: Bool[jax.Array, "_B _J _T _G S"], *, scale: float,
     cap: float | None = None,
-) -> jax.Array:
+) -> Float32[jax.Array, "B J S"]:
     """Votes of queries whose total log-sum-exp is known.
 
     Args:
-        q: `[B, T, N, D]`; keys: `[B, J, S, D]`, as they are stored.
+        q: `[B, T, N, D]`; keys: `[B, J, S, D]`, an array or what is stored in its place.
         lse: float32 `[B, T, N]` over the whole cache.
         positions: int32 `[B, T]`.
         seen: bool that broadcasts to `[B, J, T, G, S]`, G = N / J: who sees what; rows that are padding see nothing.
@@ -95,12 +98,16 @@ def _products(q: jax.Array, keys: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, -(-size // KEYS), block, empty)
 
 
-def total_attention(p: jax.Array, positions: jax.Array) -> jax.Array:
+def total_attention(
+    p: Float32[jax.Array, "B J T G S"], positions: Int[jax.Array, "B T"]
+) -> Float32[jax.Array, "B J S"]:
     """The sum of all probabilities (H2O)."""
     del positions
     return p.sum((2, 3))
 
 
-def above_average(p: jax.Array, positions: jax.Array) -> jax.Array:
+def above_average(
+    p: Float32[jax.Array, "B J T G S"], positions: Int[jax.Array, "B T"]
+) -> Float32[jax.Array, "B J S"]:
     """How many queries gave more than the average of the tokens they saw, over their head's mean (Scissorhands)."""
     return (p.mean(3) > 1.0 / (positions[:, None, :, None] + 1)).sum(2).astype(jnp.float32)

@@ -90,7 +90,7 @@ def _configure(cls: Any, name: str, rest: str, text: str) -> Any:
 
 
 def _nearest(word: str, known) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.4)
+    close = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.4)
     return f", did you mean {close[0]!r}?" if close else ""
 
 

@@ -8,6 +8,7 @@ same place as the prompt has, and a long prompt does not outgrow the model's con
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Float32, Int, Int32
 
 from lowrank_kv_jax.attention.blockwise import logits_of
 from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention
@@ -17,12 +18,14 @@ SINKS = 4  # first tokens that stand for the rest of the prompt where a chunk's 
 QUERIES = 64  # of a block: the probabilities of one block are all that lives at a time
 
 
-def reread_positions(lengths: jax.Array, size: int) -> jax.Array:
+def reread_positions(lengths: Int[jax.Array, " B"], size: int) -> Int32[jax.Array, "B S"]:
     """Positions int32 `[B, S]` of the copies of a prompt's S tokens."""
     return lengths[:, None] + jnp.arange(size, dtype=jnp.int32) % CHUNK
 
 
-def prompt_twice(tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+def prompt_twice(
+    tokens: Int[jax.Array, "B S"], lengths: Int[jax.Array, " B"]
+) -> tuple[Int[jax.Array, "B 2*S"], Int32[jax.Array, "B 2*S"]]:
     """A prompt with its copy behind it.
 
     Args:
@@ -38,9 +41,9 @@ def prompt_twice(tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.
 
 
 def attend_twice(
-    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, *, scale: float, cap: float | None = None,
-    window: int | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    q: Float[jax.Array, "B T N D"], k: Float[jax.Array, "B T K D"], v: Float[jax.Array, "B T K D"],
+    lengths: Int[jax.Array, " B"], *, scale: float, cap: float | None = None, window: int | None = None,
+) -> tuple[Float[jax.Array, "B T N D"], Float32[jax.Array, "B K T//2"]]:
     """Exact attention of a prompt and of its copy, and what the copy attends to.
 
     Args:
@@ -57,9 +60,9 @@ def attend_twice(
 
 
 def reread_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, *, scale: float, window: int | None,
-    cap: float | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    q: Float[jax.Array, "B S N D"], k: Float[jax.Array, "B 2*S K D"], v: Float[jax.Array, "B 2*S K D"],
+    lengths: Int[jax.Array, " B"], *, scale: float, window: int | None, cap: float | None = None,
+) -> tuple[Float[jax.Array, "B S N D"], Float32[jax.Array, "B K S"]]:
     """Attention of the copies, and what they attend to.
 
     Args:

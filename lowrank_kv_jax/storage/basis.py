@@ -7,20 +7,23 @@ J = K codes each head by itself, J = 1 all heads of the layer jointly, and anyth
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 
 def _per_row(basis: jax.Array) -> str:
     return "b" if basis.ndim == 4 else ""
 
 
-def project(basis: jax.Array, x: jax.Array) -> jax.Array:
+def project(basis: Float[jax.Array, "... J W R"], x: Float[jax.Array, "B T K D"]) -> Float[jax.Array, "B J T R"]:
     """Coefficients `[B, J, T, R]` of tokens `x` `[B, T, K, D]`: C = X U, in the dtype of `x`."""
     groups, width = basis.shape[-3:-1]
     x = x.reshape(*x.shape[:2], groups, width)
     return jnp.einsum(f"btjw,{_per_row(basis)}jwr->bjtr", x, basis.astype(x.dtype))
 
 
-def reconstruct(basis: jax.Array, coefficients: jax.Array, kv_heads: int) -> jax.Array:
+def reconstruct(
+    basis: Float[jax.Array, "... J W R"], coefficients: Float[jax.Array, "B J T R"], kv_heads: int
+) -> Float[jax.Array, "B K T D"]:
     """Tokens `[B, K, T, D]` from coefficients `[B, J, T, R]`: X^ = C U^T."""
     batch, groups, tokens, _ = coefficients.shape
     x = jnp.einsum(f"bjtr,{_per_row(basis)}jwr->bjtw", coefficients, basis.astype(coefficients.dtype))
@@ -28,14 +31,16 @@ def reconstruct(basis: jax.Array, coefficients: jax.Array, kv_heads: int) -> jax
     return x.reshape(batch, groups, tokens, per_group, -1).swapaxes(2, 3).reshape(batch, kv_heads, tokens, -1)
 
 
-def split_heads(basis: jax.Array, kv_heads: int) -> jax.Array:
+def split_heads(basis: Float[jax.Array, "*rows J W R"], kv_heads: int) -> Float[jax.Array, "*rows J {kv_heads}//J D R"]:
     """Split the width into (heads of the group, D): `[..., J, K / J, D, R]`."""
     *rows, groups, width, rank = basis.shape
     per_group = kv_heads // groups
     return basis.reshape(*rows, groups, per_group, width // per_group, rank)
 
 
-def fold_query(basis: jax.Array, q: jax.Array, kv_heads: int) -> jax.Array:
+def fold_query(
+    basis: Float[jax.Array, "... J W R"], q: Float[jax.Array, "B T N D"], kv_heads: int
+) -> Float[jax.Array, "B T N R"]:
     """Queries in coefficient space `[B, T, N, R]` of `q` `[B, T, N, D]`: q~ = q U_h for kv head h of the query."""
     batch, tokens, heads, dim = q.shape
     by_head = split_heads(basis, kv_heads)
@@ -45,7 +50,9 @@ def fold_query(basis: jax.Array, q: jax.Array, kv_heads: int) -> jax.Array:
     return out.reshape(batch, tokens, heads, -1)
 
 
-def expand_values(basis: jax.Array, out: jax.Array, kv_heads: int) -> jax.Array:
+def expand_values(
+    basis: Float[jax.Array, "... J W R"], out: Float[jax.Array, "B T N R"], kv_heads: int
+) -> Float[jax.Array, "B T N D"]:
     """Attention outputs in head space `[B, T, N, D]` from value-coefficient space `[B, T, N, R]`: o = o~ U_v^T."""
     batch, tokens, heads, rank = out.shape
     by_head = split_heads(basis, kv_heads)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import BFloat16, Float, Int
 
 from lowrank_kv_jax.storage.backend import choose
 from lowrank_kv_jax.storage.state import map_leaves, write_tokens
@@ -52,7 +53,7 @@ class Bits:
     def sharding(self):
         return self.bits.sharding
 
-    def widened(self) -> jax.Array:
+    def widened(self) -> BFloat16[jax.Array, "..."]:
         """The array, bfloat16."""
         return jax.lax.bitcast_convert_type(self.bits, jnp.bfloat16)
 
@@ -74,15 +75,17 @@ class Bits:
         """By a function that moves numbers about and does not compute with them."""
         return Bits(move(self.bits, *(x.bits for x in others)))
 
-    def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
+    def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> BFloat16[jax.Array, "B J {size} ..."]:
         """Tokens `start` to `start + size`, bfloat16 `[B, J, size, R]`."""
         return Bits(jax.lax.dynamic_slice_in_dim(self.bits, start, size, axis=2)).widened()
 
-    def write_block(self, start: jax.Array | int, new: jax.Array) -> "Bits":
+    def write_block(self, start: Int[jax.Array, ""] | int, new: Float[jax.Array, "B J T R"]) -> "Bits":
         """Tokens `[B, J, T, R]` written from slot `start` on."""
         return Bits(jax.lax.dynamic_update_slice_in_dim(self.bits, bits_of(new).bits, start, axis=2))
 
-    def write_tokens(self, new: jax.Array, start: jax.Array, counts: jax.Array) -> "Bits":
+    def write_tokens(
+        self, new: Float[jax.Array, "B J T R"], start: Int[jax.Array, " B"], counts: Int[jax.Array, " B"]
+    ) -> "Bits":
         """As `state.write_tokens`."""
         return Bits(write_tokens(self.bits, bits_of(new).bits, start, counts))
 

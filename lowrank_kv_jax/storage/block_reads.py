@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
 
 from lowrank_kv_jax.storage.positions import PerHead
 
@@ -12,8 +13,8 @@ BLOCK = 512
 
 
 def block_slots(
-    i: jax.Array | int, size: int, block: int = BLOCK
-) -> tuple[jax.Array | int, jax.Array, jax.Array]:
+    i: Int[jax.Array, ""] | int, size: int, block: int = BLOCK
+) -> tuple[Int[jax.Array, ""], Int[jax.Array, " S"], Bool[jax.Array, " S"]]:
     """Start, slots `[S]` and novelty mask `[S]` of block `i` of a buffer of `size` tokens.
 
     The last block of a buffer that is no multiple of the block starts earlier, so that no slice leaves the buffer; the
@@ -25,7 +26,7 @@ def block_slots(
     return start, slots, slots >= i * block
 
 
-def slice_block(buffer: jax.Array, start: jax.Array | int, block: int = BLOCK) -> jax.Array:
+def slice_block(buffer: Any, start: Int[jax.Array, ""] | int, block: int = BLOCK) -> Float[jax.Array, "..."]:
     """Block of a `[B, J, S, R]` buffer, `[B, J, min(block, S), R]`.
 
     A storage that is no plain array (quantised codes, say) is read by its `read_block(start, size)`.
@@ -35,7 +36,7 @@ def slice_block(buffer: jax.Array, start: jax.Array | int, block: int = BLOCK) -
     return jax.lax.dynamic_slice_in_dim(buffer, start, min(block, buffer.shape[2]), axis=2)
 
 
-def gather_blocks(stored: Any, starts: jax.Array, size: int) -> jax.Array:
+def gather_blocks(stored: Any, starts: Int[jax.Array, "B U C"], size: int) -> Float[jax.Array, "B U C*{size} R"]:
     """Tokens `[B, U, C * size, R]` of a storage of J heads, U a multiple of J, from `starts` `[B, U, C]` on.
 
     Heads of the storage serve U / J units each. What would reach beyond the storage begins earlier.
@@ -52,7 +53,9 @@ def gather_blocks(stored: Any, starts: jax.Array, size: int) -> jax.Array:
     return found.reshape(batch, units, -1, found.shape[-1])
 
 
-def block_range(size: int, lengths: jax.Array, lowest: jax.Array | None = None, block: int = BLOCK):
+def block_range(
+    size: int, lengths: Int[jax.Array, " B"], lowest: Int[jax.Array, "..."] | None = None, block: int = BLOCK
+) -> tuple[Int[jax.Array, ""] | int, Int[jax.Array, ""] | int]:
     """Blocks that hold a visible token: from the lowest visible slot to the longest row.
 
     Static (one block) when the buffer fits a block, else a dynamic range, so that work is O(length).

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Float32, Int
 
 from lowrank_kv_jax.storage.quantised import _LARGEST, quantise
 from lowrank_kv_jax.storage.state import leaf, state, static
@@ -26,7 +27,7 @@ class ChunkBases:
     def capacity(self) -> int:
         return self.codes.shape[1]
 
-    def take(self, index: jax.Array) -> jax.Array:
+    def take(self, index: Int[jax.Array, "B P"]) -> Float32[jax.Array, "B P J W R"]:
         """Bases float32 `[B, P, J, W, R]` of numbers `[B, P]`."""
         take = jax.vmap(lambda buffer, i: jnp.take(buffer, i, axis=0))
         bases = take(self.codes, index).astype(jnp.float32)
@@ -34,14 +35,18 @@ class ChunkBases:
             bases = bases * take(self.scales, index).astype(jnp.float32)
         return bases.swapaxes(-1, -2) if self.by_rows else bases
 
-    def part(self, begin: jax.Array | int, count: int, dtype, by_rows: bool = False) -> jax.Array:
+    def part(
+        self, begin: Int[jax.Array, ""] | int, count: int, dtype, by_rows: bool = False
+    ) -> Float[jax.Array, "B {count} J _ _"]:
         """`count` bases from number `begin` on, `[B, count, J, W, R]`, or `by_rows` `[.., R, W]`."""
         bases = jax.lax.dynamic_slice_in_dim(self.codes, begin, count, axis=1).astype(dtype)
         if self.scales is not None:
             bases = bases * jax.lax.dynamic_slice_in_dim(self.scales, begin, count, axis=1).astype(dtype)
         return bases if by_rows == self.by_rows else bases.swapaxes(-1, -2)
 
-    def put(self, index: jax.Array, basis: jax.Array, where: jax.Array) -> "ChunkBases":
+    def put(
+        self, index: Int[jax.Array, " B"], basis: Float[jax.Array, "B J W R"], where: Bool[jax.Array, " B"]
+    ) -> "ChunkBases":
         """Store `basis` `[B, J, W, R]` as number `index` `[B]` in the rows of `where` `[B]`, in place."""
         new = store_bases(basis[:, None], self.codes.dtype.name, self.by_rows)
 
@@ -53,7 +58,7 @@ class ChunkBases:
         return ChunkBases(jax.vmap(row)(self.codes, new.codes, index, where), scales, self.by_rows)
 
 
-def store_bases(bases: jax.Array, dtype: str, by_rows: bool = False) -> ChunkBases:
+def store_bases(bases: Float[jax.Array, "B C J W R"], dtype: str, by_rows: bool = False) -> ChunkBases:
     """Keep bases `[B, C, J, W, R]` as one of `quantised.BASIS_STORAGE`."""
     bases = bases.swapaxes(-1, -2) if by_rows else bases
     if dtype in _LARGEST:

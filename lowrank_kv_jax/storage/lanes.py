@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Int
 
 from lowrank_kv_jax.storage.quantised import COEFFICIENTS, QuantisedTokens, widen_scales
 from lowrank_kv_jax.storage.state import leaf, state, write_tokens
@@ -37,11 +38,13 @@ class TokensOnLanes:
     def dtype(self):
         return self.on_lanes.dtype
 
-    def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
+    def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Float[jax.Array, "B J {size} R"]:
         """Tokens `start` to `start + size`, `[B, J, size, R]`."""
         return jax.lax.dynamic_slice_in_dim(self.on_lanes, start, size, axis=3).swapaxes(2, 3)
 
-    def write_tokens(self, new: jax.Array, start: jax.Array, counts: jax.Array) -> "TokensOnLanes":
+    def write_tokens(
+        self, new: Float[jax.Array, "B J T R"], start: Int[jax.Array, " B"], counts: Int[jax.Array, " B"]
+    ) -> "TokensOnLanes":
         """As `state.write_tokens`, of `new` `[B, J, T, R]`."""
         return TokensOnLanes(write_tokens(self.on_lanes, new.swapaxes(2, 3), start, counts, token_axis=3))
 
@@ -67,7 +70,7 @@ class QuantisedOnLanes:
     def in_rows(self) -> QuantisedTokens:
         return QuantisedTokens(self.on_lanes.swapaxes(2, 3), self.scales, None, 8, COEFFICIENTS, self.shape[3])
 
-    def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
+    def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Float[jax.Array, "B J {size} R"]:
         """Tokens `start` to `start + size`, float32 `[B, J, size, R]`."""
         codes = jax.lax.dynamic_slice_in_dim(self.on_lanes, start, size, axis=3).swapaxes(2, 3)
         tiles = (start + jnp.arange(size)) // COEFFICIENTS.tokens

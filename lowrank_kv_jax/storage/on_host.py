@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int
 
 from lowrank_kv_jax.storage.bits import Bits
 from lowrank_kv_jax.storage.cache_dtype import narrow
@@ -69,16 +70,16 @@ class OnHost:
         here, *rest = (_put(x.held, _DEVICE) for x in (self, *others))
         return on_host(here.moved(move, *rest) if isinstance(here, Bits) else move(here, *rest))
 
-    def filled(self, x: jax.Array) -> "OnHost":
+    def filled(self, x: Float[jax.Array, "B J T R"]) -> "OnHost":
         """With `x` `[B, J, T, R]` in its first T slots, T <= S, and zeros behind it."""
         behind = self.shape[2] - x.shape[2]
         return on_host(jnp.pad(narrow(x, self.dtype), ((0, 0), (0, 0), (0, behind), (0, 0))))
 
-    def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
+    def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Float[jax.Array, "B J {size} R"]:
         """Tokens `start` to `start + size` on the device, `[B, J, size, R]`."""
         return self._device(jax.lax.dynamic_slice_in_dim(self._stored, start, size, axis=2))
 
-    def read_blocks(self, starts: jax.Array, size: int) -> jax.Array:
+    def read_blocks(self, starts: Int[jax.Array, "B J C"], size: int) -> Float[jax.Array, "B J C {size} R"]:
         """Blocks of `size` tokens from `starts` `[B, J, C]` on, on the device: `[B, J, C, size, R]`."""
         batch, heads, slots, width = self.shape
         rows = self._stored.reshape(-1, width)  # a TPU copies slices of one axis alone

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Float32, Int, Int32
 
 from lowrank_kv_jax.storage.quantised import Tile, encode_tiles, unpack, widen_scales
 from lowrank_kv_jax.storage.state import leaf, state, static
@@ -33,7 +34,7 @@ class PackedTokens:
     def shape(self) -> tuple[int, ...]:
         return (*self.codes.shape[:-1], self.channels)
 
-    def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
+    def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Float32[jax.Array, "B 1 {size} R"]:
         """Tokens `start` to `start + size`, float32 `[B, 1, size, R]`."""
         codes = unpack(jax.lax.dynamic_slice_in_dim(self.codes, start, size, axis=2), self.bits, self.channels)
         tiles = tiles_of(self.starts, start + jnp.arange(size), self.tile)[:, None, :, None]
@@ -43,7 +44,7 @@ class PackedTokens:
         return x + widen_scales(jnp.take_along_axis(self.lows, tiles, axis=2, mode="clip"))
 
 
-def tiles_of(starts: jax.Array, slots: jax.Array, tile: int) -> jax.Array:
+def tiles_of(starts: Int[jax.Array, "B H"], slots: Int[jax.Array, " S"], tile: int) -> Int32[jax.Array, "B S"]:
     """The tile of each of `slots` `[S]`, int32 `[B, S]`, where heads begin at `starts` `[B, H]`.
 
     Counted from any head that begins before a slot the tile comes out too low, or right: the highest count is right.
@@ -62,7 +63,9 @@ def empty_packed(batch: int, heads: int, size: int, channels: int, bits: int, ti
     return PackedTokens(codes, sides, None if bits == 8 else jnp.zeros_like(sides), starts, bits, tile, channels)
 
 
-def hold_packed(stored: PackedTokens, x: jax.Array, owner: jax.Array, length: jax.Array) -> PackedTokens:
+def hold_packed(
+    stored: PackedTokens, x: Float[jax.Array, "B 1 S R"], owner: Int[jax.Array, "B 1 S"], length: Int[jax.Array, " B"]
+) -> PackedTokens:
     """Fill an empty buffer.
 
     Args:

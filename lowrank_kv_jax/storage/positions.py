@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Int, Int32
 
 from lowrank_kv_jax.storage.state import leaf, state, static
 
@@ -20,12 +21,12 @@ class Runs:
     start: jax.Array = leaf("batch", None, kind="indices")
     jump: jax.Array = leaf("batch", None, kind="indices")
 
-    def at(self, slots: jax.Array) -> jax.Array:
+    def at(self, slots: Int[jax.Array, " S"]) -> Int32[jax.Array, "B S"]:
         """Positions int32 `[B, S]` of `slots` `[S]`."""
         behind = slots[None, None, :] >= self.start[:, :, None]
         return slots[None, :] + jnp.sum(jnp.where(behind, self.jump[:, :, None], 0), axis=1)
 
-    def pieces(self) -> tuple[jax.Array, jax.Array]:
+    def pieces(self) -> tuple[Int32[jax.Array, "B P"], Int32[jax.Array, "B P"]]:
         """Runs of consecutive tokens in order: first slots and offsets (position - slot), int32 `[B, P + 1]` each."""
         start = jnp.maximum(self.start, 0)
         gap = jnp.arange(start.shape[1])
@@ -38,7 +39,7 @@ class Runs:
         none = jnp.zeros_like(start[:, :1])
         return jnp.concatenate([none, ordered], axis=1), jnp.concatenate([none, offset], axis=1)
 
-    def slots_through(self, position: jax.Array) -> jax.Array:
+    def slots_through(self, position: Int[jax.Array, "B T"]) -> Int32[jax.Array, "B T"]:
         """How many slots hold a token at or before `position` `[B, T]`: int32 `[B, T]`.
 
         Positions rise from slot to slot, so these are the first ones.
@@ -48,7 +49,7 @@ class Runs:
         seen = position[:, :, None] + 1 - offset[:, None] - first[:, None]
         return jnp.sum(jnp.clip(seen, 0, (end - first)[:, None]), axis=2, dtype=jnp.int32)
 
-    def skip(self, run: int, tokens: jax.Array) -> "Runs":
+    def skip(self, run: int, tokens: Int[jax.Array, " B"]) -> "Runs":
         """Widen gap number `run` by `tokens` `[B]`."""
         return Runs(self.start, self.jump.at[:, run].add(tokens))
 
@@ -76,7 +77,7 @@ class PerHead:
     owner: jax.Array | None = leaf("batch", None, "tokens", kind="indices")
     kv_heads: int = static()
 
-    def at(self, slots: jax.Array) -> jax.Array:
+    def at(self, slots: Int[jax.Array, " S"]) -> Int32[jax.Array, "B J S"]:
         """Positions int32 `[B, J, S]` of `slots` `[S]`."""
         return jnp.take(self.position, slots, axis=2)
 
@@ -87,7 +88,7 @@ class PerHead:
 
         return PerHead(more(self.position), more(self.owner), self.kv_heads)
 
-    def owned(self, slots: jax.Array, q_heads: int) -> jax.Array | None:
+    def owned(self, slots: Int[jax.Array, " S"], q_heads: int) -> Bool[jax.Array, "B 1 1 {q_heads} S"] | None:
         """Which query heads read `slots` `[S]`: bool `[B, 1, 1, N, S]`, or None where all do."""
         if self.owner is None:
             return None

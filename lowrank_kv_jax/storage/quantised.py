@@ -8,6 +8,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import BFloat16, Bool, Float, Float32, Int, Shaped, UInt16
 
 from lowrank_kv_jax.storage.block_reads import block_range, block_slots, slice_block
 from lowrank_kv_jax.storage.cache_dtype import narrow
@@ -19,7 +20,9 @@ BASIS_STORAGE = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8")
 _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
-def quantise(x: jax.Array, axis: int, dtype: str = "int8") -> tuple[jax.Array, jax.Array]:
+def quantise(
+    x: Float[jax.Array, "*shape"], axis: int, dtype: str = "int8"
+) -> tuple[Shaped[jax.Array, "*shape"], BFloat16[jax.Array, "..."]]:
     """Symmetric codes of `dtype` ("int8" or "float8_e4m3fn") and bfloat16 scales, one for all of `axis`.
 
     The scale is rounded before it is used, so that codes * scale errs by half a step at most. All zeros stay
@@ -82,7 +85,7 @@ class QuantisedTokens:
     def shape(self) -> tuple[int, ...]:
         return (*self.codes.shape[:-1], self.channels)
 
-    def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
+    def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Float32[jax.Array, "B J {size} R"]:
         """Tokens `start` to `start + size`, float32 `[B, J, size, R]`."""
         codes = unpack(jax.lax.dynamic_slice_in_dim(self.codes, start, size, axis=2), self.bits, self.channels)
         tiles = (start + jnp.arange(size)) // self.tile.tokens
@@ -90,7 +93,10 @@ class QuantisedTokens:
         x = codes.astype(jnp.float32) * scales
         return x if self.lows is None else x + self._by_channel(jnp.take(self.lows, tiles, axis=2))
 
-    def write_block(self, start: jax.Array | int, x: jax.Array, valid: jax.Array, touch: jax.Array) -> "QuantisedTokens":
+    def write_block(
+        self, start: Int[jax.Array, ""] | int, x: Float[jax.Array, "B J T R"], valid: Bool[jax.Array, "#B T"],
+        touch: Bool[jax.Array, "#B n"],
+    ) -> "QuantisedTokens":
         """Whole tiles written anew from slot `start`, a multiple of `tile.tokens`.
 
         Args:
@@ -132,7 +138,9 @@ class QuantisedTokens:
         return jnp.repeat(of_tiles, each, axis=-1)[..., : self.channels]
 
 
-def store_tokens(x: jax.Array, bits: int | None, dtype, tile: Tile = COEFFICIENTS) -> "jax.Array | QuantisedTokens":
+def store_tokens(
+    x: Float[jax.Array, "B J S R"], bits: int | None, dtype, tile: Tile = COEFFICIENTS
+) -> "jax.Array | QuantisedTokens":
     """Keep tokens `[B, J, S, R]` as `dtype`, or in `bits` bits."""
     if bits is None:
         return narrow(x, dtype)
@@ -156,14 +164,17 @@ def empty_tokens(shape: tuple[int, int, int, int], bits: int | None, dtype, tile
     return QuantisedTokens(codes, sides, None if bits == 8 else jnp.zeros_like(sides), bits, tile, channels)
 
 
-def read_tokens(stored: "jax.Array | QuantisedTokens") -> jax.Array:
-    """All tokens, widened to float32."""
+def read_tokens(stored: "jax.Array | QuantisedTokens") -> Float[jax.Array, "B J S R"]:
+    """All tokens as an array: what is no array as it is read, an array widened to float32."""
     if hasattr(stored, "read_block"):
         return stored.read_block(0, stored.shape[2])
     return stored.astype(jnp.float32)
 
 
-def append_tokens(stored: "jax.Array | QuantisedTokens", new: jax.Array, start: jax.Array, counts: jax.Array):
+def append_tokens(
+    stored: "jax.Array | QuantisedTokens", new: Float[jax.Array, "B J T R"], start: Int[jax.Array, " B"],
+    counts: Int[jax.Array, " B"],
+):
     """Write the first `counts[b]` of T tokens `[B, J, T, R]` of each row behind its `start[b]`, the length so far; O(T).
 
     In quantised storage a tile is coded anew each time that tokens come to it: those that it held already then err by
@@ -192,7 +203,7 @@ def append_tokens(stored: "jax.Array | QuantisedTokens", new: jax.Array, start: 
 
 
 def map_tokens(
-    stored: "jax.Array | QuantisedTokens", lengths: jax.Array, change, rows: jax.Array
+    stored: "jax.Array | QuantisedTokens", lengths: Int[jax.Array, " B"], change, rows: Bool[jax.Array, " B"]
 ) -> "jax.Array | QuantisedTokens":
     """Every token by `change`, `[B, J, T, R]` to the same shape, block by block in place: O(length) work.
 
@@ -220,7 +231,9 @@ def map_tokens(
     return jax.lax.fori_loop(*block_range(stored.shape[2], lengths), step, stored)
 
 
-def encode_tiles(x: jax.Array, bits: int, tile: Tile, valid: jax.Array) -> QuantisedTokens:
+def encode_tiles(
+    x: Float[jax.Array, "B J S R"], bits: int, tile: Tile, valid: Bool[jax.Array, "#B S"]
+) -> QuantisedTokens:
     """Codes of whole tiles `[B, J, n * tile.tokens, R]`; slots that are not `valid` `[B, ..]` get the code of zero."""
     batch, heads, size, channels = x.shape
     each = channels if tile.channels is None else tile.channels
@@ -248,7 +261,7 @@ def encode_tiles(x: jax.Array, bits: int, tile: Tile, valid: jax.Array) -> Quant
     return QuantisedTokens(_pack(codes, bits), scale, low, bits, tile, channels)
 
 
-def widen_scales(bits_of_bfloat16: jax.Array) -> jax.Array:
+def widen_scales(bits_of_bfloat16: UInt16[jax.Array, "*shape"]) -> Float32[jax.Array, "*shape"]:
     """float32 of stored scales."""
     return jax.lax.bitcast_convert_type(bits_of_bfloat16, jnp.bfloat16).astype(jnp.float32)
 
@@ -304,14 +317,16 @@ class ScaledBasis:
         return self.codes.shape
 
 
-def store_basis(basis: jax.Array, dtype: str) -> "jax.Array | ScaledBasis":
+def store_basis(basis: Float[jax.Array, "B J W R"], dtype: str) -> "jax.Array | ScaledBasis":
     """Keep a basis `[B, J, W, R]` as one of `BASIS_STORAGE`."""
     if dtype in _LARGEST:
         return ScaledBasis(*quantise(basis, axis=2, dtype=dtype))
     return basis.astype(dtype)
 
 
-def read_basis(stored: "jax.Array | ScaledBasis", begin: int = 0, end: int | None = None) -> jax.Array:
+def read_basis(
+    stored: "jax.Array | ScaledBasis", begin: int = 0, end: int | None = None
+) -> Float32[jax.Array, "B J W R"]:
     """Rows `begin` to `end` of the width, widened to float32 `[B, J, end - begin, R]`."""
     if isinstance(stored, ScaledBasis):
         codes = stored.codes[:, :, begin:end].astype(jnp.float32)

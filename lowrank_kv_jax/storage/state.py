@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, dataclass_transform
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Int, Shaped
 
 from lowrank_kv_jax.storage.cache_dtype import narrow
 
@@ -110,8 +111,9 @@ def _children(tree: Any) -> Iterator[tuple[str, LeafInfo | None, Any]]:
 
 
 def write_tokens(
-    buffer: jax.Array, new: jax.Array, start: jax.Array, counts: jax.Array, token_axis: int = 2
-) -> jax.Array:
+    buffer: Any, new: Shaped[jax.Array, "B J _ _"], start: Int[jax.Array, " B"], counts: Int[jax.Array, " B"],
+    token_axis: int = 2,
+) -> Any:
     """Write the first `counts[b]` of `T` tokens of each row at `start[b]`, in place when `buffer` is donated.
 
     Args:
@@ -144,7 +146,9 @@ def write_tokens(
     return jax.vmap(row)(buffer, new, start, counts)
 
 
-def take_tokens(buffer: jax.Array, start: jax.Array, size: int) -> jax.Array:
+def take_tokens(
+    buffer: Shaped[jax.Array, "B J S R"], start: Int[jax.Array, " B"], size: int
+) -> Shaped[jax.Array, "B J {size} R"]:
     """`size` tokens of each row from `start[b]` on, `[B, J, size, R]`; indices past the end repeat the last token."""
     index = jnp.clip(start[:, None] + jnp.arange(size), 0, buffer.shape[2] - 1)
     return jax.vmap(lambda buf, i: jnp.take(buf, i, axis=1))(buffer, index)

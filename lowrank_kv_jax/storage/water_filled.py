@@ -9,6 +9,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Float32, Int, UInt8
 
 from lowrank_kv_jax.storage.state import leaf, state, static, write_tokens
 
@@ -45,20 +46,22 @@ class WaterFilled:
         """By leaf, (bits, bytes) of the stretches of a token: what an entropy coder codes apart."""
         return {"codes": tuple((bits, bytes_of(((bits, count),))) for bits, count in self.runs)}
 
-    def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
+    def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Float32[jax.Array, "B J {size} R"]:
         """Tokens `start` to `start + size` in units of their steps, float32 `[B, J, size, R]`."""
         return unpack(jax.lax.dynamic_slice_in_dim(self.codes, start, size, axis=2), self.runs)
 
-    def write_block(self, start: jax.Array | int, new: jax.Array) -> "WaterFilled":
+    def write_block(self, start: Int[jax.Array, ""] | int, new: Float[jax.Array, "B J T R"]) -> "WaterFilled":
         """Tokens `[B, J, T, R]` written from slot `start` on."""
         packed = pack(new, self.runs)
         return dataclasses.replace(self, codes=jax.lax.dynamic_update_slice_in_dim(self.codes, packed, start, axis=2))
 
-    def write_tokens(self, new: jax.Array, start: jax.Array, counts: jax.Array) -> "WaterFilled":
+    def write_tokens(
+        self, new: Float[jax.Array, "B J T R"], start: Int[jax.Array, " B"], counts: Int[jax.Array, " B"]
+    ) -> "WaterFilled":
         """As `state.write_tokens`, of `new` `[B, J, T, R]`; O(T)."""
         return dataclasses.replace(self, codes=write_tokens(self.codes, pack(new, self.runs), start, counts))
 
-    def filled(self, x: jax.Array) -> "WaterFilled":
+    def filled(self, x: Float[jax.Array, "B J T R"]) -> "WaterFilled":
         """With `x` `[B, J, T, R]` in its first T slots, T <= S."""
         packed = pack(x, self.runs)
         whole = packed.shape[2] == self.codes.shape[2]
@@ -80,7 +83,7 @@ def bytes_of(runs: WidthRuns) -> int:
     return sum(-(-count * bits // 8) for bits, count in runs)
 
 
-def pack(x: jax.Array, runs: WidthRuns) -> jax.Array:
+def pack(x: Float[jax.Array, "*lead R"], runs: WidthRuns) -> UInt8[jax.Array, "*lead C"]:
     """uint8 `[..., C]` of numbers `[..., R]` in units of their steps."""
     packed, begin = [], 0
     for bits, count in runs:
@@ -96,7 +99,7 @@ def pack(x: jax.Array, runs: WidthRuns) -> jax.Array:
     return jnp.concatenate(packed, axis=-1)
 
 
-def unpack(packed: jax.Array, runs: WidthRuns) -> jax.Array:
+def unpack(packed: UInt8[jax.Array, "*lead C"], runs: WidthRuns) -> Float32[jax.Array, "*lead R"]:
     """Numbers float32 `[..., R]` in units of their steps, of what `pack` returned: the middles of those steps."""
     parts, begin = [], 0
     for bits, count in runs:

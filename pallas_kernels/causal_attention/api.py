@@ -5,6 +5,7 @@ import importlib
 from typing import Any
 
 import jax
+from jaxtyping import Float
 
 from lowrank_kv_jax.pallas_kernels import dispatch
 from lowrank_kv_jax.storage.block_reads import BLOCK
@@ -14,21 +15,22 @@ KERNELS = {"triton": "gpu_cudnn", "mosaic_gpu": "gpu_cudnn", "tpu": "tpu_splash"
 
 
 def causal_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, window: int | None, cap: float | None = None,
-    backend: str | None = None,
-) -> jax.Array:
+    q: Float[jax.Array, "B T N D"], k: Float[jax.Array, "B T K D"], v: Float[jax.Array, "B T K Dv"], *, scale: float,
+    window: int | None, cap: float | None = None, backend: str | None = None,
+) -> Float[jax.Array, "B T N Dv"]:
     """Exact causal attention of a prompt with itself (prefill).
 
     Args:
         q: `[B, T, N, D]`.
-        k, v: `[B, T, K, D]`.
+        k: `[B, T, K, D]`.
+        v: `[B, T, K, Dv]`.
         scale: factor on the logits.
         window: sliding window in tokens, or None.
         cap: soft cap of the logits (XLA only); see `attention.blockwise.logits_of`.
         backend: one of `storage.backend.BACKENDS` instead of the platform's; on a GPU either of its two means cuDNN.
 
     Returns:
-        `[B, T, N, D]` in the dtype of `q`. Rows are padded on the right, so no valid query sees a pad.
+        `[B, T, N, Dv]` in the dtype of `q`. Rows are padded on the right, so no valid query sees a pad.
 
     Raises:
         ValueError: an unknown backend. A case that the backend's kernel does not cover runs on XLA, with a warning.

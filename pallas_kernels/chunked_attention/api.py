@@ -5,6 +5,7 @@ import importlib
 from typing import Any
 
 import jax
+from jaxtyping import Float, Int
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.rope import RopeSpec
@@ -16,16 +17,17 @@ from lowrank_kv_jax.storage.chunk_bases import ChunkBases
 
 
 def chunked_attention(
-    q: jax.Array, tokens: CachedTokens, owner: jax.Array, k_bases: ChunkBases, v_bases: ChunkBases, *, page: int,
-    rope: RopeSpec | None, kv_heads: int, scale: float, q_positions: jax.Array, window: int | None,
-    cap: float | None = None, backend: str | None = None,
+    q: Float[jax.Array, "B T N D"], tokens: CachedTokens, owner: Int[jax.Array, "B P"], k_bases: ChunkBases,
+    v_bases: ChunkBases, *, page: int, rope: RopeSpec | None, kv_heads: int, scale: float,
+    q_positions: Int[jax.Array, "B T"], window: int | None, cap: float | None = None,
+    backend: str | None = None,
 ) -> AttnPartial:
     """One softmax over all chunks (Online Subspace Projection, section 6), in one pass.
 
     Args:
         q: queries after RoPE `[B, T, N, D]`; all tokens lie before them.
         tokens: coefficients, keys `[B, J, S, Rk]` and values `[B, J, S, Rv]`, S a multiple of `page`.
-        owner: int `[B, S / page]`, the basis of each page of tokens, never falling from page to page.
+        owner: int `[B, P]`, P = S / `page`, the basis of each page of tokens, never falling from page to page.
         k_bases, v_bases: the bases.
         page: tokens that share a basis; a chunk is a run of pages.
         rope: rotation of keys that were coded before RoPE, rebuilt on read; None attends in coefficient space.

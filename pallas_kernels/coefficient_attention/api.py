@@ -5,6 +5,7 @@ import importlib
 from typing import Any
 
 import jax
+from jaxtyping import Float, Int
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels import dispatch
@@ -15,8 +16,8 @@ KERNELS = {"triton": "gpu_triton", "mosaic_gpu": "gpu_mosaic", "tpu": "tpu"}
 
 
 def coefficient_attention(
-    q: jax.Array, tokens: CachedTokens, *, scale: float, q_positions: jax.Array, causal: bool, window: int | None,
-    cap: float | None = None, backend: str | None = None,
+    q: Float[jax.Array, "B T N Dk"], tokens: CachedTokens, *, scale: float, q_positions: Int[jax.Array, "B T"],
+    causal: bool, window: int | None, cap: float | None = None, backend: str | None = None,
 ) -> AttnPartial:
     """Attention in the space in which the tokens are stored.
 

@@ -5,6 +5,7 @@ import importlib
 from typing import Any
 
 import jax
+from jaxtyping import Float, Int
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.rope import RopeSpec
@@ -16,9 +17,10 @@ KERNELS = {"triton": "gpu_triton", "tpu": "tpu"}
 
 
 def rotary_coefficient_attention(
-    q: jax.Array, tokens: CachedTokens, key_basis: jax.Array, *, rope: RopeSpec | None, kv_heads: int, scale: float,
-    q_positions: jax.Array, causal: bool, window: int | None, value_basis: jax.Array | None = None,
-    key_mean: jax.Array | None = None, cap: float | None = None, backend: str | None = None,
+    q: Float[jax.Array, "B T N D"], tokens: CachedTokens, key_basis: Float[jax.Array, "... J W R"], *,
+    rope: RopeSpec | None, kv_heads: int, scale: float, q_positions: Int[jax.Array, "B T"], causal: bool,
+    window: int | None, value_basis: Float[jax.Array, "... Jv Wv Rv"] | None = None,
+    key_mean: Float[jax.Array, "... K D"] | None = None, cap: float | None = None, backend: str | None = None,
 ) -> AttnPartial:
     """Attention over keys stored as coefficients: rebuilt, and rotated if they were taken before RoPE, block by block.
 

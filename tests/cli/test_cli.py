@@ -76,6 +76,12 @@ def test_methods_says_what_each_field_allows(capsys):
     assert "Attributes:" not in shown
 
 
+def test_methods_describes_a_summary_too(capsys):
+    assert main(["methods", "moments"]) == 0
+    shown = capsys.readouterr().out
+    assert 'order=1 (str): "0", "1" or "gaussian"' in shown and "summary of compositions" in shown
+
+
 def test_mistakes_are_told_in_one_line(capsys, tmp_path):
     assert "unknown method 'ojakw', did you mean 'ojakv'?" in fails(capsys, "compare", "--methods", "ojakw")
     assert "did you mean 'rank'?" in fails(capsys, "compare", "--methods", "ojakv:rnk=0.5")

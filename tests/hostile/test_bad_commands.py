@@ -1,6 +1,8 @@
 """Command lines by the table: what is given, and words of the one line that refuses it. No model is loaded."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 from commands import refused_command
@@ -14,6 +16,7 @@ TABLE = (  # arguments, where {d} is a directory with the files of `place`, and 
     ("eval nothing", "invalid choice: 'nothing'"),
     ("bench", "required: KIND"),
     ("methods nothing", "unknown method 'nothing'"),
+    ("methods OjaKV", "unknown method 'OjaKV', did you mean 'ojakv'?"),
     ("compare --nothing", "unrecognized arguments: --nothing"),
     ("compare --samples x", "--samples: invalid int value: 'x'"),
     ("compare --samples 2.5", "--samples: invalid int value: '2.5'"),
@@ -86,6 +89,8 @@ TABLE = (  # arguments, where {d} is a directory with the files of `place`, and 
     ("calibrate --out {d}/x", "required: --method"),
     ("calibrate --method full --out {d}/x", "takes nothing from calibration"),
     ("calibrate --method ojakv --out ''", "--out '': must be a path that is not empty"),
+    ("calibrate --method ojakv --out {d}/none/x", "none/x: No such file or directory"),
+    ("calibrate --method ojakv --out {d}/{long}", "File name too long"),
     ("calibrate --method ojakv --out {d}", "choose another place"),
     ("calibrate --method ojakv --out {d}/empty.txt", "empty.txt is not a directory: choose another place"),
     ("calibrate --method ojakv --out {d}/x --bases-dtype int4", "--bases-dtype: invalid choice: 'int4'"),
@@ -113,6 +118,7 @@ TABLE = (  # arguments, where {d} is a directory with the files of `place`, and 
     ("generate --prompt-file {d}", "Is a directory"),
     ("generate --prompt-file {d}/empty.txt", "the prompt is empty: give at least one token"),
     ("generate --prompt-file {d}/latin.txt", "is not UTF-8 text"),
+    ("generate --prompt-file {d}/{long}", "File name too long"),
     ("generate --prompt-file {d}/none.txt", "none.txt: No such file or directory"),
     ("inspect --prompt x --out {d}/x.exe", "x.exe: no figure has the suffix '.exe'"),
     ("inspect --prompt x --json /dev/full --out {d}/x.png", "/dev/full: is a character device"),
@@ -148,6 +154,12 @@ def place(tmp_path_factory):
     return path
 
 
+def test_after_an_interrupt_nothing_runs_any_more():
+    code = ("import atexit, os; atexit.register(os.abort)\nimport lowrank_kv_jax.cli.__main__ as program\n"
+            "program.main = lambda: 130\nprogram.program()")
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 130
+
+
 class Panic(BaseException):
     """As the code in Rust behind tokenizers raises it."""
 
@@ -176,5 +188,5 @@ def test_commands(line, words, place, capsys, monkeypatch):
     if "--model" not in line:
         monkeypatch.setattr("lowrank_kv_jax.models.load.load_model", None)
     before = sorted(path.name for path in place.iterdir())
-    refused_command(capsys, ["" if word == "''" else word for word in line.format(d=place).split()], words)
+    refused_command(capsys, ["" if word == "''" else word for word in line.format(d=place, long='x' * 300).split()], words)
     assert sorted(path.name for path in place.iterdir()) == before

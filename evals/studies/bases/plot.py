@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from lowrank_kv_jax.evals.results.figure_file import save_figure
+from lowrank_kv_jax.evals.results.figure_file import new_figure, save_figure
 
 TAPS = {"k": "keys after RoPE", "k_pre": "keys before RoPE", "v": "values"}
 
@@ -17,9 +17,7 @@ def plot_diagnostics(path: str, spectra: list[dict[str, Any]], adaptation: list[
         spectra: rows of `spectra_table`.
         adaptation: rows of `adaptation_table`, drawn for the last text among them (the shifted one).
     """
-    from matplotlib.figure import Figure  # drawn by Agg: no display is needed
-
-    figure = Figure(figsize=(13, 4), layout="constrained")
+    figure = new_figure(figsize=(13, 4), layout="constrained")
     left, *sides = figure.subplots(1, 3)
     for row in spectra:
         share = np.array(row["spectrum"])

@@ -2,15 +2,13 @@
 
 import os
 
-from lowrank_kv_jax.evals.results.figure_file import save_figure
+from lowrank_kv_jax.evals.results.figure_file import new_figure, save_figure
 from lowrank_kv_jax.evals.studies.cross_layer.analysis import Analysis
 
 
 def plot_analysis(path: str | os.PathLike, analysis: Analysis, title: str = "") -> None:
     """Write a picture; the ending of `path` decides the format."""
-    from matplotlib.figure import Figure  # drawn by Agg: no display is needed
-
-    figure = Figure(figsize=(17, 6.5), layout="constrained")
+    figure = new_figure(figsize=(17, 6.5), layout="constrained")
     axes = figure.subplots(len(analysis.cka), 3, squeeze=False)
     for row, side in zip(axes, analysis.cka, strict=True):
         for axis, name, matrix in (

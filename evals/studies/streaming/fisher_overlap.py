@@ -6,7 +6,7 @@ import numpy as np
 
 from lowrank_kv_jax.calibration.fisher import PROJECTIONS
 from lowrank_kv_jax.estimators.moments import Fisher
-from lowrank_kv_jax.evals.results.figure_file import save_figure
+from lowrank_kv_jax.evals.results.figure_file import new_figure, save_figure
 
 
 def fisher_overlap(model: Any, first: Fisher, second: Fisher, bands: int = 8) -> dict[str, np.ndarray]:
@@ -46,9 +46,7 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 def plot_overlap(path: str, overlap: dict[str, np.ndarray], title: str) -> None:
     """Write a PNG: the overlap by band, keys and values, every layer a line and their mean."""
-    from matplotlib.figure import Figure  # drawn by Agg: no display is needed
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = new_figure(figsize=(9, 3.6), layout="constrained")
     for axes, (side, rows) in zip(figure.subplots(1, 2, sharey=True), overlap.items(), strict=True):
         band = np.arange(1, rows.shape[1] + 1)
         for row in rows:

@@ -1,0 +1,113 @@
+"""Calls that reach every function whose signature says shapes; see `annotations.py`."""
+
+import dataclasses
+import functools
+
+import character_tokenizer
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import PLAIN, bases_for
+
+import lowrank_kv_jax as lkv
+from lowrank_kv_jax.calibration.calibrate import moments_for
+from lowrank_kv_jax.calibration.corpus import token_windows
+from lowrank_kv_jax.estimators import (
+    ESTIMATORS,
+    linalg,
+    make_estimator,
+    moments,
+    rank,
+    rank_allocation,
+    subspace_iteration,
+    svd,
+    whitening,
+)
+from lowrank_kv_jax.estimators.gha_tail import update_tail
+from lowrank_kv_jax.generation.sampling import sample
+from lowrank_kv_jax.models.decoder import init_params
+from lowrank_kv_jax.storage import lanes, on_host, positions, quantised, water_filled
+from lowrank_kv_jax.testing.models import Model
+
+ONE = dataclasses.replace(PLAIN, num_layers=1, windows=(None,))
+SPECS = (
+    "kivi:bits=2+snapkv:budget=24,sinks=4,recent=8",
+    "kivi:bits=4+adakv:budget=24,sinks=4,recent=8,decoding=keep+moments",
+    "ojakv:sinks=4,recent=8,bits=8,estimator=gha", "static-pca:sinks=4,recent=8+h2o:budget=24,sinks=4,recent=8",
+    "transform:sinks=4,recent=8+kvzip:budget=24,sinks=4,recent=8", "shadowkv:budget=24,sinks=4,recent=8,outliers=1,values=host",
+    "osp:sinks=4,recent=8,chunk_length=32,rope=pre", "static-pca:sinks=4,recent=8+quest:budget=24,sinks=4,recent=8",
+    "osp:sinks=4,recent=8,chunk_length=32", "scissorhands:budget=24,sinks=4,recent=8", "streamingkv:sinks=4,recent=8",
+    "xkv:sinks=4,recent=8", "minicache:budget=24,start=0", "transform:sinks=4,recent=8", "kivi:bits=8+h2o:budget=24,sinks=4,recent=8+moments",
+)
+
+
+def serve(method, bases, params, tokens, more):
+    """A ragged batch: prompts, a block, a refresh, a step, and the cache on lanes."""
+    cache, logits = lkv.prefill(method, PLAIN, params, tokens, jnp.array([96, 70]), bases=bases, capacity=128, block=8)
+    cache, _ = lkv.extend(method, PLAIN, params, cache, more, jnp.array([4, 3]), bases=bases, all_logits=True)
+    cache = lkv.refresh(method, cache, bases=bases)
+    cache = lkv.with_token_layout(cache, "lanes")
+    cache, logits = lkv.decode_step(method, PLAIN, params, cache, more[:, 0], bases=bases, active=jnp.array([True, False]))
+    return logits
+
+
+def learn(estimator, x, weight):
+    """What estimators do with tokens, weights and a start."""
+    learned = estimator.init(x.shape[:-2], x.shape[-1], jnp.eye(x.shape[-1])[:, :2])
+    learned = estimator.forget(estimator.update(estimator.update(learned, x), x, weight), 0.5)
+    return estimator.basis(estimator.merge(learned, learned) if estimator.mergeable else learned, 3)
+
+
+def subspaces(x, moment):
+    low = linalg.cholesky(moment), svd.second_moment(x.swapaxes(1, 2)), subspace_iteration.gram(x[:, :1].swapaxes(1, 2))
+    return *low, subspace_iteration.leading_subspace(jnp.zeros((300, 300)), 8), update_tail(x[0].mT[..., :2], x[0].mT[..., :3], x[0], None, 0.1)
+
+
+def stored(x, taps):
+    """What the storage does that no method above asks of it; x `[B, J, S, R]`."""
+    length, some = jnp.array([2, 3]), x[:, :, :4]
+    quantised.store_tokens(x, 4, jnp.float32)
+    quantised.store_basis(x, "int8")
+    lanes.tokens_on_lanes(x).write_tokens(some, length, length)
+    water_filled.empty_water_filled(2, 3, 10, ((4, 8),)).write_block(0, some)
+    on_host.on_host(x).read_block(length[0], 4)
+    gaps = jnp.zeros((2, 2), jnp.int32)
+    moments.moments_across([taps, taps], jnp.ones((2, 3), bool))
+    return positions.Runs(gaps, gaps).slots_through(gaps)
+
+
+def drawn(logits):
+    keys = jax.vmap(jax.random.key)(jnp.arange(len(logits)))
+    return sample(lkv.Sampler(1.0, 5, 0.9), logits, keys, jnp.int32(3))
+
+
+def on_the_host():
+    """Functions of NumPy arrays."""
+    moment = np.diag(np.arange(1.0, 9.0))
+    whitening.truncate(moment, 4, np.eye(8)[:, :6], jitter=1e-3)
+    rank.rank_for_energy(np.arange(8.0, 0.0, -1.0), 0.9)
+    token_windows(character_tokenizer.Characters(), ["a text" * 9], 8, 2)
+    rank_allocation.allocate_ranks(np.array([[1.0, 2.0], [4.0, 1.0]]), 64, 8, 64)
+
+
+def talk():
+    """Two turns, with moments of the tokens, of a model that runs."""
+    tiny = Model(ONE, init_params(ONE, jax.random.key(0)))
+    first = lkv.generate(tiny, "full", [[1, 2, 3], [4, 5]], max_new_tokens=2, block=2)
+    second = lkv.generate(tiny, "full", [[1], [4, 5]], max_new_tokens=1, cache=first)
+    lkv.held_tokens(second.cache)
+    moments_for(tiny, [lkv.parse_method("ojakv")], np.ones((1, 16), np.int32))
+
+
+def call_everything():
+    params = jax.eval_shape(lambda: init_params(PLAIN, jax.random.key(0)))
+    for method in map(lkv.parse_method, SPECS):
+        jax.eval_shape(functools.partial(serve, method, bases_for(method)), params, jnp.zeros((2, 96), jnp.int32), jnp.zeros((2, 4), jnp.int32))
+    x, weight = jnp.ones((2, 3, 10, 8)), jnp.ones((2, 3, 10))
+    for name in ESTIMATORS:
+        jax.eval_shape(functools.partial(learn, make_estimator(name, size=4)), x, weight)
+    jax.eval_shape(subspaces, x, x.mT @ x)
+    jax.eval_shape(drawn, jnp.ones((2, 9)))
+    jax.eval_shape(stored, x, lkv.Taps(x, x, x, x))
+    on_the_host()
+    talk()
