@@ -112,7 +112,7 @@ def _update(group: Group, steps: int, bases: TransformBases, seen: Seen, rates: 
     """One of `steps` updates, from one text."""
     gradient = jax.grad(lambda learnt: output_error(group, _with(bases, learnt), seen))(learnt)
     moves, state = _adam(steps).update(gradient, state)
-    moved = {name: x + rates[name] * moves[name] for name, x in learnt.items()}
+    moved: Any = optax.apply_updates(learnt, jax.tree.map(jnp.multiply, moves, rates))
     return {name: retracted(x) if name in SIDES else x for name, x in moved.items()}, state
 
 
