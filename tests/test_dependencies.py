@@ -17,7 +17,6 @@ FOLDERS = ("lowrank_kv_jax", "models", "evals", "pallas_kernels", "examples", "t
 # Used without an import statement: the file, and the words in it, that use them.
 USED_BY = {
     "jinja2": ("lowrank_kv_jax/cli/prompts.py", "chat_template"),  # transformers renders templates with it
-    "optax": ("pyproject.toml", "optax"),  # Flax's own; a training loop of one's own takes it
     "accelerate": ("evals/peers/transformers_decode.py", '"accelerate"'),
     "absl-py": ("pallas_kernels/compile_only.py", "mosaic"),  # Mosaic GPU reads its flags
     "jax-cuda13-plugin": ("pallas_kernels/compile_only.py", "cuda"),

@@ -12,21 +12,27 @@ from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import block_prefill, unembed
 
 
-def causal_logits(config: ModelConfig, window: int | None, q: jax.Array, k: jax.Array) -> jax.Array:
-    """Float32 `[B, K, G, T, T]`, -inf where a key is not seen; q `[B, T, N, D]`, k `[B, T, K, D]`, N = K G.
+def causal_logits(
+    config: ModelConfig, window: int | None, q: jax.Array, k: jax.Array, at: jax.Array | None = None
+) -> jax.Array:
+    """Float32 `[B, K, G, T, S]`, -inf where a key is not seen; q `[B, T, N, D]`, k `[B, S, K, D]`, N = K G.
 
     Plain causal attention: the blockwise op has a loop of dynamic length, which cannot be differentiated.
+
+    Args:
+        at: positions of the queries, int32 `[B, T]`; None counts from 0, as those of the keys do.
     """
     q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     logits = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32)
     logits = logits_of(logits, **config.attention.logits)
-    distance = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
+    at = jnp.arange(q.shape[1]) if at is None else at[:, None, None]
+    distance = at[..., None] - jnp.arange(k.shape[1])
     seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
     return jnp.where(seen, logits, -jnp.inf)
 
 
 def mixed(probabilities: jax.Array, v: jax.Array) -> jax.Array:
-    """Values `[B, T, K, D]` by probabilities `[B, K, G, T, T]`: `[B, T, N, D]`."""
+    """Values `[B, S, K, D]` by probabilities `[B, K, G, T, S]`: `[B, T, N, D]`."""
     out = jnp.einsum("bkgts,bskd->btkgd", probabilities.astype(v.dtype), v)
     return out.reshape(*out.shape[:2], -1, out.shape[-1])
 

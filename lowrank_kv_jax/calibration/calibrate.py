@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
@@ -16,30 +15,20 @@ from lowrank_kv_jax.calibration.checkpoint_sums import CheckpointedSums
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus, token_windows
 from lowrank_kv_jax.calibration.fisher import collect_fisher
 from lowrank_kv_jax.calibration.layer_votes import collect_votes
+from lowrank_kv_jax.calibration.refine import MOST_STEPS, check_refinable
+from lowrank_kv_jax.calibration.refine import refine as refined
 from lowrank_kv_jax.calibration.sampled import sampled_windows
 from lowrank_kv_jax.calibration.sensitivity import collect_sensitivity
+from lowrank_kv_jax.calibration.taps import checked_windows, iterate_taps
+from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.estimators.moments import Moments
-from lowrank_kv_jax.generation.forward import embed_tokens, layer_prefill
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.methods.group_bases import check_ropes
 from lowrank_kv_jax.methods.parse import as_method
-from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.progress import ProgressBar
 
 SAMPLED_TOKENS = 2
 """Tokens that the model writes for one of a corpus, where a method reads what it writes."""
-
-
-def iterate_taps(config: ModelConfig, params: Any, tokens: Int[jax.Array | np.ndarray, "B S"]) -> Iterator[Taps]:
-    """The taps of each layer in order, of tokens `[B, S]` without padding that attend exactly and causally.
-
-    One compiled program serves all layers that have the same window and the same rotary embedding.
-    """
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    x = embed_tokens(config, params, jnp.asarray(tokens, jnp.int32))
-    for own, window, layer in zip(config.by_layer, config.windows, params["layers"], strict=True):
-        x, taps = layer_prefill(own, window, layer, x, positions)
-        yield taps
 
 
 def collect_moments(
@@ -66,7 +55,7 @@ def collect_moments(
             that are not finite (layer and tap are named).
     """
     config = model.config
-    tokens = _checked_windows(config, tokens)
+    tokens = checked_windows(config, tokens)
     sums = sums or CheckpointedSums(None, {})
     begin = sums.load()
     calibrator = Calibrator(config.attention, groups=groups, sums=sums, tokens=begin * tokens.shape[1])
@@ -89,7 +78,7 @@ def collect_moments(
 def calibrate(
     model: Any, method: Part | str, texts: Corpus | Sequence[str] | None = None, length: int = 2048,
     windows: int = 4, seed: int = 0, dtype: Any = jnp.bfloat16, progress: bool = False,
-    resume: str | os.PathLike | None = None,
+    resume: str | os.PathLike | None = None, refine: int = 0,
 ) -> tuple[Any, ...]:
     """Bases of a method for a model, fitted to texts.
 
@@ -104,6 +93,8 @@ def calibrate(
         progress: show a progress bar.
         resume: prefix of two files in which finished windows are kept; a run that was killed goes on from them, and
             one that ends deletes them.
+        refine: steps of Adam by which each group's bases are refined on these texts (see `calibration.refine`); for
+            methods whose bases can be.
 
     Returns:
         One entry for each of the method's layer groups. Save it with `save_bases`.
@@ -113,6 +104,9 @@ def calibrate(
     """
     method = as_method(method)
     method.validate(model.config.attention)
+    check_int("refine", refine, most=MOST_STEPS)
+    if refine:
+        check_refinable(method)
     if not method.calibrated:
         return method.default_bases(model.config.attention)
     corpus = texts if isinstance(texts, Corpus) else load_corpus() if texts is None else Corpus.of(texts)
@@ -121,6 +115,8 @@ def calibrate(
     held = _checkpoints(model, method, tokens, seed, resume)
     moments = moments_for(model, [method], tokens, progress, held, seed)
     bases = fit_bases(model, method, moments, dtype)
+    if refine:
+        bases = refined(model, method, bases, tokens, refine, seed=seed, progress=progress)
     for sums in held:
         sums.discard()
     return bases
@@ -143,7 +139,7 @@ def moments_for(
     for method in methods:
         method.validate(model.config.attention)
         check_ropes(method, model.config.attention)
-    tokens = _checked_windows(model.config, tokens)
+    tokens = checked_windows(model.config, tokens)
     of_moments, of_fisher, of_sampled = sums or (None, None, None)
     read = frozenset().union(*(method.reads for method in methods))
     groups = {group for method in methods for group in groups_read(model.config.attention, method)}
@@ -185,17 +181,3 @@ def _checkpoints(model: Any, method: Part, tokens: np.ndarray, seed: int, prefix
 def fit_bases(model: Any, method: Part, moments: Moments, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
     """`method.fit` with floats in the given dtype: several methods can share the moments of one run of the model."""
     return fit_to(model.config.attention, method, moments, dtype)
-
-
-def _checked_windows(config: ModelConfig, tokens: np.ndarray) -> np.ndarray:
-    if config.attention.latent is not None:
-        raise ValueError("calibration: this model caches latents (MLA); no method that does so is calibrated")
-    tokens = np.asarray(tokens)
-    if tokens.ndim != 2 or tokens.size == 0 or not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError("tokens: expected non-empty integers [windows, length], got "
-                         f"{tokens.dtype}{tokens.shape}")
-    if tokens.shape[1] > config.context:
-        raise ValueError(f"windows of {tokens.shape[1]} tokens: the model's context is {config.context}")
-    if tokens.min() < 0 or tokens.max() >= config.vocab_size:
-        raise ValueError(f"token ids {tokens.min()}..{tokens.max()}: the vocabulary has {config.vocab_size}")
-    return tokens.astype(np.int32)

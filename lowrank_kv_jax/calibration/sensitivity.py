@@ -22,6 +22,7 @@ from lowrank_kv_jax.calibration.backward import (
     residual_streams,
     sampled_targets,
 )
+from lowrank_kv_jax.calibration.taps import spread
 from lowrank_kv_jax.estimators.moments import Sensitivity
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.progress import ProgressBar
@@ -50,8 +51,7 @@ def collect_sensitivity(model: Any, tokens: np.ndarray, progress: bool = False) 
     length = min(LENGTH, tokens.shape[1])
     if length <= SINKS + RECENT:
         raise ValueError(f"windows of {length} tokens: the first {SINKS} and last {RECENT} are not counted")
-    texts = np.asarray(tokens, np.int32)[:, : tokens.shape[1] // length * length].reshape(-1, length)
-    texts = texts[np.unique(np.linspace(0, len(texts) - 1, min(TEXTS, len(texts))).round().astype(int))]
+    texts = spread(tokens, length, TEXTS)
     total: dict[str, Any] = {}
     with ProgressBar("sensitivity", len(texts), progress) as bar:
         for index, text in enumerate(texts):

@@ -24,6 +24,9 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="shifts the windows (%(default)s)")
     parser.add_argument("--bases-dtype", default=default_cache_dtype(), choices=CACHE_DTYPES,
                         help="of the bases (%(default)s)")
+    parser.add_argument("--refine", type=int, default=0, metavar="STEPS",
+                        help="steps of Adam on the attention outputs of each layer group, for methods whose bases can be "
+                             "refined (%(default)s)")
     parser.add_argument("--out", required=True, metavar="DIR",
                         help="directory to save to; windows that are done lie beside it until then, and a command that "
                              "was killed goes on from them")
@@ -41,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     import lowrank_kv_jax.methods  # noqa: F401 - fills the registry
     from lowrank_kv_jax.calibration.calibrate import calibrate
     from lowrank_kv_jax.calibration.corpus import load_corpus
+    from lowrank_kv_jax.calibration.refine import check_refinable
     from lowrank_kv_jax.cli.options import check_numbers, load_from
     from lowrank_kv_jax.evals.results.records import check_writable
     from lowrank_kv_jax.files import expanded
@@ -50,14 +54,16 @@ def run(args: argparse.Namespace) -> int:
     method = parse_method(args.method)
     if not method.calibrated:
         raise ValueError(f"method {method.name!r} takes nothing from calibration: use it as it is")
-    check_numbers(args, length=1, windows=1, seed=0)
+    check_numbers(args, length=1, windows=1, seed=0, refine=0)
+    if args.refine:
+        check_refinable(method)
     check_bases_replaceable(args.out)
     if not expanded(args.out).exists():
         check_writable(args.out)
     corpus = load_corpus(args.corpus)
     model = load_from(args)
     method.validate(model.config.attention)
-    settings = {"length": args.length, "windows": args.windows, "seed": args.seed}
+    settings = {"length": args.length, "windows": args.windows, "seed": args.seed, "refine": args.refine}
     bases = calibrate(model, method, corpus, **settings, dtype=args.bases_dtype, progress=True, resume=args.out)
     save_bases(args.out, bases, model, method, corpus, settings)
     print(f"{spell_method(method)} for {model.name}: {_ranks(bases)}")

@@ -157,7 +157,7 @@ def group_bases(k: Side, v: Side, widths: Widths) -> TransformBases:
         deviation = np.pad(np.sqrt(side.variances), more)
         floor = np.maximum(deviation.max(-1, keepdims=True) * LEAST, np.finfo(np.float32).tiny * 1e6)
         basis = np.pad(side.vectors, ((0, 0), *more))[..., :most]
-        arrays[name], arrays[f"{name}_unit"] = _in_8_bits(basis) if widths.rungs else (basis, None)
+        arrays[name], arrays[f"{name}_unit"] = in_8_bits(basis) if widths.rungs else (basis, None)
         arrays[f"{name}_scale"] = np.maximum(deviation, floor)[:, :most]
         arrays[f"{name}_mean"], arrays[f"{name}_weight"] = side.mean, side.weight
     found = {
@@ -166,7 +166,7 @@ def group_bases(k: Side, v: Side, widths: Widths) -> TransformBases:
     return TransformBases(**jax.tree.map(jnp.asarray, found), widths=widths)
 
 
-def _in_8_bits(basis: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def in_8_bits(basis: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Codes of the shape of `basis` `[J, W, R]`, and the unit of each column `[J, R]`."""
     unit = np.abs(basis).max(axis=1) / 127
     return np.round(basis / np.where(unit > 0, unit, 1.0)[:, None]).astype(np.int8), unit

@@ -241,6 +241,9 @@ def test_the_command_saves_what_load_bases_reads(tmp_path, monkeypatch, capsys):
     assert args.run(args) == 0
     assert "k rank 4, v rank 4" in capsys.readouterr().out
     assert load_bases(tmp_path / "out", model(), methods.OjaKV(rank=4))[2].v.shape == (4, 8, 4)
+    assert describe_bases(tmp_path / "out")["settings"] == {"length": 64, "windows": 4, "seed": 0, "refine": 0}
+    args = parser.parse_args([*common, "--method", "transform:bits=1,profiles=1,sampled=False", "--refine", "2"])
+    assert args.run(args) == 0 and describe_bases(tmp_path / "out")["settings"]["refine"] == 2
     args = parser.parse_args([*common, "--method", "full"])
     with pytest.raises(ValueError, match="nothing from calibration"):
         args.run(args)
