@@ -55,7 +55,10 @@ class KVMethod(Part):
     def attend(
         self, layout: Layout, bases: Any, state: Any, q: jax.Array, positions: jax.Array, place: Place
     ) -> AttnPartial:
-        """Attention of T >= 1 queries `[B, T, N, D]` (after RoPE, appended before) at `positions` `[B, T]`."""
+        """Attention of T >= 1 queries `[B, T, N, D]` (after RoPE, appended before) at `positions` `[B, T]`.
+
+        Over what the cache holds: where a model has sink logits, the caller merges them behind it.
+        """
 
     @abc.abstractmethod
     def observe(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.blockwise import logits_of
+from lowrank_kv_jax.attention.sink_logits import probabilities
 from lowrank_kv_jax.storage.block_reads import slice_block
 
 # probabilities [B, J, T, G, S] of valid queries (others are 0) at positions [B, T] -> votes [B, J, S]
@@ -17,7 +18,7 @@ QUERIES = 64  # of a block: the probabilities of one block are all that lives at
 
 def prompt_votes(
     q: jax.Array, k: jax.Array, lengths: jax.Array, vote: Vote, last: int | None = None, *, scale: float,
-    cap: float | None = None,
+    cap: float | None = None, sink_logits: jax.Array | None = None,
 ) -> jax.Array:
     """Votes of a prompt's queries, causal softmax in float32.
 
@@ -27,6 +28,7 @@ def prompt_votes(
         vote: from probabilities to votes.
         last: only so many last queries of each row vote; None: all.
         scale, cap: as for `attention.blockwise.logits_of`.
+        sink_logits: float32 `[N]`; they take their share of the attention.
 
     Returns:
         float32 `[B, K, S]`.
@@ -43,7 +45,7 @@ def prompt_votes(
         logits = jnp.einsum("btkgd,bskd->bktgs", q[:, i], k, preferred_element_type=jnp.float32)
         logits = logits_of(logits, scale, cap)
         causal = jnp.arange(size)[None] <= index[:, None]
-        p = jax.nn.softmax(jnp.where(causal[:, None], logits, -jnp.inf), axis=-1)
+        p = probabilities(jnp.where(causal[:, None], logits, -jnp.inf), sink_logits, heads=(1, 3))
         voters = (index[None] < lengths[:, None]) & (index[None] >= begin[:, None])
         p = jnp.where(voters[:, None, :, None, None], p, 0.0)
         return total + vote(p, jnp.broadcast_to(index, (batch, QUERIES)))
@@ -59,7 +61,7 @@ def decoding_votes(
 
     Args:
         q: `[B, T, N, D]`; keys: `[B, J, S, D]`, as they are stored.
-        lse: float32 `[B, T, N]` over the whole cache.
+        lse: float32 `[B, T, N]` over the whole cache, and sinks where the model has them.
         positions: int32 `[B, T]`.
         seen: bool that broadcasts to `[B, J, T, G, S]`, G = N / J: who sees what; rows that are padding see nothing.
 
