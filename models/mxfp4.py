@@ -37,8 +37,13 @@ class Mxfp4Tensor:
     def slabs(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Raw bytes and float32 values `[1, in, out]` of one expert after the other."""
         for expert in range(self.shape[0]):
-            blocks, scales = ([*part.rows(expert, 1).slabs()][0] for part in (self.blocks, self.scales))
-            yield np.concatenate([blocks[0], scales[0]]), decoded(blocks[1], scales[1])
+            one = self.rows(expert, 1)
+            (raw_blocks, blocks), (raw_scales, scales) = next(one.blocks.slabs()), next(one.scales.slabs())
+            yield np.concatenate([raw_blocks, raw_scales]), decoded(blocks, scales)
+
+    def rows(self, first: int, count: int) -> "Mxfp4Tensor":
+        """Some of its experts, as a tensor of its own."""
+        return Mxfp4Tensor(self.blocks.rows(first, count), self.scales.rows(first, count))
 
     def row_order(self) -> np.ndarray:
         """For each stored expert its place, int `[E]`."""
