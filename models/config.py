@@ -43,6 +43,7 @@ class ModelConfig:
         post_norms: what attention and MLP give is normed before it is added to the residual stream (Gemma).
         embed_scale: factor on the embedding.
         logit_cap: logits of attention become cap * tanh(logits / cap), None where they stay as they are.
+        sink_logits: query heads have a learnt logit that joins the softmax and carries no value.
         output_cap: logits of tokens become cap * tanh(logits / cap), None where they stay as they are.
         moe: the mixture of experts in the place of the MLP of some layers.
 
@@ -79,6 +80,7 @@ class ModelConfig:
     logit_cap: float | None = _later(None)
     output_cap: float | None = _later(None)
     moe: ExpertsConfig | None = _later(None)
+    sink_logits: bool = _later(False)
 
     def __post_init__(self):
         for field in (
@@ -130,6 +132,7 @@ class ModelConfig:
             softmax_scale=self.softmax_scale,
             ropes=self.ropes,
             logit_cap=self.logit_cap,
+            sink_logits=self.sink_logits,
         )
 
     @property

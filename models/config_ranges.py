@@ -26,6 +26,7 @@ _NUMBERS = {
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (1.0, math.inf)),
     **dict.fromkeys(("rotary_pct", "partial_rotary_factor"), (0.0, 1.0)),
     "rope_condense_ratio": (1.0, math.inf), "routed_scaling_factor": (0.0, math.inf),
+    **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), (0.0, math.inf)),
 }
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "use_parallel_residual",
           "norm_topk_prob")
@@ -83,6 +84,8 @@ def check_rope_entry(entry: Mapping[str, Any]) -> None:
         fits, allowed = is_number(value), "be a finite number"
         if name in ("type", "rope_type"):
             fits, allowed = isinstance(value, str), "be a string"
+        elif name == "truncate":
+            fits, allowed = isinstance(value, bool), "be true or false"
         elif name in ("short_factor", "long_factor"):
             fits, allowed = isinstance(value, list) and all(map(is_number, value)), "be a list of finite numbers"
         elif name in _ROPE and fits:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from lowrank_kv_jax.models.config import ModelConfig
+from lowrank_kv_jax.models.mxfp4 import Mxfp4Tensor
 from lowrank_kv_jax.models.param_info import ParamInfo
 from lowrank_kv_jax.models.parameters import param_table
 from lowrank_kv_jax.models.stored import StoredTensor
@@ -27,10 +28,10 @@ class Checkpoint:
 
     source: str
     config: ModelConfig
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, StoredTensor | Mxfp4Tensor]
     naming: str
 
-    def stored(self, info: ParamInfo) -> list[StoredTensor]:
+    def stored(self, info: ParamInfo) -> list[StoredTensor | Mxfp4Tensor]:
         """The stored tensors of a parameter: one, its part of one, or those that it stacks."""
         stored = [self.tensors[name] for name in info.names(self.naming)]
         return stored if info.part is None else [tensor.rows(info.part[0], info.stored_shape[0]) for tensor in stored]
@@ -108,14 +109,15 @@ def _description(config: Any) -> str:
     return f"{type(config).__qualname__}({', '.join(told)})"
 
 
-def _read(tensors: list[StoredTensor], info: ParamInfo, dtype: np.dtype) -> tuple[np.ndarray, bytes]:
+def _read(tensors: list[StoredTensor | Mxfp4Tensor], info: ParamInfo, dtype: np.dtype) -> tuple[np.ndarray, bytes]:
     """One parameter in its final shape and dtype, and the digest of its stored bytes."""
     host, digest = np.empty(info.shape, dtype), hashlib.sha256()
+    columns = ... if info.turn is None else (..., slice(info.turn[0], None, info.turn[1]))
     for tensor, part in zip(tensors, host if info.stacked else [host], strict=True):
         rows = part.T if info.transposed else part  # a view with the axes as stored
         order, start = tensor.row_order(), 0
         for raw, values in tensor.slabs():
-            rows[order[start : start + len(values)]] = values
+            rows[order[start : start + len(values)]] = values[columns]
             start += len(values)
             digest.update(raw.data)
     return host, digest.digest()

@@ -35,7 +35,7 @@ from lowrank_kv_jax.models.layers import rms_norm
 from lowrank_kv_jax.models.linear import Linear
 from lowrank_kv_jax.models.parameters import ParamInfo, param_table
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Attend = Callable[..., jax.Array]
 
 
 class Attention(nnx.Module):
@@ -50,6 +50,8 @@ class Attention(nnx.Module):
         self.o_proj = Linear(queries, config.hidden_size, use_bias=config.o_bias, rngs=rngs)
         if config.qk_norm:
             self.q_norm, self.k_norm = rms_norm(config, config.head_dim), rms_norm(config, config.head_dim)
+        if config.sink_logits:
+            self.sinks = nnx.Param(jnp.zeros((config.q_heads,)))
 
     def taps(self, x: jax.Array, positions: jax.Array) -> Taps:
         """Project normed hidden states `x` `[B, T, H]` at `positions` `[B, T]`."""
@@ -64,7 +66,8 @@ class Attention(nnx.Module):
             # the factor stands on both sides of the product: squared on one, rotations stay rotations
             turned = jnp.arange(config.head_dim) < config.rope.rotary_dim
             after = after * jnp.where(turned, config.rope_magnitude**2, 1.0).astype(after.dtype)
-        return Taps(q=after, k=apply_rope(config.rope, k, positions), k_pre=k, v=v, x=x)
+        sinks = self.sinks[...].astype(jnp.float32) if config.sink_logits else None
+        return Taps(q=after, k=apply_rope(config.rope, k, positions), k_pre=k, v=v, x=x, sink_logits=sinks)
 
     def output(self, attention: jax.Array) -> jax.Array:
         """Mix the heads of `[B, T, N, D]` into `[B, T, H]`."""
@@ -94,7 +97,8 @@ class Block(nnx.Module):
 
     def prefill(self, x: jax.Array, positions: jax.Array, attend: Attend) -> tuple[jax.Array, Taps]:
         taps = self.taps(x, positions)
-        return self.output(x, attend(taps.q, taps.k, taps.v)), taps
+        sinks = () if taps.sink_logits is None else (taps.sink_logits,)
+        return self.output(x, attend(taps.q, taps.k, taps.v, *sinks)), taps
 
 
 class Decoder(nnx.Module):
@@ -189,7 +193,8 @@ def block_prefill(
     Args:
         attend: exact causal attention of queries `[B, T, N, D]` over keys and values `[B, T, K, D]` of one
             dimension, with the model's softmax scale. Latent attention is given whole heads: it costs less so
-            than with the absorbed queries that its cache is read with.
+            than with the absorbed queries that its cache is read with. Where a model has sink logits, they are
+            its fourth argument, float32 `[N]`.
     """
     return _block(config, layer_params).prefill(x, positions, attend)
 
@@ -200,14 +205,17 @@ def unembed(config: ModelConfig, params: dict, x: jax.Array) -> jax.Array:
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> dict:
-    """Random weights: matrices normal with standard deviation 1 / sqrt(fan in), norms of factor 1, biases small."""
+    """Random weights: matrices normal with deviation 1 / sqrt(fan in), norms of factor 1, biases small, sinks normal."""
     leaves, treedef = jax.tree.flatten(param_table(config))
 
     def draw(key: jax.Array, info: ParamInfo) -> jax.Array:
-        if len(info.shape) >= 2:
-            return jax.random.normal(key, info.shape, dtype) * info.shape[-2 if info.transposed else -1] ** -0.5
-        if info.hf.endswith(".bias"):
+        if info.hf.endswith("bias"):
             return 0.02 * jax.random.normal(key, info.shape, dtype)
+        if len(info.shape) >= 2:
+            ins = -2 if info.transposed or len(info.shape) == 3 else -1
+            return jax.random.normal(key, info.shape, dtype) * info.shape[ins] ** -0.5
+        if info.hf.endswith(".sinks"):
+            return jax.random.normal(key, info.shape, dtype)
         return jnp.full(info.shape, 1 - config.norm_offset, dtype)
 
     return treedef.unflatten(

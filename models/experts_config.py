@@ -16,6 +16,9 @@ class ExpertsConfig:
         normalised: the weights of a token's experts are divided by their sum.
         scale: factor on the weights.
         groups, groups_per_token: the experts of a token come from its best groups; 1 and 1 for all.
+        biases: the router and the experts' maps have them.
+        clamp: alpha and limit of experts (up + 1) * gate * sigmoid(alpha * gate), the gate cut off above the limit, up
+            on both sides (gpt-oss); None for those with silu(gate) * up.
 
     Raises:
         ValueError: groups that do not divide the experts, more experts or groups for a token than there are.
@@ -30,6 +33,8 @@ class ExpertsConfig:
     scale: float = 1.0
     groups: int = 1
     groups_per_token: int = 1
+    biases: bool = dataclasses.field(default=False, metadata={"later": True})
+    clamp: tuple[float, float] | None = dataclasses.field(default=None, metadata={"later": True})
 
     def __post_init__(self):
         if self.count % self.groups:

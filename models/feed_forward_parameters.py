@@ -24,7 +24,7 @@ def feed_forward_table(config: ModelConfig, layer: int) -> dict:
     """A layer's experts where it has them, else its gated MLP, with a `ParamInfo` in the place of each array."""
     hf = f"model.layers.{layer}."
     if config.moe is not None and layer in config.moe.layers:
-        return _experts(config, hf)
+        return _packed_experts(config, hf) if config.family == "gpt_oss" else _experts(config, hf)
     hidden, inner = (config.hidden_size, "embed"), (config.intermediate_size, "mlp")
     if config.family == "phi3":
         down = linear(inner, hidden, f"{hf}mlp.down_proj", _GGUF)
@@ -61,3 +61,20 @@ def _experts(config: ModelConfig, layer: str) -> dict:
     if moe.shared:
         table["shared"] = gated((hidden, "embed"), (moe.size * moe.shared, None), f"{block}shared_experts.", _GGUF)
     return table
+
+
+def _packed_experts(config: ModelConfig, layer: str) -> dict:
+    """All experts in one tensor, as they are used; the columns of gate and up take turns, and everything has a bias."""
+    assert config.moe is not None
+    moe, hidden, block = config.moe, config.hidden_size, f"{layer}mlp."
+    maps = {
+        "gate": ("gate_up_proj", hidden, moe.size, (0, 2)), "up": ("gate_up_proj", hidden, moe.size, (1, 2)),
+        "down": ("down_proj", moe.size, hidden, None),
+    }
+    experts = {}
+    for name, (stored, ins, outs, turn) in maps.items():
+        hf = f"{block}experts.{stored}"
+        experts[name] = ParamInfo((moe.count, ins, outs), (None,) * 3, hf, _GGUF, turn=turn)
+        experts[f"{name}_bias"] = ParamInfo((moe.count, outs), (None,) * 2, f"{hf}_bias", _GGUF, turn=turn)
+    router = linear((hidden, "embed"), (moe.count, None), f"{block}router", _GGUF, bias=True)
+    return {"router": router, "experts": experts}

@@ -9,11 +9,12 @@ from typing import Any
 
 from lowrank_kv_jax.checks.json_objects import read_json_object
 from lowrank_kv_jax.checks.shown import short
+from lowrank_kv_jax.models import mxfp4
 from lowrank_kv_jax.models.config_attributes import token_ids
 from lowrank_kv_jax.models.config_ranges import out_of_range
 from lowrank_kv_jax.models.convert import Checkpoint
 from lowrank_kv_jax.models.hf_config import read_config
-from lowrank_kv_jax.models.stored import PLAIN_TYPES, StoredTensor
+from lowrank_kv_jax.models.stored import PACKED_TYPES, PLAIN_TYPES, StoredTensor
 
 
 def open_hf_directory(directory: Path) -> Checkpoint:
@@ -37,7 +38,7 @@ def open_hf_directory(directory: Path) -> Checkpoint:
         tensors.update(read_safetensors_header(path))
     if config.family == "gpt2":  # with the head of a language model the same names have a prefix
         tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    return Checkpoint(str(directory), config, tensors, naming="hf")
+    return Checkpoint(str(directory), config, mxfp4.joined(tensors), naming="hf")
 
 
 @contextlib.contextmanager
@@ -101,6 +102,7 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
 
 def _entry(path: Path, data_start: int, name: str, entry: dict[str, Any]) -> StoredTensor:
     kind, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    if kind not in PLAIN_TYPES:
+    packed = kind in PACKED_TYPES and name.endswith(mxfp4.SUFFIXES)
+    if kind not in PLAIN_TYPES and not packed:
         raise ValueError(f"{path}: {name} has element type {kind!r}; it must be one of {sorted(PLAIN_TYPES)}")
     return StoredTensor(path, data_start + start, end - start, shape, kind)

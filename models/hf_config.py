@@ -7,11 +7,12 @@ from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.deepseek_config import read_deepseek
 from lowrank_kv_jax.models.gemma_config import read_gemma
 from lowrank_kv_jax.models.gpt_config import read_gpt2, read_gpt_neox
+from lowrank_kv_jax.models.gpt_oss_config import read_gpt_oss
 from lowrank_kv_jax.models.llama_config import FAMILY_ATTRIBUTES, read_llama
 
 _READERS = dict.fromkeys(FAMILY_ATTRIBUTES, read_llama) | {
     "deepseek_v2": read_deepseek, "gemma2": read_gemma, "gemma3_text": read_gemma, "gpt2": read_gpt2,
-    "gpt_neox": read_gpt_neox,
+    "gpt_neox": read_gpt_neox, "gpt_oss": read_gpt_oss,
 }
 
 

@@ -11,13 +11,15 @@ class ParamInfo:
     Attributes:
         shape: as the decoder uses it; matrices are `[in, out]`, the embedding `[vocab, embed]`.
         axes: logical axis of each dimension ("vocab", "embed", "q_heads", "kv_heads", "mlp", or `None`). The
-            dimension named "q_heads" holds q_heads * head_dim channels, head by head; so "kv_heads".
+            dimension named "q_heads" holds q_heads * head_dim channels, head by head, or a number for each; so
+            "kv_heads".
         hf: tensor name in HF checkpoints.
         gguf: tensor name in GGUF files.
         transposed: checkpoints store it `[out, in]`.
         stacked: the leading dimension counts tensors that checkpoints keep apart (experts); their names hold
             the number in the place of `{}`.
         part: where checkpoints store it fused with others below each other: its first row, and the rows of all.
+        turn: where they store it fused with others, their columns in turn: its first one, and how many take turns.
     """
 
     shape: tuple[int, ...]
@@ -27,6 +29,7 @@ class ParamInfo:
     transposed: bool = False
     stacked: bool = False
     part: tuple[int, int] | None = None
+    turn: tuple[int, int] | None = None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -37,12 +40,14 @@ class ParamInfo:
     @property
     def tensor_shape(self) -> tuple[int, ...]:
         """The shape of the tensor in a checkpoint that holds it."""
-        return self.stored_shape if self.part is None else (self.part[1], *self.stored_shape[1:])
+        shape = self.stored_shape if self.part is None else (self.part[1], *self.stored_shape[1:])
+        return shape if self.turn is None else (*shape[:-1], shape[-1] * self.turn[1])
 
     @property
     def key(self) -> str:
         """A name that no other array of the model has."""
-        return self.hf if self.part is None else f"{self.hf}[{self.part[0]}]"
+        key = self.hf if self.part is None else f"{self.hf}[{self.part[0]}]"
+        return key if self.turn is None else f"{key}[{self.turn[0]}::{self.turn[1]}]"
 
     def names(self, naming: str) -> list[str]:
         """Of its tensors in a checkpoint; `naming` is "hf" or "gguf"."""

@@ -55,13 +55,14 @@ def _layer_table(config: ModelConfig, layer: int) -> dict:
             "v_proj": linear(hidden, keys, f"{hf}self_attn.v_proj", f"{gguf}attn_v", config.qkv_bias),
         }
     attention["o_proj"] = linear(queries, hidden, f"{hf}self_attn.o_proj", f"{gguf}attn_output", config.o_bias)
+    sinks = ParamInfo((config.q_heads,), ("q_heads",), f"{hf}self_attn.sinks", "not read from GGUF")
     if config.qk_norm:
         attention["q_norm"] = norm(config.head_dim, None, f"{hf}self_attn.q_norm", f"{gguf}attn_q_norm")
         attention["k_norm"] = norm(config.head_dim, None, f"{hf}self_attn.k_norm", f"{gguf}attn_k_norm")
     before_mlp = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
     table = {
         "attention_norm": norm(*hidden, f"{hf}input_layernorm", f"{gguf}attn_norm"),
-        "attention": attention,
+        "attention": attention | ({"sinks": sinks} if config.sink_logits else {}),
         "mlp_norm": norm(*hidden, f"{hf}{before_mlp}", f"{gguf}ffn_norm"),
         "mlp": feed_forward_table(config, layer),
     }

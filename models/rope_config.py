@@ -13,8 +13,10 @@ _KEYS: dict[str, set[str]] = {
     "linear": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "longrope": {"short_factor", "long_factor"},
+    "yarn": {"factor", "original_max_position_embeddings"},
 }
 _OPTIONAL = {"factor", "original_max_position_embeddings"}
+_OPTIONAL_OF = {"longrope": {"attention_factor"}, "yarn": {"attention_factor", "beta_fast", "beta_slow", "truncate"}}
 LLAMA_KINDS = ("default", "linear", "llama3")
 
 
@@ -61,13 +63,15 @@ def read_rope(
     if scaling not in kinds:
         raise ValueError(f"rope_type {scaling!r} is not supported; it must be one of {sorted(kinds)}")
     values = {name: value for name, value in entry.items() if value is not None}
-    optional = _OPTIONAL | ({"attention_factor"} if scaling == "longrope" else set())
+    optional = _OPTIONAL | _OPTIONAL_OF.get(scaling, set())
     missing, unknown = sorted(_KEYS[scaling] - set(values)), sorted(set(values) - _KEYS[scaling] - optional)
     if missing or unknown:
         raise ValueError(f"rope of type {scaling!r}: missing {missing}, unknown {unknown}")
     context, width = config["max_position_embeddings"], int(head_dim * share)
     if scaling == "longrope":
         return _longrope(config, values, theta, width)
+    if scaling == "yarn":
+        return _yarn(context, values, theta, width)
     factor = float(values.get("factor", 1.0))
     if scaling == "linear":
         return Rope(RopeSpec(theta, width, "linear", factor),
@@ -95,3 +99,15 @@ def _longrope(config: Mapping[str, Any], values: dict[str, Any], theta: float, w
         magnitude = math.sqrt(1 + math.log(stretched) / math.log(original)) if stretched > 1 else 1.0
     divisors = values["long_factor" if context > original else "short_factor"]
     return Rope(RopeSpec(theta, width, "longrope", divisors=tuple(map(float, divisors))), context, float(magnitude))
+
+
+def _yarn(context: int, values: dict[str, Any], theta: float, width: int) -> Rope:
+    """YaRN multiplies queries and keys by 1 + 0.1 ln(factor) unless it is told another factor."""
+    factor = float(values["factor"])
+    rope = RopeSpec(
+        theta, width, "yarn", factor, original_context=int(values["original_max_position_embeddings"]),
+        beta_fast=float(values.get("beta_fast") or 32), beta_slow=float(values.get("beta_slow") or 1),
+        truncate=values.get("truncate", True),
+    )
+    magnitude = values.get("attention_factor")
+    return Rope(rope, context, float(1 + 0.1 * math.log(factor) if magnitude is None else magnitude))

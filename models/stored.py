@@ -17,6 +17,8 @@ PLAIN_TYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+PACKED_TYPES = {"U8": np.dtype(np.uint8)}
+"""Of codes that are read two tensors at a time; see `mxfp4`."""
 QUANTISED_TYPES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 SLAB_ELEMENTS = 1 << 21  # 8 MiB of float32: what a conversion holds beside source and destination
@@ -31,7 +33,7 @@ class StoredTensor:
         offset: first byte in the file.
         nbytes: bytes in the file.
         shape: as stored; matrices are `[out, in]`.
-        kind: element type, a key of `PLAIN_TYPES` or one of `QUANTISED_TYPES`.
+        kind: element type, a key of `PLAIN_TYPES` or `PACKED_TYPES`, or one of `QUANTISED_TYPES`.
         interleaved_heads: where set, the rows of each of so many heads are stored with the two halves of the
             rotary channels interleaved (llama in GGUF), and reading restores the half-split order.
     """
@@ -79,8 +81,8 @@ class StoredTensor:
 
 
 def _decode(raw: np.ndarray, kind: str, shape: tuple[int, ...]) -> np.ndarray:
-    if kind in PLAIN_TYPES:
-        return raw.view(PLAIN_TYPES[kind]).reshape(shape)
+    if kind in PLAIN_TYPES or kind in PACKED_TYPES:
+        return raw.view((PLAIN_TYPES | PACKED_TYPES)[kind]).reshape(shape)
     import gguf  # only files with quantised tensors pay for this import
 
     blocks = raw.reshape(*shape[:-1], -1)

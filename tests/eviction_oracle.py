@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
+from lowrank_kv_jax.generation.groups import step_group
 from lowrank_kv_jax.method import Layout, Place
 from lowrank_kv_jax.methods import machine_of
 
@@ -20,15 +21,17 @@ CAPACITY = 96  # of every cache that is driven: streams of any length share thei
 
 
 class Stream(NamedTuple):
-    """q `[S, N, D]`, k and v `[S, K, D]`, float64."""
+    """q `[S, N, D]`, k and v `[S, K, D]`, float64; logits of sinks `[N]`, -inf where there are none."""
 
     q: np.ndarray
     k: np.ndarray
     v: np.ndarray
+    sinks: np.ndarray
 
 
 def make_stream(kind: str, size: int, seed: int, spec: AttentionSpec = SPEC) -> Stream:
-    """Random tokens; "ties": many are equal, "giant": one key is huge, "constant": all values are equal."""
+    """Random tokens; "ties": many are equal, "giant": one key is huge, "constant": all values are equal, "sinks": query
+    heads have logits of their own."""
     rng = np.random.default_rng(seed)
     q = rng.normal(size=(size, spec.q_heads, spec.head_dim))
     k = rng.normal(size=(size, spec.kv_heads, spec.head_dim))
@@ -39,18 +42,22 @@ def make_stream(kind: str, size: int, seed: int, spec: AttentionSpec = SPEC) -> 
         k[size // 3] *= 50
     if kind == "constant":
         v[:] = v[0]
-    return Stream(*(x.astype(np.float32).astype(np.float64) for x in (q, k, v)))
+    sinks = rng.normal(3.0, 2.0, spec.q_heads) if kind == "sinks" else np.full(spec.q_heads, -np.inf)
+    return Stream(*(x.astype(np.float32).astype(np.float64) for x in (q, k, v, sinks)))
 
 
-def softmax(x):
-    weights = np.exp(x - x.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
+def softmax(x, sink=-np.inf):
+    """Over the last axis; `sink` joins the denominator."""
+    top = np.maximum(x.max(-1, keepdims=True), sink)
+    weights = np.exp(x - top)
+    return weights / (weights.sum(-1, keepdims=True) + np.exp(sink - top))
 
 
 def taps_of(stream: Stream, begin: int, end: int) -> Taps:
     """A batch of one row of tokens `begin` to `end`."""
-    q, k, v = (jnp.asarray(x[None, begin:end], jnp.float32) for x in stream)
-    return Taps(q, k, k, v, k[:, :, 0])
+    q, k, v = (jnp.asarray(x[None, begin:end], jnp.float32) for x in stream[:3])
+    sinks = jnp.asarray(stream.sinks, jnp.float32) if np.isfinite(stream.sinks).all() else None
+    return Taps(q, k, k, v, k[:, :, 0], sink_logits=sinks)
 
 
 @functools.cache
@@ -63,9 +70,8 @@ def compiled(method, layout):
 
     def step(state, taps, positions):
         counts = jnp.asarray([taps.k.shape[1]], jnp.int32)
-        state = machine_of(method).append(layout, bases, state, taps, counts, positions, Place())
-        partial = machine_of(method).attend(layout, bases, state, taps.q, positions, Place())
-        return machine_of(method).observe(layout, bases, state, taps.q, partial.lse, positions, Place()), partial.out
+        state, partial = step_group(method, layout, Place(), bases, state, taps, positions, counts)
+        return state, partial.out
 
     return jax.jit(compress), jax.jit(step), jax.jit(lambda state: machine_of(method).refresh(layout, bases, state))
 
@@ -223,7 +229,7 @@ def simulate(rule: Rule, stream: Stream, prompt: int, refresh_every: int):
             total = np.zeros(group)
             for g in range(group):
                 out, lse = sums[h].partial(q[g]) if rule.correct else (0.0, -np.inf)
-                total[g] = np.logaddexp(np.logaddexp.reduce(logits[g]), lse)
+                total[g] = np.logaddexp.reduce([*logits[g], lse, stream.sinks[h * group + g]])
                 outs[t - prompt, h * group + g] = (
                     np.exp(logits[g] - total[g]) @ stream.v[at, h] + np.exp(lse - total[g]) * out
                 )
@@ -240,7 +246,7 @@ def attention_matrix(stream, length):
     group = stream.q.shape[1] // stream.k.shape[1]
     k = np.repeat(stream.k[:length], group, axis=1)
     logits = np.einsum("tnd,snd->nts", stream.q[:length], k) / np.sqrt(k.shape[-1])
-    return softmax(np.where(np.tri(length, dtype=bool), logits, -np.inf))
+    return softmax(np.where(np.tri(length, dtype=bool), logits, -np.inf), stream.sinks[:, None, None])
 
 
 def by_group(x, kv):

@@ -75,11 +75,11 @@ def attention_on(config: Any, params: Any, tokens: jax.Array, there: np.ndarray)
     for layer, window in enumerate(spec.windows):
         reading, taps = read_layer(config, params, layer, reading)
         if window is None:
-            votes = np.asarray(_votes(spec, taps.q, taps.k, length))[0]
+            votes = np.asarray(_votes(spec, taps.q, taps.k, length, taps.sink_logits))[0]
             share[layer] = (votes * there[layer]).sum(-1) / votes.sum(-1)
     return share
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _votes(spec, q, k, length):
-    return window_attention(q, k, length, QUERIES, **spec.logits)
+def _votes(spec, q, k, length, sink_logits):
+    return window_attention(q, k, length, QUERIES, sink_logits=sink_logits, **spec.logits)

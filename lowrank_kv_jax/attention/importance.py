@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.blockwise import logits_of
+from lowrank_kv_jax.attention.sink_logits import probabilities
 
 
 def window_attention(
-    q: jax.Array, k: jax.Array, lengths: jax.Array, window: int, *, scale: float, cap: float | None = None
+    q: jax.Array, k: jax.Array, lengths: jax.Array, window: int, *, scale: float, cap: float | None = None,
+    sink_logits: jax.Array | None = None,
 ) -> jax.Array:
     """Attention probabilities that each kv head's tokens receive, summed over the window and the head's queries.
 
@@ -16,11 +18,13 @@ def window_attention(
     Returns:
         float32 `[B, K, S]`, zero beyond a row's length.
     """
-    return window_attention_by_query_head(q, k, lengths, window, scale=scale, cap=cap).sum(2)
+    rule = {"scale": scale, "cap": cap, "sink_logits": sink_logits}
+    return window_attention_by_query_head(q, k, lengths, window, **rule).sum(2)
 
 
 def window_attention_by_query_head(
-    q: jax.Array, k: jax.Array, lengths: jax.Array, window: int, *, scale: float, cap: float | None = None
+    q: jax.Array, k: jax.Array, lengths: jax.Array, window: int, *, scale: float, cap: float | None = None,
+    sink_logits: jax.Array | None = None,
 ) -> jax.Array:
     """Attention probabilities that tokens receive from each query head, summed over the window.
 
@@ -30,6 +34,7 @@ def window_attention_by_query_head(
         lengths: int32 `[B]`.
         window: last queries of each row that vote; rows that are shorter vote with all they have.
         scale, cap: as for `blockwise.logits_of`.
+        sink_logits: float32 `[N]`; they take their share of the attention.
 
     Returns:
         float32 `[B, K, N / K, S]`, zero beyond a row's length. softmax is causal and float32 (OjaKV, section 5.2).
@@ -44,9 +49,8 @@ def window_attention_by_query_head(
     q = q.reshape(batch, window, kv_heads, heads // kv_heads, dim)
     logits = logits_of(jnp.einsum("bwkgd,bskd->bkgws", q, k, preferred_element_type=jnp.float32), scale, cap)
     causal = jnp.arange(size)[None, None, :] <= index[:, :, None]
-    probabilities = jax.nn.softmax(jnp.where(causal[:, None, None], logits, -jnp.inf), axis=-1)
-    probabilities = jnp.where(votes[:, None, None, :, None], probabilities, 0.0)
-    return probabilities.sum(3)
+    paid = probabilities(jnp.where(causal[:, None, None], logits, -jnp.inf), sink_logits, heads=(1, 2))
+    return jnp.where(votes[:, None, None, :, None], paid, 0.0).sum(3)
 
 
 def most_important(scores: jax.Array, counts: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:

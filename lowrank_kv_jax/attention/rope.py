@@ -35,6 +35,8 @@ class RopeSpec:
         original_context: tokens of the unscaled model, read by "llama3" and "yarn".
         beta_fast, beta_slow: only read by "yarn": turns within the original context beyond which a channel pair keeps its
             frequency, and below which it is divided by `factor`.
+        truncate: only read by "yarn": the frequencies between those two are counted from a whole channel pair to a whole
+            one (gpt-oss: False).
         interleaved: channel `2 i` is paired with channel `2 i + 1` (GPT-J, MaxText).
         divisors: only read by "longrope": what the frequency of each channel pair is divided by, rotary_dim / 2 numbers.
 
@@ -53,6 +55,7 @@ class RopeSpec:
     beta_slow: float = 1.0
     interleaved: bool = False
     divisors: tuple[float, ...] = dataclasses.field(default=(), metadata={"later": True})
+    truncate: bool = dataclasses.field(default=True, metadata={"later": True})
 
     def __post_init__(self):
         if self.scaling not in SCALINGS:
@@ -97,14 +100,16 @@ class RopeSpec:
         return freq / np.asarray(self.divisors) if self.scaling == "longrope" else freq
 
     def _yarn_ramp(self) -> np.ndarray:
-        """Share of division by `factor` of each channel pair, 0 to 1 (YaRN, section 3.2, over whole channel pairs)."""
+        """Share of division by `factor` of each channel pair, 0 to 1 (YaRN, section 3.2)."""
 
         def pair(turns: float) -> float:  # that makes so many turns within the original context
             period = self.original_context / (turns * 2 * math.pi)
             return self.rotary_dim * math.log(period) / (2 * math.log(self.theta))
 
-        low = max(math.floor(pair(self.beta_fast)), 0)
-        high = min(math.ceil(pair(self.beta_slow)), self.rotary_dim - 1)
+        low, high = pair(self.beta_fast), pair(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.rotary_dim - 1)
         return np.clip((np.arange(self.rotary_dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
 
 

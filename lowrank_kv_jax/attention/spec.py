@@ -57,6 +57,8 @@ class AttentionSpec:
         softmax_scale: factor on the logits where it is not 1 / sqrt(head_dim).
         ropes: the rotary embedding of each layer where they differ, `None` where a layer has none; `rope` is one of them.
         logit_cap: logits s become cap * tanh(s / cap) before the softmax (Gemma 2); None leaves them as they are.
+        sink_logits: each query head has a learnt logit that joins the softmax and carries no value (gpt-oss). It is a
+            weight of the layer, and comes with its taps.
 
     Raises:
         ValueError: sizes or a cap that are not positive, query heads that are no multiple of the kv heads, windows or
@@ -74,6 +76,7 @@ class AttentionSpec:
     softmax_scale: float | None = None
     ropes: tuple[RopeSpec | None, ...] | None = None
     logit_cap: float | None = None
+    sink_logits: bool = False
 
     def __post_init__(self):
         sizes = {name: getattr(self, name) for name in ("num_layers", "q_heads", "kv_heads", "head_dim", "context")}
@@ -141,6 +144,7 @@ class Taps(NamedTuple):
         x: the normalised hidden state that the projections read, `[B, T, H]`; no cache reads it.
         reread: of a prompt that a method has read twice (`KVMethod.rereads`), how much the second reading attends to
             each token, float32 `[B, K, T]` in 0..1; else None.
+        sink_logits: of the layer's query heads, float32 `[N]`, where they have them (`AttentionSpec.sink_logits`).
     """
 
     q: jax.Array
@@ -149,9 +153,11 @@ class Taps(NamedTuple):
     v: jax.Array
     x: jax.Array | None = None
     reread: jax.Array | None = None
+    sink_logits: jax.Array | None = None
 
     def part(self, cut: slice) -> "Taps":
         """Of some of the tokens."""
         reread = None if self.reread is None else self.reread[:, :, cut]
         x = None if self.x is None else self.x[:, cut]
-        return Taps(self.q[:, cut], self.k[:, cut], self.k_pre[:, cut], self.v[:, cut], x, reread)
+        q, k, k_pre, v = (y[:, cut] for y in (self.q, self.k, self.k_pre, self.v))
+        return Taps(q, k, k_pre, v, x, reread, self.sink_logits)

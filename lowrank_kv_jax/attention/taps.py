@@ -10,15 +10,20 @@ LARGEST_ERROR = 0.02
 """Of rotated keys, beside their norm: what 16 bits leave is a tenth of it, other conventions give some tenths."""
 
 
-def rotary_taps(spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> Taps:
+def rotary_taps(
+    spec: AttentionSpec, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array,
+    sink_logits: jax.Array | None = None,
+) -> Taps:
     """The taps of T tokens, rotated as `spec.rope` says.
 
     Args:
         q: queries before RoPE, `[B, T, N, D]`.
         k, v: keys before RoPE, and values, `[B, T, K, D]`.
         positions: int32 `[B, T]`.
+        sink_logits: of the query heads, `[N]`, where `spec.sink_logits` says that there are any.
     """
-    return Taps(apply_rope(spec.rope, q, positions), apply_rope(spec.rope, k, positions), k, v)
+    turned = apply_rope(spec.rope, q, positions), apply_rope(spec.rope, k, positions)
+    return Taps(*turned, k, v, sink_logits=None if sink_logits is None else sink_logits.astype("float32"))
 
 
 def half_split(spec: AttentionSpec, taps: Taps) -> Taps:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.blockwise import logits_of
+from lowrank_kv_jax.attention.sink_logits import probabilities
 from lowrank_kv_jax.generation.forward import embed_tokens
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import block_prefill, unembed
@@ -31,17 +32,23 @@ def causal_logits(
     return jnp.where(seen, logits, -jnp.inf)
 
 
-def mixed(probabilities: jax.Array, v: jax.Array) -> jax.Array:
+def softmax(logits: jax.Array, sink_logits: jax.Array | None) -> jax.Array:
+    """Probabilities of `causal_logits`, sinks `[N]` taking their share."""
+    return probabilities(logits, sink_logits, heads=(1, 2))
+
+
+def mixed(weights: jax.Array, v: jax.Array) -> jax.Array:
     """Values `[B, S, K, D]` by probabilities `[B, K, G, T, S]`: `[B, T, N, D]`."""
-    out = jnp.einsum("bkgts,bskd->btkgd", probabilities.astype(v.dtype), v)
+    out = jnp.einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
     return out.reshape(*out.shape[:2], -1, out.shape[-1])
 
 
 def attend_exactly(
-    config: ModelConfig, window: int | None, q: jax.Array, k: jax.Array, v: jax.Array
+    config: ModelConfig, window: int | None, q: jax.Array, k: jax.Array, v: jax.Array,
+    sink_logits: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention that can be differentiated, `[B, T, N, D]`."""
-    return mixed(jax.nn.softmax(causal_logits(config, window, q, k)), v)
+    return mixed(softmax(causal_logits(config, window, q, k), sink_logits), v)
 
 
 def layer_output(config: ModelConfig, layer: Any, x: jax.Array, attend: Any) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.attention.spec import Taps
-from lowrank_kv_jax.calibration.backward import causal_logits, mixed
+from lowrank_kv_jax.calibration.backward import causal_logits, mixed, softmax
 from lowrank_kv_jax.calibration.taps import iterate_taps
 from lowrank_kv_jax.codecs.transform_bases import TransformBases
 from lowrank_kv_jax.codecs.transform_store import SIDES, runs_in
@@ -67,7 +67,8 @@ class Seen(NamedTuple):
     def of_text(self, index: int) -> "Seen":
         """Of one text alone."""
         cut = slice(index, index + 1)
-        return self._replace(taps=jax.tree.map(lambda x: x[cut], self.taps), at=self.at[cut])
+        taps = (own._replace(q=own.q[cut], k=own.k[cut], k_pre=own.k_pre[cut], v=own.v[cut]) for own in self.taps)
+        return self._replace(taps=tuple(taps), at=self.at[cut])
 
 
 def groups_of(model: Any, method: Part, texts: np.ndarray, seed: int = 0) -> Iterator[tuple[Group, Seen]]:
@@ -99,7 +100,7 @@ def _some(taps: Taps, at: jax.Array) -> Taps:
     """Float32, with the queries at `at` `[n, Q]` alone."""
     q = jnp.take_along_axis(taps.q, at[:, :, None, None], axis=1)
     k, k_pre, v = (x.astype(jnp.float32) for x in (taps.k, taps.k_pre, taps.v))
-    return Taps(q.astype(jnp.float32), k, k_pre, v)
+    return Taps(q.astype(jnp.float32), k, k_pre, v, sink_logits=taps.sink_logits)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -123,8 +124,8 @@ def output_error(group: Group, bases: TransformBases, seen: Seen) -> jax.Array:
     for index, (own, window, outward) in enumerate(zip(taps, group.windows, seen.outward, strict=True)):
         keys, values = (x.swapaxes(1, 2) for x in codec.decode(layout, bases, store, k, v, where, index))
         exact = causal_logits(group.config, window, own.q, own.k, at)
-        p = jax.nn.softmax(jnp.where(far, causal_logits(group.config, window, own.q, keys, at), exact))
-        wanted = mixed(jax.nn.softmax(exact), own.v)
+        p = softmax(jnp.where(far, causal_logits(group.config, window, own.q, keys, at), exact), own.sink_logits)
+        wanted = mixed(softmax(exact, own.sink_logits), own.v)
         error = mixed(p, own.v) + mixed(jnp.where(far, p, 0), values - own.v) - wanted
         squares = (jnp.sum(jnp.square(_projected(x, outward))) for x in (error, wanted))
         errors.append(next(squares) / jnp.maximum(next(squares), 1e-30))

@@ -21,6 +21,7 @@ from lowrank_kv_jax.calibration.backward import (
     mixed,
     residual_streams,
     sampled_targets,
+    softmax,
 )
 from lowrank_kv_jax.calibration.taps import spread
 from lowrank_kv_jax.estimators.moments import Sensitivity
@@ -96,10 +97,12 @@ def _backward(config: ModelConfig, window: int | None, layer: Any, x: jax.Array,
     return by_x, {name: jnp.mean(jnp.square(g[:, counted].astype(jnp.float32)), axis=(0, 1)) for name, g in taps.items()}
 
 
-def _attend_with_errors(config: ModelConfig, window: int | None, k_error, v_error, q, k, v) -> jax.Array:
+def _attend_with_errors(
+    config: ModelConfig, window: int | None, k_error, v_error, q, k, v, sink_logits=None
+) -> jax.Array:
     """Attention in which queries at least `RECENT` tokens behind a token see its key and value with these errors."""
     index = jnp.arange(q.shape[1])
     far = (index[:, None] - index >= RECENT) & (index >= SINKS)
     logits = jnp.where(far, causal_logits(config, window, q, k + k_error), causal_logits(config, window, q, k))
-    probabilities = jax.nn.softmax(logits)
+    probabilities = softmax(logits, sink_logits)
     return mixed(probabilities, v) + mixed(jnp.where(far, probabilities, 0), v_error)

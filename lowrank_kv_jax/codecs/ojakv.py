@@ -154,7 +154,8 @@ class OjaKV(Principal):
 
     def _salient(self, layout, taps, lengths):
         """The tokens to which the last queries attend most, summed over all heads (section 5.2)."""
-        scores = window_attention(taps.q, taps.k, lengths, self.window, **layout.spec.logits).sum(1)
+        rule = {"sink_logits": taps.sink_logits, **layout.spec.logits}
+        scores = window_attention(taps.q, taps.k, lengths, self.window, **rule).sum(1)
         most = max(1, math.floor(self.top * layout.prompt))
         counts = jnp.clip(jnp.floor(self.top * lengths).astype(jnp.int32), 1, most)
         return most_important(scores, counts, most)

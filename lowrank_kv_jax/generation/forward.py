@@ -46,8 +46,10 @@ def layer_prefill_twice(
     """The same for a prompt `[B, S, H]` with a copy behind it, `[B, 2 S, H]`; taps of the prompt, with `reread`."""
     size, votes = x.shape[1] // 2, []
 
-    def attend(q, k, v):
-        out, found = attend_twice(q, k, v, lengths, **config.attention.logits, window=window)
+    def attend(q, k, v, sink_logits=None):
+        out, found = attend_twice(
+            q, k, v, lengths, **config.attention.logits, window=window, sink_logits=sink_logits
+        )
         votes.append(found)
         return out
 

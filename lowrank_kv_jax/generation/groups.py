@@ -7,6 +7,7 @@ import jax
 from jaxtyping import Int
 
 from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.attention.sink_logits import with_sink
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.method import Layout, Part, Place
 from lowrank_kv_jax.methods.compose import machine_of
@@ -30,7 +31,7 @@ def step_group(
     """Append T tokens to the cache of one layer of a group and attend through it; not compiled by itself."""
     machine, before = machine_of(method), state
     state = machine.append(layout, bases, state, taps, counts, positions, place)
-    partial = machine.attend(layout, bases, state, taps.q, positions, place)
+    partial = with_sink(machine.attend(layout, bases, state, taps.q, positions, place), taps.sink_logits)
     state = machine.observe(layout, bases, state, taps.q, partial.lse, positions, place)
     return constrain(layout.mesh, like_before(before, state)), partial
 

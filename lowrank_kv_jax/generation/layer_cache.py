@@ -201,3 +201,7 @@ def _check_taps(layout: Layout, taps: Taps, tokens: int) -> None:
         shape, wanted = getattr(taps, name).shape, (layout.batch, tokens, heads, spec.head_dim)
         if shape != wanted and (spec.latent is None or shape[:2] != wanted[:2]):
             raise ValueError(f"taps.{name} {shape}: must be {wanted} [batch, tokens, heads, head_dim]")
+    found = None if taps.sink_logits is None else taps.sink_logits.shape
+    wanted = (spec.q_heads,) if spec.sink_logits else None
+    if found != wanted:
+        raise ValueError(f"taps.sink_logits {found}: must be {wanted} of a spec with sink_logits={spec.sink_logits}")

@@ -60,7 +60,10 @@ class KVMethod(Part):
         self, layout: Layout, bases: Any, state: Any, q: Float[jax.Array, "B T N D"],
         positions: Int[jax.Array, "B T"], place: Place,
     ) -> AttnPartial:
-        """Attention of T >= 1 queries `[B, T, N, D]` (after RoPE, appended before) at `positions` `[B, T]`."""
+        """Attention of T >= 1 queries `[B, T, N, D]` (after RoPE, appended before) at `positions` `[B, T]`.
+
+        Over what the cache holds: where a model has sink logits, the caller merges them behind it.
+        """
 
     @abc.abstractmethod
     def observe(

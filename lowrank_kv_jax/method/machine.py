@@ -293,7 +293,7 @@ class Machine(KVMethod):
         ends[place.index] = exact_tokens.append(ends[place.index], taps.k, taps.v, counts)
         state = dataclasses.replace(state, ends=tuple(ends))
         if self.selection is not None and self.selection.schedule == "paper" and taps.k.shape[1] == 1:
-            return evict_one(self, layout, self.of_group(bases), state, taps.q, counts)
+            return evict_one(self, layout, self.of_group(bases), state, taps, counts)
         return state
 
     def attend(self, layout, bases, state, q, positions, place):

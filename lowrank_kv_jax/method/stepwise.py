@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.blockwise import logits_of
+from lowrank_kv_jax.attention.sink_logits import with_sink
+from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.method import candidates as pool
 from lowrank_kv_jax.method import voting
 from lowrank_kv_jax.method.choice import head_counts
@@ -19,19 +21,20 @@ from lowrank_kv_jax.storage.positions import PerHead
 from lowrank_kv_jax.summaries.residuals import residual_norms
 
 
-def evict_one(method: Any, layout, bases, state, q: jax.Array, counts: jax.Array):
-    """The state after a token was appended to the rows of `counts` 1; the others stay as they are.
+def evict_one(method: Any, layout, bases, state, taps: Taps, counts: jax.Array):
+    """The state after a token, of `taps`, was appended to the rows of `counts` 1; the others stay as they are.
 
-    alpha is the softmax of the current query over the retained tokens, summed over the query heads of a kv head.
+    alpha is the softmax of the current query over the retained tokens (and its sink, where the model has one), summed
+    over the query heads of a kv head.
     """
     if state.store is None:
         return state
     active = counts > 0
-    moved = _evict(method, layout, bases, state, q)
+    moved = _evict(method, layout, bases, state, taps)
     return jax.tree.map(lambda new, old: jnp.where(active.reshape(-1, *(1,) * (new.ndim - 1)), new, old), moved, state)
 
 
-def _evict(method, layout, bases, state, q):
+def _evict(method, layout, bases, state, taps):
     rule, spec, codec = method.selection, layout.spec, method.codec
     ends, room, heads = method.ends_of(layout, bases), method.room(layout, bases), spec.kv_heads
     leaving = oldest(layout, state.ends[0], ends.first, 1)
@@ -46,7 +49,7 @@ def _evict(method, layout, bases, state, q):
     exact_k, exact_v = codec.decode(layout, bases.codec, state.store, k, v, where, 0)
     if room.packed:
         exact_k, exact_v = (pool.owned_rows(x, found.owner) for x in (exact_k, exact_v))
-    score = _alpha(spec, state.ends[0], found, exact_k, q)
+    score = _alpha(spec, state.ends[0], found, exact_k, taps)
     if rule.statistics:
         score = score * residual_norms(state.gone[0], exact_k, exact_v, found.owner, spec.scale)
     if not room.packed:
@@ -70,11 +73,12 @@ def _all_but_the_worst(found: pool.Candidates, score: jax.Array, heads: int, tok
     return found.valid & ~gone
 
 
-def _alpha(spec, exact, found: pool.Candidates, keys: jax.Array, q: jax.Array) -> jax.Array:
+def _alpha(spec, exact, found: pool.Candidates, keys: jax.Array, taps: Taps) -> jax.Array:
     """Attention of one query over everything retained, `[B, K or 1, S]` of the candidates, summed over query heads."""
-    groups = keys.shape[1]
+    groups, q = keys.shape[1], taps.q
     slots = jnp.arange(keys.shape[2])
     near = exact_tokens.attend(exact, q, jnp.full(q.shape[:2], jnp.iinfo(jnp.int32).max), **spec.logits)
+    near = with_sink(near, taps.sink_logits)
     query = q[:, 0].reshape(q.shape[0], groups, -1, q.shape[-1])
     logits = jnp.einsum("bjgd,bjsd->bjgs", query, keys.astype(q.dtype), preferred_element_type=jnp.float32)
     there = jnp.repeat(found.valid, groups // found.valid.shape[1], axis=1)[:, :, None]

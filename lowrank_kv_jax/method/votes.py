@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Float32, Int
 
 from lowrank_kv_jax.attention.blockwise import logits_of
+from lowrank_kv_jax.attention.sink_logits import probabilities
 from lowrank_kv_jax.storage.block_reads import slice_block
 
 # probabilities of valid queries (others are 0), their positions -> votes
@@ -20,6 +21,7 @@ QUERIES = 64  # of a block: the probabilities of one block are all that lives at
 def prompt_votes(
     q: Float[jax.Array, "B S N D"], k: Float[jax.Array, "B S K D"], lengths: Int[jax.Array, " B"], vote: Vote,
     last: int | None = None, *, scale: float, cap: float | None = None,
+    sink_logits: Float[jax.Array, " N"] | None = None,
 ) -> Float32[jax.Array, "B K S"]:
     """Votes of a prompt's queries, causal softmax in float32.
 
@@ -29,6 +31,7 @@ def prompt_votes(
         vote: from probabilities to votes.
         last: only so many last queries of each row vote; None: all.
         scale, cap: as for `attention.blockwise.logits_of`.
+        sink_logits: float32 `[N]`; they take their share of the attention.
 
     Returns:
         float32 `[B, K, S]`.
@@ -45,7 +48,7 @@ def prompt_votes(
         logits = jnp.einsum("btkgd,bskd->bktgs", q[:, i], k, preferred_element_type=jnp.float32)
         logits = logits_of(logits, scale, cap)
         causal = jnp.arange(size)[None] <= index[:, None]
-        p = jax.nn.softmax(jnp.where(causal[:, None], logits, -jnp.inf), axis=-1)
+        p = probabilities(jnp.where(causal[:, None], logits, -jnp.inf), sink_logits, heads=(1, 3))
         voters = (index[None] < lengths[:, None]) & (index[None] >= begin[:, None])
         p = jnp.where(voters[:, None, :, None, None], p, 0.0)
         return total + vote(p, jnp.broadcast_to(index, (batch, QUERIES)))
@@ -62,7 +65,7 @@ def decoding_votes(
 
     Args:
         q: `[B, T, N, D]`; keys: `[B, J, S, D]`, an array or what is stored in its place.
-        lse: float32 `[B, T, N]` over the whole cache.
+        lse: float32 `[B, T, N]` over the whole cache, and sinks where the model has them.
         positions: int32 `[B, T]`.
         seen: bool that broadcasts to `[B, J, T, G, S]`, G = N / J: who sees what; rows that are padding see nothing.
 

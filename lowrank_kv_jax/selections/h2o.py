@@ -26,4 +26,6 @@ class H2O(Budgeted):
         return max(min(self.tokens(layout) // 2, layout.capacity // 2), 1)
 
     def prompt_scores(self, layout, tap, lengths):
-        return prompt_votes(tap.q, tap.k, lengths, total_attention, **layout.spec.logits)
+        return prompt_votes(
+            tap.q, tap.k, lengths, total_attention, sink_logits=tap.sink_logits, **layout.spec.logits
+        )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Float32, Int, Int32
 
 from lowrank_kv_jax.attention.blockwise import logits_of
+from lowrank_kv_jax.attention.sink_logits import probabilities
 from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention
 
 CHUNK = 2048  # tokens that are repeated in one go, as in the paper (section 3.3)
@@ -43,25 +44,27 @@ def prompt_twice(
 def attend_twice(
     q: Float[jax.Array, "B T N D"], k: Float[jax.Array, "B T K D"], v: Float[jax.Array, "B T K D"],
     lengths: Int[jax.Array, " B"], *, scale: float, cap: float | None = None, window: int | None = None,
+    sink_logits: Float[jax.Array, " N"] | None = None,
 ) -> tuple[Float[jax.Array, "B T N D"], Float32[jax.Array, "B K T//2"]]:
     """Exact attention of a prompt and of its copy, and what the copy attends to.
 
     Args:
         q, k, v: `[B, 2 S, heads, D]` after RoPE at the positions of `prompt_twice`.
-        lengths, scale, cap, window: as for `reread_attention`.
+        lengths, scale, cap, window, sink_logits: as for `reread_attention`.
 
     Returns:
         `[B, 2 S, N, D]` in the dtype of `q`, and what `Taps.reread` holds of the prompt's S tokens, float32 `[B, K, S]`.
     """
-    size = q.shape[1] // 2
-    first = causal_attention(*(y[:, :size] for y in (q, k, v)), scale=scale, cap=cap, window=window)
-    second, votes = reread_attention(q[:, size:], k, v, lengths, scale=scale, cap=cap, window=window)
+    size, rule = q.shape[1] // 2, {"scale": scale, "cap": cap, "window": window}
+    first = causal_attention(*(y[:, :size] for y in (q, k, v)), sink_logits, **rule)
+    second, votes = reread_attention(q[:, size:], k, v, lengths, sink_logits=sink_logits, **rule)
     return jnp.concatenate([first, second], axis=1), votes
 
 
 def reread_attention(
     q: Float[jax.Array, "B S N D"], k: Float[jax.Array, "B 2*S K D"], v: Float[jax.Array, "B 2*S K D"],
     lengths: Int[jax.Array, " B"], *, scale: float, window: int | None, cap: float | None = None,
+    sink_logits: Float[jax.Array, " N"] | None = None,
 ) -> tuple[Float[jax.Array, "B S N D"], Float32[jax.Array, "B K S"]]:
     """Attention of the copies, and what they attend to.
 
@@ -71,6 +74,7 @@ def reread_attention(
         lengths: int32 `[B]`, tokens of the prompt; the others are padding, in the copies too.
         scale, cap: as for `attention.blockwise.logits_of`.
         window: sliding window in tokens, or None.
+        sink_logits: of the query heads, float32 `[N]`; they take their share of attention and votes.
 
     Returns:
         `[B, S, N, D]` in the dtype of `q`, and float32 votes `[B, K, S]`: the largest share of attention that a copy in
@@ -105,10 +109,11 @@ def reread_attention(
         logits = logits_of(logits, scale, cap)
         seen = jnp.concatenate([seen_prompt, seen_copies], axis=2)[:, None, :, None]
         logits = jnp.where(seen, logits, -jnp.inf)
-        weights = jax.nn.softmax(logits, axis=-1)
+        weights = probabilities(logits, sink_logits, heads=(1, 3))
         out = jnp.einsum("bktgs,bskd->btkgd", weights.astype(q.dtype), values, preferred_element_type=jnp.float32)
         near = (prompt < SINKS) | (prompt // CHUNK == of_chunk[0])
-        shared = jax.nn.softmax(jnp.where(jnp.append(near, jnp.ones(chunk, bool)), logits, -jnp.inf), axis=-1)
+        logits = jnp.where(jnp.append(near, jnp.ones(chunk, bool)), logits, -jnp.inf)
+        shared = probabilities(logits, sink_logits, heads=(1, 3))
         voter = (index < lengths[:, None])[:, None, :, None, None]
         counted = voter & (prompt // CHUNK == of_chunk[0])
         fresh = jnp.max(jnp.where(counted, shared[..., :size], 0.0), axis=(2, 3))

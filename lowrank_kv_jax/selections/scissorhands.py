@@ -30,7 +30,9 @@ class Scissorhands(Budgeted):
             raise ValueError(f"decay={self.decay!r}: must lie in [0, 1]")
 
     def prompt_scores(self, layout, tap, lengths):
-        return prompt_votes(tap.q, tap.k, lengths, above_average, self.history, **layout.spec.logits)
+        return prompt_votes(
+            tap.q, tap.k, lengths, above_average, self.history, sink_logits=tap.sink_logits, **layout.spec.logits
+        )
 
     def vote(self, p, positions):
         return above_average(p, positions)

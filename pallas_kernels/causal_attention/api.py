@@ -15,8 +15,9 @@ KERNELS = {"triton": "gpu_cudnn", "mosaic_gpu": "gpu_cudnn", "tpu": "tpu_splash"
 
 
 def causal_attention(
-    q: Float[jax.Array, "B T N D"], k: Float[jax.Array, "B T K D"], v: Float[jax.Array, "B T K Dv"], *, scale: float,
-    window: int | None, cap: float | None = None, backend: str | None = None,
+    q: Float[jax.Array, "B T N D"], k: Float[jax.Array, "B T K D"], v: Float[jax.Array, "B T K Dv"],
+    sink_logits: Float[jax.Array, " N"] | None = None, *, scale: float, window: int | None, cap: float | None = None,
+    backend: str | None = None,
 ) -> Float[jax.Array, "B T N Dv"]:
     """Exact causal attention of a prompt with itself (prefill).
 
@@ -24,6 +25,8 @@ def causal_attention(
         q: `[B, T, N, D]`.
         k: `[B, T, K, D]`.
         v: `[B, T, K, Dv]`.
+        sink_logits: float32 `[N]`, a logit of each query head without a value, or None (not by cuDNN); see
+            `attention.sink_logits`.
         scale: factor on the logits.
         window: sliding window in tokens, or None.
         cap: soft cap of the logits (XLA only); see `attention.blockwise.logits_of`.
@@ -35,7 +38,7 @@ def causal_attention(
     Raises:
         ValueError: an unknown backend. A case that the backend's kernel does not cover runs on XLA, with a warning.
     """
-    attend = functools.partial(_implementation, q=q, k=k, v=v, scale=scale, window=window)
+    attend = functools.partial(_implementation, q=q, k=k, v=v, sink_logits=sink_logits, scale=scale, window=window)
     reference = functools.partial(attend, "reference", cap=cap)
     if q.shape[1] <= BLOCK:  # one block of XLA's: nothing that grows, and nothing for a kernel to save
         dispatch.choose(backend)

@@ -7,10 +7,12 @@ from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 DTYPES = ("bfloat16", "float16")
 
 
-def causal_attention(q, k, v, *, scale, window, interpret=False):
+def causal_attention(q, k, v, sink_logits, *, scale, window, interpret=False):
     """The op of `api.causal_attention`; `Unsupported` where cuDNN is not there or does not cover a case."""
     if interpret:
         raise Unsupported("cuDNN takes a GPU")
+    if sink_logits is not None:
+        raise Unsupported("a softmax with sink logits")
     if not {x.dtype.name for x in (q, k, v)} <= set(DTYPES):
         raise Unsupported(f"cuDNN takes {' and '.join(DTYPES)}, the model's queries, keys and values are "
                           f"{', '.join(sorted({x.dtype.name for x in (q, k, v)}))}")

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.blockwise import blockwise_attention
+from lowrank_kv_jax.attention.sink_logits import with_sink
 from lowrank_kv_jax.storage.block_reads import BLOCK, block_slots, slice_block
 
 
-def causal_attention(q, k, v, *, scale, window, cap=None):
+def causal_attention(q, k, v, sink_logits, *, scale, window, cap=None):
     """Half the work of the masked square, and the logits of one pair of blocks at a time."""
     batch, size = q.shape[:2]
     keys, values = k.swapaxes(1, 2), v.swapaxes(1, 2)
@@ -29,7 +30,7 @@ def causal_attention(q, k, v, *, scale, window, cap=None):
             jax.lax.dynamic_slice_in_dim(q, begin, width, axis=1), read, first, (begin + width + BLOCK - 1) // BLOCK,
             shared_heads=k.shape[2], value_dim=v.shape[3], scale=scale, cap=cap,
         )
-        return part.out.astype(q.dtype)
+        return with_sink(part, sink_logits).out.astype(q.dtype)
 
     if size <= BLOCK:
         return attend(0, size)

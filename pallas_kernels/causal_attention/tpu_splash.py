@@ -1,5 +1,7 @@
 """The op by JAX's own flash attention for TPUs, "splash attention", which skips the blocks that nobody sees."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -9,7 +11,7 @@ from lowrank_kv_jax.storage.block_reads import BLOCK
 LANES = 128  # heads are as wide as a register, or a multiple of it
 
 
-def causal_attention(q, k, v, *, scale, window, interpret=False):
+def causal_attention(q, k, v, sink_logits, *, scale, window, interpret=False):
     """The op of `api.causal_attention`; `Unsupported` where the kernel does not cover a case."""
     try:
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
@@ -30,6 +32,7 @@ def causal_attention(q, k, v, *, scale, window, interpret=False):
         block_sizes=splash_attention_kernel.BlockSizes(block_q=BLOCK, block_kv=BLOCK, block_kv_compute=BLOCK),
         interpret=interpret,
     )
+    attend = functools.partial(attend, sinks=sink_logits)
     return jax.vmap(attend)(q, k, v).swapaxes(1, 2)[:, :size, :, :dim]
 
 

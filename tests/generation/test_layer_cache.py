@@ -16,6 +16,7 @@ from lowrank_kv_jax.methods import REGISTRY
 SPEC = dataclasses.replace(PLAIN.attention, windows=(None, 24, None))
 PROMPT, TOTAL, BLOCK, LENGTHS = 40, 64, 8, (40, 29)
 SIZES = {"prompt": PROMPT, "capacity": TOTAL, "batch": 2, "block": BLOCK, "dtype": "float32"}
+SINKS = np.linspace(-1.0, 5.0, SPEC.q_heads, dtype=np.float32)
 append = jax.jit(lkv.append_and_attend, donate_argnums=1)
 refresh = jax.jit(lkv.refresh_layer, donate_argnums=1)
 
@@ -30,7 +31,7 @@ def heads(seed=0):
 
 def taps_at(positions, begin, end, spec=SPEC, seed=0):
     q, k, v = (x[:, begin:end] for x in heads(seed))
-    return lkv.rotary_taps(spec, q, k, v, positions)
+    return lkv.rotary_taps(spec, q, k, v, positions, jnp.asarray(SINKS) if spec.sink_logits else None)
 
 
 def prompt_taps(spec=SPEC, seed=0):
@@ -59,7 +60,8 @@ def expected(spec=SPEC, window=None, steps=16, rotated=None):
         q, k, v = (x[row : row + 1, index] for x in heads())
         mask = at[:, :, None] >= at[:, None]
         mask &= True if window is None else at[:, :, None] - at[:, None] < window
-        out, _ = softmax_attention(rotated(q, at), rotated(k, at), v, mask, spec.scale)
+        out, lse = softmax_attention(rotated(q, at), rotated(k, at), v, mask, spec.scale)
+        out = out * np.exp(lse - np.logaddexp(lse, SINKS))[..., None] if spec.sink_logits else out
         rows.append(out[:, length:])
     return np.concatenate(rows)
 
@@ -84,6 +86,17 @@ def test_at_full_rank_and_budget_a_layer_attends_exactly(name):
 def test_a_sliding_window_is_the_layers():
     _, out = decoded(plans_for("ojakv")[1])
     np.testing.assert_allclose(out, expected(window=24), atol=3e-5)
+
+
+def test_sink_logits_come_with_the_taps():
+    spec = dataclasses.replace(SPEC, sink_logits=True)
+    plan = plans_for("h2o", spec)[0]
+    _, out = decoded(plan, spec)
+    np.testing.assert_allclose(out, expected(spec), atol=3e-5)
+    with pytest.raises(ValueError, match=r"taps.sink_logits None: must be \(8,\) of a spec with sink_logits=True"):
+        lkv.prefill_layer(plan, prompt_taps())
+    with pytest.raises(ValueError, match=r"taps.sink_logits \(8,\): must be None of a spec with sink_logits=False"):
+        lkv.prefill_layer(plans_for("h2o")[0], prompt_taps(spec))
 
 
 def test_layers_that_share_a_store_are_appended_to_in_turn():

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from goldens.tiny_families import COLUMNS, FAMILIES, POSITIONS, write_checkpoint
+from goldens.tiny_families import COLUMNS, FAMILIES, POSITIONS, mxfp4_codes, write_checkpoint
 from goldens.tiny_models import random_tokens
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 
 def logits_of(name: str, directory: Path) -> np.ndarray:
@@ -27,8 +28,14 @@ def logits_of(name: str, directory: Path) -> np.ndarray:
     return logits[:, POSITIONS, COLUMNS]
 
 
+def dequantised() -> np.ndarray:
+    """Random MXFP4 weights as transformers reads them, float32 `[E, in, out]`."""
+    blocks, scales = (torch.from_numpy(x) for x in mxfp4_codes("mxfp4", (2, 64, 6)))
+    return convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).numpy()
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
-        goldens = {name: logits_of(name, Path(scratch)) for name in FAMILIES}
+        goldens = {name: logits_of(name, Path(scratch)) for name in FAMILIES} | {"mxfp4": dequantised()}
     np.savez_compressed(Path(__file__).parent / "families.npz", **goldens)
     print({name: (array.shape, np.abs(array).max()) for name, array in goldens.items()}, transformers.__version__)

@@ -4,6 +4,7 @@ The golden script writes them for transformers to load, the tests for the packag
 """
 
 import json
+import zlib
 from pathlib import Path
 
 import jax
@@ -31,6 +32,12 @@ _GEMMA = {name: value for name, value in _BASE.items() if name not in ("hidden_a
     "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, "sliding_window": 12,
 }
 
+_GPT_OSS = _BASE | {
+    "model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "sliding_window": 12,
+    "num_local_experts": 8, "num_experts_per_tok": 4, "swiglu_limit": 0.8, "rope_theta": 1000.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "truncate": False},
+}
+
 # HF configs; goldens run past windows and original contexts (32).
 FAMILIES = {
     "phi3": _PHI3 | {"sliding_window": 12},
@@ -46,6 +53,7 @@ FAMILIES = {
     "gemma2": _GEMMA | {"model_type": "gemma2", "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
     "gemma3_text": _GEMMA | {"model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 100.0,
                              "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 3},
+    "gpt_oss": _GPT_OSS,
 }
 POSITIONS = np.r_[3, 17, 40:71:6]
 """Of a text, whose logits the goldens hold."""
@@ -65,3 +73,11 @@ def write_checkpoint(directory: Path, name: str) -> Path:
     (directory / "config.json").write_text(json.dumps(FAMILIES[name]))
     save_file(tensors_of(FAMILIES[name]), directory / "model.safetensors", metadata={"format": "pt"})
     return directory
+
+
+def mxfp4_codes(name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Random blocks `[E, out, in / 32, 16]` and scales `[E, out, in / 32]` of a weight `[E, in, out]`, uint8."""
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    experts, ins, outs = shape
+    scales = rng.integers(120, 127, (experts, outs, ins // 32), dtype=np.uint8)
+    return rng.integers(0, 256, (*scales.shape, 16), dtype=np.uint8), scales

@@ -76,6 +76,8 @@ def random_tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
         draw = 1 + 0.2 * draw
     elif name.endswith(".bias"):
         draw = 0.2 * draw
+    elif name.endswith(".sinks"):
+        draw = 2 + draw
     else:
         draw = draw * shape[-1] ** -0.5
     return draw.astype(np.float32)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from goldens.tiny_families import COLUMNS, FAMILIES, POSITIONS, tensors_of, write_checkpoint
+from goldens.tiny_families import COLUMNS, FAMILIES, POSITIONS, mxfp4_codes, tensors_of, write_checkpoint
 from goldens.tiny_models import PREFILL, random_tokens
 from test_models import GOLDENS, forward
 
@@ -15,6 +15,7 @@ from lowrank_kv_jax import models
 from lowrank_kv_jax.calibration.calibrate import collect_moments
 from lowrank_kv_jax.generation.forward import extend, prefill, refresh
 from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.models import mxfp4
 
 BLOCK = 8
 METHODS = (
@@ -104,23 +105,33 @@ def test_at_full_quality_every_kind_of_cache_is_the_full_one(name, spec, loaded)
 
 def test_what_tells_the_families_apart_matters_in_the_goldens(loaded):
     """A golden that a plainer model also met would test nothing."""
-    for name, change in CHANGES.items():
+    for name, change in CHANGES:
         model = loaded(name)
         config = dataclasses.replace(model.config, **change(model.config))
         changed = np.asarray(forward(config, model.params, tokens_of(name)))[:, POSITIONS, COLUMNS]
         assert np.abs(changed - golden()[name]).max() > 1e-2, name
 
 
-CHANGES = {
-    "gemma2": lambda config: {"logit_cap": None},
-    "gemma3_text": lambda config: {"ropes": config.ropes[:1] * 4, "rope": config.ropes[0]},
-    "smollm3": lambda config: {"ropes": None},
-    "smollm3_listed": lambda config: {"ropes": None, "windows": (None,) * config.num_layers},
-    "phi3": lambda config: {"windows": (None,) * config.num_layers},
-    "phi3_longrope": lambda config: {"rope_magnitude": 1.0},
-    "mixtral": lambda config: {"moe": dataclasses.replace(config.moe, normalised=False)},
-    "qwen3_moe_mixed": lambda config: {"moe": dataclasses.replace(config.moe, normalised=True)},
-}
+CHANGES = (
+    ("gemma2", lambda config: {"logit_cap": None}),
+    ("gemma3_text", lambda config: {"ropes": config.ropes[:1] * 4, "rope": config.ropes[0]}),
+    ("smollm3", lambda config: {"ropes": None}),
+    ("smollm3_listed", lambda config: {"ropes": None, "windows": (None,) * config.num_layers}),
+    ("phi3", lambda config: {"windows": (None,) * config.num_layers}),
+    ("phi3_longrope", lambda config: {"rope_magnitude": 1.0}),
+    ("mixtral", lambda config: {"moe": dataclasses.replace(config.moe, normalised=False)}),
+    ("qwen3_moe_mixed", lambda config: {"moe": dataclasses.replace(config.moe, normalised=True)}),
+    ("gpt_oss", lambda config: {"windows": config.windows[::-1]}),
+    ("gpt_oss", lambda config: {"rope": dataclasses.replace(config.rope, truncate=True)}),
+    ("gpt_oss", lambda config: {"moe": dataclasses.replace(config.moe, clamp=(1.702, 7.0))}),
+)
+
+
+def test_sinks_matter_in_the_goldens(loaded):
+    model = loaded("gpt_oss")
+    layers = [{**layer, "attention": layer["attention"] | {"sinks": jnp.full(4, -1e9)}} for layer in model.params["layers"]]
+    logits = np.asarray(forward(model.config, model.params | {"layers": layers}, tokens_of("gpt_oss")))
+    assert np.abs(logits[:, POSITIONS, COLUMNS] - golden()["gpt_oss"]).max() > 1e-2
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -139,7 +150,12 @@ def test_directories_that_lack_a_tensor_or_have_another_shape_are_refused(name, 
 
 
 @pytest.mark.parametrize("name, change, message", [
-    ("phi3", {"model_type": "gpt_oss"}, "model_type 'gpt_oss' is not supported; it must be one of"),
+    ("phi3", {"model_type": "gemma4"}, "model_type 'gemma4' is not supported; it must be one of"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}},
+     "quant_method='fp8' is not read, only 'mxfp4'; load a checkpoint that was dequantised to bfloat16"),
+    ("gpt_oss", {"swiglu_limit": -1}, "swiglu_limit=-1 is not a finite number in 0..inf"),
+    ("gpt_oss", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, r"missing \['original_max_position_embeddings'\]"),
+    ("gpt_oss", {"rope_scaling": {"rope_type": "yarn", "truncate": 1}}, "rope truncate=1: must be true or false"),
     ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping=0.0 is not a finite number in 1..inf"),
     ("phi3", {"attention_bias": True}, "attention_bias=True is not supported, only False"),
     ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear' is not supported"),
@@ -166,6 +182,39 @@ def test_weights_of_fused_tensors_are_their_parts(loaded):
     whole = tensors_of(FAMILIES["phi3"])["model.layers.0.self_attn.qkv_proj.weight"]
     parts = np.concatenate([attention[f"{name}_proj"]["kernel"] for name in "qkv"], axis=1)
     np.testing.assert_array_equal(parts, whole.T)
+
+
+def test_interleaved_experts_are_gate_and_up(loaded):
+    whole = tensors_of(FAMILIES["gpt_oss"])
+    mlp, block = loaded("gpt_oss").params["layers"][0]["mlp"]["experts"], "model.layers.0.mlp.experts."
+    for stored, names in (("gate_up_proj", ("gate", "up")), ("gate_up_proj_bias", ("gate_bias", "up_bias"))):
+        parts = np.stack([mlp[name] for name in names], axis=-1)
+        np.testing.assert_array_equal(parts.reshape(whole[block + stored].shape), whole[block + stored])
+
+
+def test_mxfp4_weights_are_those_that_transformers_reads():
+    found = mxfp4.decoded(*mxfp4_codes("mxfp4", (2, 64, 6)))
+    np.testing.assert_array_equal(found, golden()["mxfp4"])
+
+
+def test_a_checkpoint_in_mxfp4_is_the_dequantised_one(tmp_path):
+    from safetensors.numpy import save_file
+
+    directory = write_checkpoint(tmp_path / "model", "gpt_oss")
+    plain, packed = (dict(tensors_of(FAMILIES["gpt_oss"])) for _ in range(2))
+    for name in [name for name in plain if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        blocks, scales = mxfp4_codes(name, packed.pop(name).shape)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = mxfp4.decoded(blocks, scales)
+    models_of = []
+    for tensors in (plain, packed):
+        save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, directory / "model.safetensors")
+        models_of.append(models.load_model(directory, dtype=jnp.float32))
+    jax.tree.map(np.testing.assert_array_equal, *(model.params for model in models_of))
+    del packed["model.layers.1.mlp.experts.down_proj_scales"]
+    save_file(packed, directory / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing: model.layers.1.mlp.experts.down_proj \(8, 32, 64\)"):
+        models.load_model(directory)
 
 
 def test_random_weights_have_the_shapes_of_a_checkpoint_s(loaded):

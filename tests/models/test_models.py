@@ -49,7 +49,7 @@ OPTIMISED = {"xla_backend_optimization_level": 3}
 
 
 def attend(spec, window, taps):
-    """Plain exact attention of one layer, causal, windowed and capped, float32 `[B, T, N, D]`."""
+    """Plain exact attention of one layer, causal, windowed, capped and with sinks, float32 `[B, T, N, D]`."""
     query = jnp.arange(taps.q.shape[1])
     seen = query[None, :] <= query[:, None]
     if window is not None:
@@ -57,8 +57,11 @@ def attend(spec, window, taps):
     k, v = (jnp.repeat(x, spec.group_size, axis=2) for x in (taps.k, taps.v))
     scores = jnp.einsum("btnd,bsnd->bnts", taps.q, k).astype(jnp.float32) * spec.scale
     scores = scores if spec.logit_cap is None else spec.logit_cap * jnp.tanh(scores / spec.logit_cap)
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-    return jnp.einsum("bnts,bsnd->btnd", weights, v)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if taps.sink_logits is not None:
+        sinks = jnp.broadcast_to(taps.sink_logits[:, None, None], (*scores.shape[:3], 1))
+        scores, v = jnp.concatenate([scores, sinks], axis=-1), jnp.pad(v, ((0, 0), (0, 1), (0, 0), (0, 0)))
+    return jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(scores, axis=-1), v)
 
 
 def forward(config, params, tokens):

@@ -80,8 +80,10 @@ def test_the_program_of_a_longer_prompt_is_no_longer():
     assert lengths[0] == lengths[1]
 
 
-@pytest.mark.parametrize("size, window", [(513, None), (1100, None), (1100, 5), (1100, 600)])
-def test_splash_attention_against_float64(size, window):
+@pytest.mark.parametrize("size, window, sinks", [
+    (513, None, None), (1100, None, None), (1100, 5, None), (1100, 600, None), (600, 300, (2.0, -1.0, 4.0, 0.5)),
+])
+def test_splash_attention_against_float64(size, window, sinks):
     rng, rows = np.random.default_rng(size), 2 if size < 1000 else 1  # interpreted: every row takes its time
     q = rng.normal(size=(rows, size, N, D))
     k, v = (rng.normal(size=(rows, size, K, D)) for _ in range(2))
@@ -91,8 +93,11 @@ def test_splash_attention_against_float64(size, window):
     if window is not None:
         mask &= i[None, :] > i[:, None] - window
     exact = (np.asarray(x, np.float32) for x in (q, k, v))
-    oracle, _ = softmax_attention(*exact, np.broadcast_to(mask, (rows, size, size)), SCALE)
-    found = jax.jit(functools.partial(causal_attention, scale=SCALE, window=window, backend="tpu"))(q, k, v)
+    oracle, lse = softmax_attention(*exact, np.broadcast_to(mask, (rows, size, size)), SCALE)
+    if sinks is not None:
+        sinks = np.array(sinks, np.float32)
+        oracle = oracle * np.exp(lse - np.logaddexp(lse, sinks))[..., None]
+    found = jax.jit(functools.partial(causal_attention, scale=SCALE, window=window, backend="tpu"))(q, k, v, sinks)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(found, np.float32), oracle, atol=0.03)
 

@@ -85,7 +85,7 @@ def test_cache_positions_turn_keys_to_their_index(spec):
     """Whatever a head has lost, its keys stand at 0, 1, 2, ... and the query behind them, RoPE scaled as in Llama 3."""
     rope = RopeSpec(10000.0, 8, "llama3", 4.0, 1.0, 4.0, 16)
     stream = make_stream("random", 49, seed=2)
-    q, k, v = (jnp.asarray(x[None], jnp.float32) for x in stream)
+    q, k, v = (jnp.asarray(x[None], jnp.float32) for x in stream[:3])
 
     def turned(x, at):
         return rotate(x, *rope_angles(rope, jnp.asarray(at, jnp.int32)))

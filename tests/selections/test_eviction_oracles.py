@@ -44,8 +44,11 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("spec", RULES)
-@pytest.mark.parametrize("kind", ["random", "giant", "constant"])
+CASES = [(spec, kind) for spec in RULES for kind in ("random", "giant", "constant")]
+WITH_SINKS = ("h2o:budget=20,recent=6,sinks=2+moments", "snapkv:budget=20,recent=6,sinks=3", "momentkv:budget=20,recent=6")
+
+
+@pytest.mark.parametrize("spec, kind", [*CASES, *((spec, "sinks") for spec in WITH_SINKS)])
 def test_selection_equals_the_simulation(spec, kind):
     stream = make_stream(kind, 88, seed=len(spec))
     positions, outs = simulate(RULES[spec], stream, 48, 8)
@@ -82,7 +85,7 @@ def algorithm_1(stream, budget):
             retained[h].append(t)
             while len(retained[h]) > budget:
                 at = retained[h]
-                alpha = softmax(q @ stream.k[at, h].T / np.sqrt(dim)).sum(0)
+                alpha = softmax(q @ stream.k[at, h].T / np.sqrt(dim), stream.sinks[h * group : (h + 1) * group, None]).sum(0)
                 score = residual(alpha, stream.k[at, h], stream.v[at, h], sums)
                 gone = at.pop(int(np.argmin(score)))
                 sums.tokens.append((stream.k[gone, h], stream.v[gone, h]))
@@ -91,12 +94,12 @@ def algorithm_1(stream, budget):
                 logits = q[g] @ stream.k[at, h].T / np.sqrt(dim)
                 out, lse = sums.partial(q[g])
                 z, z_evicted = np.exp(logits).sum(), np.exp(lse)
-                weight = z / (z + z_evicted)
-                outs[t, h * group + g] = weight * softmax(logits) @ stream.v[at, h] + (1 - weight) * out
+                whole = z + z_evicted + np.exp(stream.sinks[h * group + g])
+                outs[t, h * group + g] = (z * softmax(logits) @ stream.v[at, h] + z_evicted * out) / whole
     return retained, outs
 
 
-@pytest.mark.parametrize("kind", ["random", "ties", "constant", "giant"])
+@pytest.mark.parametrize("kind", ["random", "ties", "constant", "giant", "sinks"])
 def test_paper_schedule_is_algorithm_1(kind):
     """From an empty cache, no sinks and no protected window: every token decoded, evictions before attention."""
     stream = make_stream(kind, 60, seed=1)
@@ -104,6 +107,6 @@ def test_paper_schedule_is_algorithm_1(kind):
     state, out = drive(parse_method(spec), stream, 0)
     retained, outs = algorithm_1(stream, 16)
     np.testing.assert_allclose(out, outs, atol=5e-5)
-    if kind == "random":
+    if kind in ("random", "sinks"):
         assert kept_positions(state) == [sorted(x) for x in retained]
     np.testing.assert_array_equal(np.asarray(state.gone[0].count), np.full((1, SPEC.kv_heads), 60 - 16))

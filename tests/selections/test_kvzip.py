@@ -26,7 +26,7 @@ from lowrank_kv_jax.selections import reread
 from lowrank_kv_jax.selections.layer_shares import STEP, layer_shares
 
 
-def oracle(q, k, v, length, size, chunk, window, scale):
+def oracle(q, k, v, length, size, chunk, window, scale, sinks):
     """One row, copy by copy: attention over prompt and copies, and votes among sinks, chunk and copies."""
     heads, kv = q.shape[1], k.shape[1]
     out, votes = np.zeros_like(q), np.zeros((kv, size))
@@ -40,24 +40,29 @@ def oracle(q, k, v, length, size, chunk, window, scale):
         for n in range(heads):
             h = n // (heads // kv)
             logits = k[slots, h] @ q[i, n] * scale
-            weights = np.exp(logits - logits.max())
-            out[i, n] = weights @ v[slots, h] / weights.sum()
-            for s, share, counts in zip(slots, weights / weights[near].sum(), near, strict=True):
+            weights, sink = np.exp(logits - logits.max()), np.exp(sinks[n] - logits.max())
+            out[i, n] = weights @ v[slots, h] / (weights.sum() + sink)
+            for s, share, counts in zip(slots, weights / (weights[near].sum() + sink), near, strict=True):
                 if counts and s < size and s // chunk == i // chunk:
                     votes[h, s] = max(votes[h, s], share)
     return out, votes
 
 
-@pytest.mark.parametrize("size, chunk, window", [(70, 2048, None), (300, 128, None), (150, 64, 40)])
-def test_the_second_reading(monkeypatch, size, chunk, window):
+@pytest.mark.parametrize("size, chunk, window, sinks", [
+    (70, 2048, None, None), (300, 128, None, None), (150, 64, 40, (2.0, -1.0, 4.0, 0.5)),
+])
+def test_the_second_reading(monkeypatch, size, chunk, window, sinks):
     monkeypatch.setattr(reread, "CHUNK", chunk)
     rng, lengths = np.random.default_rng(0), np.array([size, size - 37], np.int32)
     q = rng.normal(size=(2, size, 4, 8)).astype(np.float32)
     k, v = (rng.normal(size=(2, 2 * size, 2, 8)).astype(np.float32) for _ in range(2))
+    sinks = None if sinks is None else jnp.asarray(sinks)
     read = jax.jit(functools.partial(reread.reread_attention, scale=0.7, window=window))
-    out, votes = read(q, k, v, lengths)
+    out, votes = read(q, k, v, lengths, sink_logits=sinks)
+    logits = np.full(4, -np.inf) if sinks is None else np.asarray(sinks, np.float64)
     for row, length in enumerate(lengths):
-        expected, shares = oracle(*(x[row].astype(np.float64) for x in (q, k, v)), length, size, chunk, window, 0.7)
+        own = (x[row].astype(np.float64) for x in (q, k, v))
+        expected, shares = oracle(*own, length, size, chunk, window, 0.7, logits)
         np.testing.assert_allclose(out[row, :length], expected[:length], atol=1e-5)
         np.testing.assert_allclose(votes[row], shares, atol=1e-6)
 

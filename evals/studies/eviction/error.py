@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowrank_kv_jax.attention.sink_logits import with_sink
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.generation.forward import compress_group, embed_tokens, layer_prefill, make_layout
 from lowrank_kv_jax.method import Layout, Part, Place
@@ -96,7 +97,9 @@ def _partials(method: Any, layout: Layout, bases: Any, state: Any, prompt: Taps,
     full = coefficient_attention(q, everything, **layout.spec.logits, q_positions=positions, causal=False, window=None)
     sums = state.gone[0]
     orders = {"0": {"products": None, "squares": None, "longest": None}, "1": {"squares": None, "longest": None}}
-    return {"full": full, "retained": machine_of(method).retained(layout, bases, state, q, positions, Place())} | {
+    retained = machine_of(method).retained(layout, bases, state, q, positions, Place())
+    found = {"full": full, "retained": retained}
+    return {name: with_sink(part, prompt.sink_logits) for name, part in found.items()} | {
         order: moment_summary.partial(dataclasses.replace(sums, **orders.get(order, {})), q, scale) for order in ORDERS
     }
 

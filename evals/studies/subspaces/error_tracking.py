@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
+from lowrank_kv_jax.attention.sink_logits import probabilities
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.estimators.linalg import eigenvalues
 from lowrank_kv_jax.method import Layout
@@ -71,7 +72,8 @@ def attention_errors(
     at = jnp.maximum(lengths - queries, 0)[:, None] + jnp.arange(queries)
     q = jnp.take_along_axis(taps.q.astype(jnp.float32), at[:, :, None, None], axis=1)
     visible = jnp.arange(size) <= at[:, :, None]
-    exact, close = (_attention(q, *kv, visible, layout.spec.scale) for kv in ((k, v), (seen_k, seen_v)))
+    rule = visible, layout.spec.scale, taps.sink_logits
+    exact, close = (_attention(q, *kv, *rule) for kv in ((k, v), (seen_k, seen_v)))
     mask = (visible & coded[:, None])[:, :, None]
     logit = jnp.max(jnp.where(mask, jnp.abs(exact.logits - close.logits), 0.0), axis=-1)
     norms = [_operator_norm(x - y) for x, y in ((k, seen_k), (v, seen_v))]
@@ -113,13 +115,13 @@ class _Attention(NamedTuple):
     out: jax.Array
 
 
-def _attention(q, k, v, visible, scale) -> _Attention:
+def _attention(q, k, v, visible, scale, sink_logits) -> _Attention:
     """`[B, T, N, S]` and `[B, T, N, D]`."""
     spread = q.shape[2] // k.shape[1]
     k, v = (jnp.repeat(x, spread, axis=1) for x in (k, v))
     high = jax.lax.Precision.HIGHEST
     logits = jnp.einsum("btnd,bnsd->btns", q, k, precision=high) * scale
-    weights = jax.nn.softmax(jnp.where(visible[:, :, None], logits, -jnp.inf), axis=-1)
+    weights = probabilities(jnp.where(visible[:, :, None], logits, -jnp.inf), sink_logits, heads=(2,))
     return _Attention(logits, weights, jnp.einsum("btns,bnsd->btnd", weights, v, precision=high))
 
 
