@@ -106,8 +106,8 @@ def refresh(plans, caches):
 
 def plan(method, params, texts, **sizes):
     """Bases from texts [B, T] where the method is calibrated, and a plan for each of its groups of layers."""
-    calibrator = lkv.Calibrator(SPEC, method)
-    calibrator.add(jax.jit(read)(params, texts)[1])
+    calibrator, lengths = lkv.Calibrator(SPEC, method), jnp.full(len(texts), texts.shape[1])
+    calibrator.add(jax.jit(read)(params, texts, lengths if lkv.parse_method(method).rereads else None)[1])
     return lkv.plan_layers(method, SPEC, bases=calibrator.bases(method), block=BLOCK, **sizes)
 
 
@@ -115,10 +115,14 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", default="single-svd:rank=0.5+snapkv:keep=0.5")
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--save", help="a directory: what is decoded goes on from the caches that were saved there")
     args = parser.parse_args(argv)
     params, texts = init(jax.random.key(0)), jax.random.randint(jax.random.key(1), (2, 256), 0, VOCAB)
-    plans = plan(args.method, params, texts, batch=2, prompt=256, capacity=256 + args.tokens)
+    plans = plan(args.method, params, texts, prompt=256, capacity=256 + args.tokens)
     caches, logits = prefill(params, plans, texts, jnp.asarray([256, 200]))
+    if args.save:
+        lkv.save_layers(args.save, plans, caches, params)
+        caches = lkv.load_layers(args.save, plans, params)
     said = []
     for step in range(args.tokens):
         if step and step % BLOCK == 0:

@@ -123,7 +123,7 @@ def main(argv=None):
     parser.add_argument("--tokens", type=int, default=48)
     args = parser.parse_args(argv)
     model, texts = init(jax.random.key(0)), jax.random.randint(jax.random.key(1), (2, 256), 0, VOCAB)
-    plans = plan(args.method, model, texts, batch=2, prompt=256, capacity=256 + args.tokens)
+    plans = plan(args.method, model, texts, prompt=256, capacity=256 + args.tokens)
     caches, logits = prefill(model, plans, texts, jnp.asarray([256, 200]))
     said = []
     for step in range(args.tokens):

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lowrank_kv_jax.models.load import LoadedModel, load_model
     from lowrank_kv_jax.saving.saved_bases import load_bases, save_bases
     from lowrank_kv_jax.saving.saved_cache import load_cache, save_cache
+    from lowrank_kv_jax.saving.saved_layers import load_layers, save_layers
     from lowrank_kv_jax.selections.reread import attend_twice, prompt_twice
 
 _HOME = {
@@ -62,6 +63,7 @@ _HOME = {
     "models.load": ("LoadedModel", "load_model"),
     "saving.saved_bases": ("load_bases", "save_bases"),
     "saving.saved_cache": ("load_cache", "save_cache"),
+    "saving.saved_layers": ("load_layers", "save_layers"),
     "selections.reread": ("attend_twice", "prompt_twice"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -71,10 +73,10 @@ __all__ = [
     "LayerPlan", "Layout", "LoadedModel", "Part", "Place", "RopeSpec", "Sampler", "Taps", "__version__",
     "append_and_attend", "apply_rope", "attend_twice", "cache_bytes", "calibrate", "check_rotation", "collect_moments",
     "compose", "decode_block", "decode_step", "describe", "extend", "fork", "full_cache_bytes", "generate",
-    "held_tokens", "ingest", "insert_rows", "layer_bytes", "load_bases", "load_cache", "load_corpus", "load_model",
-    "merge", "methods", "parse_method", "plan_layers", "prefill", "prefill_layer", "prompt_twice", "refresh",
-    "refresh_layer", "register", "rotary_taps", "save_bases", "save_cache", "spell_method", "take_rows",
-    "with_token_layout",
+    "held_tokens", "ingest", "insert_rows", "layer_bytes", "load_bases", "load_cache", "load_corpus", "load_layers",
+    "load_model", "merge", "methods", "parse_method", "plan_layers", "prefill", "prefill_layer", "prompt_twice",
+    "refresh", "refresh_layer", "register", "rotary_taps", "save_bases", "save_cache", "save_layers", "spell_method",
+    "take_rows", "with_token_layout",
 ]
 
 

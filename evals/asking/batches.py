@@ -6,7 +6,7 @@ from typing import Any
 
 from lowrank_kv_jax.evals.asking.prompts import Question, encode
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK
-from lowrank_kv_jax.generation.generate import PAD_TO
+from lowrank_kv_jax.generation.prompts import PAD_TO
 
 Ids = tuple[int, ...]
 SMALL_ROOM = 256  # questions and answers up to so many tokens share one size of buffer

@@ -10,11 +10,12 @@ import numpy as np
 from jaxtyping import Int
 
 from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
-from lowrank_kv_jax.calibration.calibrator import Calibrator, fit_to, groups_read
+from lowrank_kv_jax.calibration.calibrator import Calibrator, fit_to
 from lowrank_kv_jax.calibration.checkpoint_sums import CheckpointedSums
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus, token_windows
 from lowrank_kv_jax.calibration.fisher import collect_fisher
 from lowrank_kv_jax.calibration.layer_votes import collect_votes
+from lowrank_kv_jax.calibration.needs import groups_read
 from lowrank_kv_jax.calibration.refine import MOST_STEPS, check_refinable
 from lowrank_kv_jax.calibration.refine import refine as refined
 from lowrank_kv_jax.calibration.sampled import sampled_windows

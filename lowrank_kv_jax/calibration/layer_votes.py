@@ -1,10 +1,12 @@
 """How the votes of a second reading are distributed over the layers of a model, from a calibration text."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.generation.forward import read_layer, start_reading
 from lowrank_kv_jax.progress import ProgressBar
 from lowrank_kv_jax.selections.reread import CHUNK, SINKS
@@ -36,15 +38,39 @@ def collect_votes(model: Any, tokens: np.ndarray, progress: bool = False) -> np.
     if tokens.shape[1] <= SINKS:
         raise ValueError(f"windows of {tokens.shape[1]} tokens: the first {SINKS} are not counted")
     lengths = jnp.asarray([tokens.shape[1]], jnp.int32)
-    above = np.zeros((config.num_layers, len(EDGES)))
+    above, counted = np.zeros((config.num_layers, len(EDGES))), 0
     with ProgressBar("second reading", len(tokens) * config.num_layers, progress) as bar:
         for window in tokens:
             reading = start_reading(config, model.params, jnp.asarray(window[None]), lengths, twice=True)
             for layer in range(config.num_layers):
                 reading, taps = read_layer(config, model.params, layer, reading)
-                votes = to_host(taps.reread)[0, :, SINKS:].ravel()
-                if not np.isfinite(votes).all():
-                    raise ValueError(f"second reading: the votes of layer {layer} are not finite")
-                above[layer] += (votes[:, None] > EDGES).mean(0)
+                above[layer] += votes_above(taps, [tokens.shape[1]], layer)
                 bar.advance()
-    return above / len(tokens)
+            counted += votes_counted(config.attention.kv_heads, [tokens.shape[1]])
+    return above / counted
+
+
+def votes_above(taps: Taps, lengths: Sequence[int], layer: int) -> np.ndarray:
+    """How many votes of a layer exceed each of `EDGES`, int `[61]`; those for sinks and padding do not count.
+
+    Args:
+        taps: of texts that were read twice, without their copies.
+        lengths: tokens of each row.
+        layer: its number, for messages.
+
+    Raises:
+        ValueError: votes that are not one for each token, or not finite.
+    """
+    (batch, tokens, heads), votes = taps.k.shape[:3], taps.reread
+    if votes is None or votes.shape != (batch, heads, tokens):
+        raise ValueError(f"taps.reread of layer {layer}: must be {(batch, heads, tokens)} [batch, kv_heads, tokens], of "
+                         f"texts without their copies, and is {None if votes is None else votes.shape}")
+    counted = np.concatenate([own[:, SINKS:length].ravel() for own, length in zip(to_host(votes), lengths, strict=True)])
+    if not np.isfinite(counted).all():
+        raise ValueError(f"second reading: the votes of layer {layer} are not finite")
+    return counted.size - np.searchsorted(np.sort(counted), EDGES, side="right")
+
+
+def votes_counted(kv_heads: int, lengths: Sequence[int]) -> int:
+    """Of how many votes `votes_above` counts."""
+    return kv_heads * sum(max(length - SINKS, 0) for length in lengths)

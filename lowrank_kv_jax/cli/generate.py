@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     """
     from lowrank_kv_jax.cli.options import load_from
     from lowrank_kv_jax.cli.prompts import bases_from, encode_texts, read_prompts
-    from lowrank_kv_jax.generation.generate import PAD_TO, generate
+    from lowrank_kv_jax.generation.generate import generate
+    from lowrank_kv_jax.generation.prompts import PAD_TO
     from lowrank_kv_jax.generation.sampling import Sampler
     from lowrank_kv_jax.method.accounting import cache_bytes
     from lowrank_kv_jax.methods.parse import parse_method

@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +11,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Key, UInt32
 
 from lowrank_kv_jax.checks.bounds import check_int
-from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, decode_step, extend, prefill, refresh
+from lowrank_kv_jax.generation.prompts import check_lengths, encode_prompts, pad_prompts
 from lowrank_kv_jax.generation.sampling import Sampler, sample
 from lowrank_kv_jax.method import Fault, Part
 from lowrank_kv_jax.method.cache import Cache, fork
@@ -24,7 +23,6 @@ from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.storage.sharding import to_host
 
 GREEDY = Sampler()
-PAD_TO = 64  # prompts are padded to multiples of it, so that prompts of similar length share their compiled programs
 NEXT_TURN = 64  # tokens of one more turn that a cache has room for by default, beside its answer
 
 
@@ -33,10 +31,10 @@ class Generation:
     """What `generate` returns.
 
     Attributes:
-        tokens: generated ids of each row, the end-of-sequence token excluded.
+        tokens: generated ids of each prompt's row, the end-of-sequence token excluded.
         texts: the same, decoded; None without a tokenizer.
         cache: the compressed cache. It holds the prompt and the generated tokens but the last one of each row.
-        last: int32 `[B]`, that last token of each row; it goes before the next turn.
+        last: int32, that last token of each prompt's row; it goes before the next turn.
     """
 
     tokens: list[list[int]]
@@ -113,11 +111,17 @@ def ingest(
     Raises:
         ValueError: an empty row, or a row that outgrows the capacity.
     """
-    layout = cache.layout
     counts = np.array([len(row) for row in tokens])
-    if len(tokens) != layout.batch or (counts == 0).any():
-        raise ValueError(f"tokens: expected {layout.batch} rows of at least one token, got lengths {counts.tolist()}")
+    if len(tokens) != cache.layout.batch or (counts == 0).any():
+        raise ValueError(f"tokens: expected {cache.layout.batch} rows of at least one token, got lengths "
+                         f"{counts.tolist()}")
     check_room(cache, counts)
+    return _ingest(method, config, params, cache, tokens, bases)
+
+
+def _ingest(method, config, params, cache: Cache, tokens: Sequence[Sequence[int]], bases) -> tuple[Cache, jax.Array]:
+    """`ingest`, unchecked: a row may be empty, and stays as it is."""
+    layout, counts = cache.layout, np.array([len(row) for row in tokens])
     cache = refresh(method, cache, bases=bases)
     last = None
     for begin in range(0, int(counts.max()), layout.block):
@@ -133,9 +137,10 @@ def ingest(
     return cache, last
 
 
-def check_room(cache: Cache, counts: Int[np.ndarray, " B"], answer: int = 0) -> None:
-    """Raise ValueError where `counts` `[B]` more tokens, and then `answer` more, do not fit into a row of the cache."""
-    over = to_host(cache.length) + counts + answer - to_host(cache.limit)
+def check_room(cache: Cache, counts: Int[np.ndarray, " n"], answer: int = 0) -> None:
+    """Raise ValueError where `counts` `[n]` more tokens, and then `answer` more, do not fit into a cache's first rows."""
+    rows = slice(len(counts))
+    over = to_host(cache.length)[rows] + counts + answer - to_host(cache.limit)[rows]
     if (over > 0).any():
         row, capacity = int(np.argmax(over)), cache.layout.capacity
         raise ValueError(f"row {row} would outgrow the cache by {int(over[row])} tokens: give `generate` (or `prefill`) "
@@ -144,14 +149,15 @@ def check_room(cache: Cache, counts: Int[np.ndarray, " B"], answer: int = 0) -> 
 
 def decode(
     method: Part, config: ModelConfig, params: Any, cache: Cache, logits: Float[jax.Array, "B V"],
-    max_new_tokens: int, *, bases: Any = None, sampler: Sampler = GREEDY, seeds: Sequence[int] | int = 0,
-    eos: Sequence[int] = (),
+    max_new_tokens: int, *, bases: Any = None, sampler: Sampler = GREEDY,
+    seeds: Sequence[int] | np.ndarray | int = 0, eos: Sequence[int] = (), rows: int | None = None,
 ) -> Iterator[tuple[Int[np.ndarray, "B n"], Cache, Progress]]:
     """Generate after a prefill or a turn, yielding a block of new tokens `[B, n]` (-1: none) at a time.
 
     Args:
         cache: consumed. Each yielded cache is consumed by the next step of the iterator.
         logits: `[B, V]` of the last token.
+        rows: the first ones that are generated; what is yielded of others means nothing. None means all.
 
     Raises:
         ValueError: seeds that are not one for all rows or one a row.
@@ -161,8 +167,9 @@ def decode(
     keys = jax.vmap(jax.random.key)(jnp.asarray(row_seeds(seeds, cache.layout.batch)))
     eos = tuple(eos)
     token = sample(sampler, logits, keys, cache.length)
-    done = jnp.any(token[:, None] == jnp.asarray(eos, jnp.int32)[None], axis=1)
-    progress = Progress(token, done, jnp.any(jnp.isnan(logits), axis=-1))
+    idle = jnp.asarray(np.arange(len(token)) >= (len(token) if rows is None else rows))
+    done = idle | jnp.any(token[:, None] == jnp.asarray(eos, jnp.int32)[None], axis=1)
+    progress = Progress(token, done, ~idle & jnp.any(jnp.isnan(logits), axis=-1))
     stop_on_fault(cache, progress, 0)
     if int(to_host(cache.pending)):  # tokens were appended since the last refresh: a whole block may not fit any more
         cache = refresh(method, cache, bases=bases)
@@ -188,7 +195,7 @@ def stop_on_fault(cache: Cache, progress: Progress, step: int) -> None:
         raise Fault(f"{cache.method.name}: {found}, {'at prefill' if step == 0 else f'by decode step {step}'}")
 
 
-def row_seeds(seeds: Sequence[int] | int, rows: int) -> UInt32[np.ndarray, " B"]:
+def row_seeds(seeds: Sequence[int] | np.ndarray | int, rows: int) -> UInt32[np.ndarray, " B"]:
     """A seed for each row, uint32 `[B]`.
 
     Raises:
@@ -206,8 +213,8 @@ def generate(
     model: Any, method: Part | str, prompts: str | Sequence[str] | Sequence[Sequence[int]], *, bases: Any = None,
     max_new_tokens: int = 64, temperature: float = 0.0, top_k: int | None = None, top_p: float = 1.0,
     seeds: Sequence[int] | int = 0, stop_at_eos: bool = True, cache: Cache | Generation | None = None,
-    block: int | None = None, capacity: int | None = None, dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
-    on_tokens: Callable[[Int[np.ndarray, "B n"]], None] | None = None,
+    batch: int | None = None, block: int | None = None, capacity: int | None = None, dtype: Any = None,
+    mesh: jax.sharding.Mesh | None = None, on_tokens: Callable[[Int[np.ndarray, "B n"]], None] | None = None,
 ) -> Generation:
     """Generate from a compressed cache.
 
@@ -223,42 +230,42 @@ def generate(
         stop_at_eos: end a row at the model's end-of-sequence tokens.
         cache: continue a conversation: `prompts` is the next turn. With the `Generation` of the turn before, its last
             token, which no cache holds yet, is put in front; with a bare cache, `prompts` must hold all that is new.
-            The cache is kept, not consumed; block, capacity, dtype and mesh are its own.
+            The cache is kept, not consumed; batch, block, capacity, dtype and mesh are its own.
+        batch: rows of the cache, by default one for each prompt. Those beyond the prompts stay empty, so that calls
+            with 1 to `batch` prompts share their compiled programs; each takes the bytes and the time of a row, and
+            `take_rows` leaves it out.
         block: decode steps between two refreshes, `DEFAULT_BLOCK` by default.
         capacity: longest conversation, in tokens. By default the padded prompts, `max_new_tokens` and room for one more
             turn, `NEXT_TURN` tokens and as long an answer, within the model's context. Free slots take bytes: where no
             turn follows, prompt and `max_new_tokens` are enough; several turns need more, from the first one on.
         dtype: of the cache, `default_cache_dtype()` (bfloat16) by default.
         mesh: lay the cache out over these devices, see `prefill`; the model must lie on the same mesh.
-        on_tokens: called with each block of new tokens `[B, n]` (-1: none) as soon as it is there.
+        on_tokens: called with each block of new tokens `[prompts, n]` (-1: none) as soon as it is there.
 
     Raises:
-        ValueError: empty prompts, prompts and new tokens beyond the capacity or the model's context, `max_new_tokens`
-            below 1, or a spec that spells no method.
+        ValueError: empty prompts, more of them than `batch`, prompts and new tokens beyond the capacity or the model's
+            context, `max_new_tokens` below 1, or a spec that spells no method.
     """
     check_int("max_new_tokens", max_new_tokens, 1)
-    for name, value in (("block", block), ("capacity", capacity)):
+    for name, value in (("batch", batch), ("block", block), ("capacity", capacity)):
         if value is not None:
             check_int(name, value, 1)
     method, rows = as_method(method), encode_prompts(model, prompts)
     config, params = model.config, model.params
     sampler, eos = Sampler(temperature, top_k, top_p), config.eos_ids if stop_at_eos else ()
-    row_seeds(seeds, len(rows))
+    count, own_seeds = len(rows), row_seeds(seeds, len(rows))
     if cache is not None:
-        held = (cache.cache if isinstance(cache, Generation) else cache).layout
-        if len(rows) != held.batch:
-            raise ValueError(f"prompts has {len(rows)} rows: the conversation that they continue has {held.batch}")
-        wanted = {"block": block, "capacity": capacity, "dtype": dtype and jnp.dtype(dtype).name, "mesh": mesh}
-        for name, value in wanted.items():
-            if value is not None and value != getattr(held, name):
-                raise ValueError(f"{name}={value!r}: the conversation goes on in its cache, which was made with "
-                                 f"{getattr(held, name)!r}")
+        _check_continued(cache, count, {"batch": batch, "block": block, "capacity": capacity, "mesh": mesh,
+                                        "dtype": dtype and jnp.dtype(dtype).name})
+    elif batch is not None and count > batch:
+        raise ValueError(f"batch={batch}: there are {count} prompts; it must be at least that")
     if isinstance(cache, Generation):
-        rows = [[int(token), *row] for token, row in zip(cache.last, rows, strict=True)]
+        rows = [[token, *row] for token, row in zip(to_host(cache.last).tolist(), rows, strict=True)]
         cache = cache.cache
     if cache is not None:
         check_room(cache, np.array([len(row) for row in rows]), max_new_tokens - 1)  # the last token drawn is not cached
-        state, logits = ingest(method, config, params, fork(cache), rows, bases=bases)
+        rows = rows + [[]] * (cache.layout.batch - count)
+        state, logits = _ingest(method, config, params, fork(cache), rows, bases)
     else:
         longest = config.context - max_new_tokens
         if longest < 1:
@@ -271,7 +278,7 @@ def generate(
                                  f"{needed}")
             longest = min(longest, capacity - max_new_tokens + 1)
         check_lengths(rows, longest, max_new_tokens, config.context)
-        tokens, lengths = pad_prompts(rows, longest)
+        tokens, lengths = pad_prompts(rows + [[0]] * ((batch or count) - count), longest)
         if capacity is None:
             capacity = min(tokens.shape[1] + 2 * max_new_tokens + NEXT_TURN, config.context)
         state, logits = prefill(
@@ -280,69 +287,25 @@ def generate(
         )
     blocks, progress = [], None
     for new, state, progress in decode(  # noqa: B007, B020
-        method, config, params, state, logits, max_new_tokens, bases=bases, sampler=sampler, seeds=seeds, eos=eos
+        method, config, params, state, logits, max_new_tokens, bases=bases, sampler=sampler, eos=eos, rows=count,
+        seeds=np.pad(own_seeds, (0, state.layout.batch - count)),
     ):
-        blocks.append(new)
+        blocks.append(new[:count])
         if on_tokens is not None:
-            on_tokens(new)
+            on_tokens(new[:count])
     out = [[int(t) for t in row if t >= 0 and t not in eos] for row in np.concatenate(blocks, axis=1)]
     texts = None if model.tokenizer is None else [model.tokenizer.decode(row) for row in out]
     assert progress is not None
-    return Generation(out, texts, state, progress.token)
+    return Generation(out, texts, state, jax.device_put(to_host(progress.token)[:count]))
 
 
-def encode_prompts(model: Any, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
-    """Rows of ids from texts or ids.
-
-    Raises:
-        ValueError: no prompt, an empty one, or an id outside the vocabulary.
-    """
-    if not isinstance(prompts, Iterable):
-        raise ValueError(f"prompts={short(prompts)}: must be a text, several, or rows of ids")
-    rows = [prompts] if isinstance(prompts, str) else list(prompts)
-    if not rows:
-        raise ValueError("prompts is empty: give at least one")
-    ids = []
-    for i, row in enumerate(rows):
-        if isinstance(row, str):
-            if model.tokenizer is None:
-                raise ValueError("this model has no tokenizer: give prompts as lists of ids")
-            row = model.tokenizer.encode(row)
-        try:
-            row = [operator.index(t) for t in row]
-        except TypeError as error:
-            raise ValueError(f"prompts[{i}]={short(row)}: must be a text, or a row of ids, which are ints") from error
-        if not row:
-            raise ValueError(f"prompts[{i}] is empty: every prompt needs at least one token")
-        wrong = [t for t in row if not 0 <= t < model.config.vocab_size]
-        if wrong:
-            raise ValueError(f"prompts[{i}] holds id {short(wrong[0])}: ids lie in 0..{model.config.vocab_size - 1}")
-        ids.append(row)
-    return ids
-
-
-def check_lengths(rows: Sequence[Sequence[int]], longest: int, max_new_tokens: int, context: int) -> None:
-    """Raise ValueError, with what helps, where a prompt has more than `longest` tokens."""
-    lengths = [len(row) for row in rows]
-    row = int(np.argmax(lengths))
-    if lengths[row] > longest:
-        more = context - lengths[row]
-        remedy = f"max_new_tokens must be at most {more}, or the prompt shorter" if more > 0 else "give a shorter prompt"
-        raise ValueError(f"prompts[{row}] has {lengths[row]} tokens: with max_new_tokens={max_new_tokens} it may have "
-                         f"{longest}, for the model's context is {context}; {remedy}")
-
-
-def pad_prompts(
-    rows: Sequence[Sequence[int]], longest: int
-) -> tuple[Int[jax.Array, "B S"], Int[jax.Array, " B"]]:
-    """Rows padded on the right to one width, a multiple of `PAD_TO` where `longest` allows; tokens and lengths.
-
-    Args:
-        rows: none of more than `longest` tokens.
-    """
-    lengths = [len(row) for row in rows]
-    width = min(-(-max(lengths) // PAD_TO) * PAD_TO, longest)
-    tokens = np.zeros((len(rows), width), np.int32)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = row
-    return jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32)
+def _check_continued(cache: Cache | Generation, count: int, wanted: dict[str, Any]) -> None:
+    """Raise ValueError unless `count` prompts can continue a conversation, in a cache that is as `wanted`."""
+    held = (cache.cache if isinstance(cache, Generation) else cache).layout
+    rows = len(cache.tokens) if isinstance(cache, Generation) else held.batch
+    if count != rows:
+        raise ValueError(f"prompts has {count} rows: the conversation that they continue has {rows}")
+    for name, value in wanted.items():
+        if value is not None and value != getattr(held, name):
+            raise ValueError(f"{name}={value!r}: the conversation goes on in its cache, which was made with "
+                             f"{getattr(held, name)!r}")

@@ -31,7 +31,7 @@ from lowrank_kv_jax.method.layout import DEFAULT_BLOCK, layout_of
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.group_bases import bases_of_group
 from lowrank_kv_jax.methods.parse import as_method
-from lowrank_kv_jax.storage.sharding import replicate
+from lowrank_kv_jax.storage.sharding import check_mesh, replicate
 from lowrank_kv_jax.storage.state import leaf, state, static
 
 
@@ -39,12 +39,12 @@ from lowrank_kv_jax.storage.state import leaf, state, static
 class LayerPlan:
     """How a layer, or a group of layers that share a store, is cached; read-only, made by `plan_layers`.
 
-    Its layout is that of `prefill_layer`; a cache whose rows were taken, inserted or repeated has one of its own.
+    It serves any number of rows: that of a cache is its own.
 
     Attributes:
         bases: what the method knows of the group.
         method: how it compresses.
-        layout: the static shape of the cache.
+        layout: the static shape of the cache, of one row (of as many as the mesh cuts apart).
         windows: sliding window of each layer of the group.
     """
 
@@ -83,9 +83,8 @@ class LayerCache:
 
 
 def plan_layers(
-    method: Part | str, spec: AttentionSpec, *, prompt: int, capacity: int | None = None, batch: int = 1,
-    block: int = DEFAULT_BLOCK, dtype: Any = None, bases: Sequence[Any] | None = None,
-    mesh: jax.sharding.Mesh | None = None,
+    method: Part | str, spec: AttentionSpec, *, prompt: int, capacity: int | None = None, block: int = DEFAULT_BLOCK,
+    dtype: Any = None, bases: Sequence[Any] | None = None, mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[LayerPlan, ...]:
     """A plan for each group of layers, in the order of the layers: for most methods one for each layer.
 
@@ -94,7 +93,6 @@ def plan_layers(
         spec: the decoder's attention.
         prompt: length that prompts are padded to, on the right.
         capacity: longest sequence, the prompt included; the prompt and one block more by default.
-        batch: rows.
         block: tokens that may be appended between two refreshes.
         dtype: of the cache, `default_cache_dtype()` by default.
         bases: what `Calibrator.bases` returned, where the method is calibrated.
@@ -108,7 +106,8 @@ def plan_layers(
     if isinstance(prompt, int) and prompt < 1:
         raise ValueError(f"prompt={prompt}: must be at least 1; what is appended needs something to be appended to")
     method.validate(spec)
-    layout = layout_of(spec, batch, prompt, capacity, block, dtype, mesh)
+    rows = 1 if mesh is None else mesh.shape.get("data", 1)
+    layout = layout_of(spec, rows, prompt, capacity, block, dtype, mesh)
     groups = method.layer_groups(spec)
     windows = (tuple(spec.windows[layer] for layer in group) for group in groups)
     known = bases_of_group(method, spec, replicate(layout.mesh, bases))
@@ -122,15 +121,17 @@ def prefill_layer(
     """The compressed prompt of a layer, which has attended to itself exactly before.
 
     Args:
-        taps: of the prompt, T = `layout.prompt` at positions 0 to T - 1; of each layer where the plan is of several.
+        taps: of any number of prompts, T = `layout.prompt` at positions 0 to T - 1; of each layer where the plan is of
+            several.
         lengths: int32 `[B]` in 1..T; None means that no row is padded.
 
     Raises:
         ValueError: taps or lengths of other shapes than the plan's.
     """
-    layout, given = plan.layout, (taps,) if isinstance(taps, Taps) else tuple(taps)
+    given = (taps,) if isinstance(taps, Taps) else tuple(taps)
     if len(given) != len(plan.windows):
         raise ValueError(f"taps of {len(given)} layers: this plan is of {len(plan.windows)} layers that share a store")
+    layout = _of_rows(plan.layout, given[0].k.shape[0])
     for one in given:
         _check_taps(layout, one, layout.prompt)
     lengths = checked_lengths(lengths, layout.batch, layout.prompt)
@@ -157,7 +158,7 @@ def append_and_attend(
     Raises:
         ValueError: a cache of another plan, taps or counts of other shapes.
     """
-    _check_plan(plan, cache)
+    check_plan(plan, cache)
     tokens = taps.k.shape[1]
     block = next_block(cache, tokens, counts)
     _check_taps(cache.layout, taps, tokens)
@@ -174,7 +175,7 @@ def refresh_layer(plan: LayerPlan, cache: LayerCache) -> LayerCache:
     Raises:
         ValueError: a cache of another plan, or between two layers of a group.
     """
-    _check_plan(plan, cache)
+    check_plan(plan, cache)
     if cache.turn:
         raise ValueError(f"refresh after layer {cache.turn} of a group of {len(plan.windows)}: append to all of them "
                          "first")
@@ -188,10 +189,17 @@ def _step(method, layout, place, bases, state, taps, positions, counts):
     return state, partial.out.astype(jnp.float32)
 
 
-def _check_plan(plan: LayerPlan, cache: LayerCache) -> None:
+def check_plan(plan: LayerPlan, cache: LayerCache) -> None:
+    """Raise ValueError unless the cache is of this plan, or of one for the same attention and method."""
     check_method(cache, plan.method)
     if cache.layout.spec != plan.layout.spec:
         raise ValueError("this cache was made for another decoder: its attention differs")
+
+
+def _of_rows(layout: Layout, rows: int) -> Layout:
+    if layout.mesh is not None:
+        check_mesh(layout.mesh, layout.spec, rows)
+    return dataclasses.replace(layout, batch=rows)
 
 
 def _check_taps(layout: Layout, taps: Taps, tokens: int) -> None:

@@ -68,7 +68,8 @@ class KVzip(Budgeted):
         if not self.layered:
             return self.default_bases(spec)
         if moments.votes is None:
-            raise ValueError("kvzip: the moments hold no votes of a second reading; collect them with `moments_for`")
+            raise ValueError("kvzip: the moments hold no votes of a second reading; collect them with `moments_for`, or "
+                             "give a Calibrator taps with `reread`")
         return layer_shares(moments.votes, DEFAULT_KEEP if self.keep is None else self.keep)
 
     def fit_key(self, spec):

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.generation.generate import Generation, Progress, decode_block, generate, pad_prompts
+from lowrank_kv_jax.generation.generate import Generation, Progress, decode_block, generate
+from lowrank_kv_jax.generation.prompts import pad_prompts
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.method.cache import Cache, fork

@@ -6,8 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import PLAIN
+from suites import Loaded
 
 import lowrank_kv_jax as lkv
+from lowrank_kv_jax.calibration.calibrate import moments_for
+from lowrank_kv_jax.calibration.corpus import token_windows
+from lowrank_kv_jax.calibration.layer_votes import EDGES
+from lowrank_kv_jax.generation.forward import read_layer, start_reading
 
 SPEC, LENGTH, COUNTS = PLAIN.attention, 24, (24, 17)
 ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # half-split, of pairs of neighbours
@@ -70,7 +75,6 @@ def test_bases_are_the_methods_and_of_half_split_channels():
 @pytest.mark.parametrize("method, message", [
     ("palu:rank_by=fisher", "palu: its bases read 'fisher' .gradients by the projections.*; give rank_by=uniform"),
     ("transform", "transform: its bases read 'sampled' .*'sensitivity'.*; give sampled=False,metric=attention"),
-    ("kivi:bits=4+kvzip:keep=0.25", "kvzip: its bases read 'votes'.*; give layers=uniform"),
     ("ojakv:rank=9", "rank=9"),
 ])
 def test_what_taps_do_not_show_is_told_before_any_text(method, message):
@@ -98,3 +102,58 @@ def test_taps_that_do_not_fit_are_refused_and_not_summed():
         lkv.Calibrator(SPEC).bases("ojakv:rank=4")
     with pytest.raises(ValueError, match="these moments hold no products of layers 0 to 1"):
         calibrator.bases("transform:metric=plain,group=2,sampled=False")
+
+
+# ---- votes of a second reading --------------------------------------------------------------------------------------
+
+
+def read_twice(model, window):
+    """Taps of each layer of one of the library's models, as a decoder of one's own would show them."""
+    reading = start_reading(model.config, model.params, jnp.asarray(window[None]), jnp.asarray([len(window)]), twice=True)
+    for layer in range(model.config.num_layers):
+        reading, taps = read_layer(model.config, model.params, layer, reading)
+        yield taps
+
+
+def test_votes_are_those_of_the_librarys_own_calibration():
+    model, method, text = Loaded(), lkv.parse_method("kivi:bits=4+kvzip:keep=0.25"), "the quick brown fox jumps; " * 20
+    windows = token_windows(model.tokenizer, [text], 40, 3, 0)
+    calibrator = lkv.Calibrator(SPEC, method)
+    for window in windows:
+        calibrator.add(read_twice(model, window))
+    own = moments_for(model, [method], windows).votes
+    np.testing.assert_array_equal(calibrator.moments().votes, own)
+    assert not (own[0] == own[1]).all()  # layers differ in what they look at
+    assert calibrator.bases(method) == lkv.calibrate(model, method, [text], length=40, windows=3)
+
+
+def voted(seed=0):
+    votes = np.random.default_rng(seed).random((3, 2, SPEC.kv_heads, LENGTH), np.float32) ** 8
+    return votes, [one._replace(reread=jnp.asarray(own)) for one, own in zip(layers(), votes, strict=True)]
+
+
+def test_votes_for_sinks_and_padding_do_not_count():
+    calibrator, both = lkv.Calibrator(SPEC, "kvzip:keep=0.25"), [voted(seed) for seed in (0, 1)]
+    for _, taps in both:
+        calibrator.add(taps, np.asarray(COUNTS))
+    for layer, found in enumerate(calibrator.moments().votes):
+        own = np.concatenate([votes[layer, row, :, 4:n].ravel() for votes, _ in both for row, n in enumerate(COUNTS)])
+        np.testing.assert_allclose(found, [(own > edge).mean() for edge in EDGES], atol=1e-12)
+    assert len(calibrator.bases("kvzip:keep=0.25")) == SPEC.num_layers
+
+
+def test_votes_that_are_missing_are_told():
+    calibrator, (votes, taps) = lkv.Calibrator(SPEC, "kivi:bits=4+kvzip:keep=0.25"), voted()
+    last = lambda reread: [*taps[:2], taps[2]._replace(reread=reread)]  # noqa: E731
+    for given, message in (
+        (layers(), r"taps.reread=None: kvzip reads .*\(prompt_twice, attend_twice\), or give layers=uniform"),
+        (last(None), "taps.reread: 2 layers have it, and the decoder has 3"),
+        (last(jnp.ones((2, 8, LENGTH))), r"layer 2: must be \(2, 4, 24\) .* without their copies, and is \(2, 8, 24\)"),
+        (last(jnp.asarray(votes[2] * np.nan)), "the votes of layer 2 are not finite"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            calibrator.add(given)
+    with pytest.raises(ValueError, match="no text was added"):
+        calibrator.moments()
+    with pytest.raises(ValueError, match="kvzip: the moments hold no votes of a second reading"):
+        summed().bases("kvzip:keep=0.25")

@@ -12,6 +12,7 @@ from helpers import PLAIN, Model, bases_for, model, prompts, small_configuration
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, decode_step, extend, prefill, refresh
 from lowrank_kv_jax.generation.generate import NEXT_TURN, decode, decode_block, generate, ingest
 from lowrank_kv_jax.method import Fault
+from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.method.cache import fork, take_rows
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.methods.parse import parse_method
@@ -208,6 +209,38 @@ def test_a_thousand_tokens_compile_once(name):
         drawn += new.shape[1]
     assert drawn == 1000 and cache.length.tolist() == [1049, 1049]
     assert decode_block._cache_size() == programs + 1
+
+
+def test_fewer_prompts_than_rows_compile_nothing(caplog):
+    """Whatever is compiled, operation by operation too; each row is as without the others, and so is its next turn."""
+    rows, turns = [prompts(1, n, seed=20 + n)[0].tolist() for n in (40, 9, 64, 23)], [[5, 6], [7], [8, 9, 1], [2] * 9]
+    shallow, method = model(dataclasses.replace(PLAIN, num_layers=1, windows=(None,))), "snapkv:keep=0.5,sinks=2,recent=8"
+
+    def say(count, **options):
+        return gen(shallow, method, rows[:count], max_new_tokens=12, seeds=range(count), temperature=0.7, **options)
+
+    def talk(count):
+        first = say(count, batch=4)
+        return first, gen(shallow, method, turns[:count], cache=first, max_new_tokens=5)
+
+    def compiled():
+        return [record.message for record in caplog.records if "ompil" in record.message]
+
+    four = talk(4)
+    with jax.log_compiles():
+        three, one = talk(3), talk(1)
+        assert not compiled()
+        alone = say(3)
+        assert compiled()
+    for some, others, all_of_them in zip(one, three, four, strict=True):
+        assert some.tokens == others.tokens[:1] and others.tokens == all_of_them.tokens[:3]
+        assert others.last.tolist() == all_of_them.last.tolist()[:3]
+    assert three[0].tokens == alone.tokens and cache_bytes(take_rows(three[0].cache, range(3))) == cache_bytes(alone.cache)
+    assert cache_bytes(three[0].cache).smaller == pytest.approx(cache_bytes(alone.cache).smaller, rel=1e-3)
+    with pytest.raises(ValueError, match="batch=2: there are 3 prompts; it must be at least that"):
+        say(3, batch=2)
+    with pytest.raises(ValueError, match="prompts has 4 rows: the conversation that they continue has 3"):
+        gen(shallow, method, turns, cache=three[0])
 
 
 @pytest.mark.parametrize("spec", [

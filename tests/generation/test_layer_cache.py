@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ from lowrank_kv_jax.methods import REGISTRY
 
 SPEC = dataclasses.replace(PLAIN.attention, windows=(None, 24, None))
 PROMPT, TOTAL, BLOCK, LENGTHS = 40, 64, 8, (40, 29)
-SIZES = {"prompt": PROMPT, "capacity": TOTAL, "batch": 2, "block": BLOCK, "dtype": "float32"}
+SIZES = {"prompt": PROMPT, "capacity": TOTAL, "block": BLOCK, "dtype": "float32"}
 SINKS = np.linspace(-1.0, 5.0, SPEC.q_heads, dtype=np.float32)
 append = jax.jit(lkv.append_and_attend, donate_argnums=1)
 refresh = jax.jit(lkv.refresh_layer, donate_argnums=1)
@@ -163,6 +164,23 @@ def test_coefficients_may_lie_on_lanes():
     assert cache.layout.tokens == "lanes"
 
 
+def test_one_plan_serves_any_number_of_rows_and_traces_once_for_each():
+    @jax.jit
+    @chex.assert_max_traces(n=2)
+    def step(plan, cache, taps):
+        return lkv.append_and_attend(plan, cache, taps)
+
+    for rows in (2, 1, 2, 1):
+        plan = plans_for("ojakv")[0]  # made anew, it is the same to a compiled function
+        first = functools.partial(jax.tree.map, lambda x, rows=rows: x[:rows])
+        cache = lkv.prefill_layer(plan, first(prompt_taps()), jnp.asarray(LENGTHS[:rows]))
+        cache, out = step(plan, cache, first(taps_at(jnp.asarray(LENGTHS)[:, None], PROMPT, PROMPT + 1)))
+        np.testing.assert_allclose(out, expected(steps=1)[:rows], atol=3e-5)
+        assert cache.layout.batch == rows
+    with pytest.raises(ValueError, match="batch=0: must be at least 1"):
+        lkv.prefill_layer(plan, jax.tree.map(lambda x: x[:0], prompt_taps()))
+
+
 # ---- layers in a loop -----------------------------------------------------------------------------------------------
 
 
@@ -174,16 +192,25 @@ def test_layers_of_one_kind_are_scanned(name):
     prompts = stack([prompt_taps(spec, seed) for seed in range(3)])
 
     @jax.jit
-    def scanned(plans, taps, new):
-        caches = jax.lax.map(lambda own: lkv.prefill_layer(own[0], own[1], jnp.asarray(LENGTHS)), (plans, taps))
+    def prefilled(plans, taps):
+        return jax.lax.map(lambda own: lkv.prefill_layer(own[0], own[1], jnp.asarray(LENGTHS)), (plans, taps))
+
+    @jax.jit
+    def appended(plans, caches, new):
         return jax.lax.scan(lambda _, own: (None, lkv.append_and_attend(*own)), None, (plans, caches, new))[1]
 
     at = jnp.asarray(LENGTHS)[:, None]
     new = [taps_at(at, PROMPT, PROMPT + 1, spec, seed) for seed in range(3)]
-    _, out = scanned(stack(plans), prompts, stack(new))
+    stacked, tokens = stack(plans), stack(new)
+    caches, out = appended(stacked, prefilled(stacked, prompts), tokens)
     for seed, plan in enumerate(plans):
         cache = lkv.prefill_layer(plan, prompt_taps(spec, seed), jnp.asarray(LENGTHS))
         np.testing.assert_allclose(out[seed], append(plan, cache, new[seed])[1], atol=2e-5)
+    for _ in range(BLOCK - 1):
+        caches, out = appended(stacked, caches, tokens)
+    assert np.isfinite(out).all() and np.isnan(appended(stacked, caches, tokens)[1]).all()  # no refresh in time
+    refreshed = jax.jit(lambda *own: jax.lax.map(lambda one: lkv.refresh_layer(*one), own))(stacked, caches)
+    assert np.isfinite(appended(stacked, refreshed, tokens)[1]).all()
 
 
 # ---- interleaved RoPE -----------------------------------------------------------------------------------------------
@@ -251,7 +278,6 @@ def test_an_attention_that_cannot_be_is_refused(changes, message):
 @pytest.mark.parametrize("changes, message", [
     ({"capacity": 30}, "capacity=30: the prompt has 40 tokens; capacity must be at least that"),
     ({"capacity": 1000}, "capacity=1000: the model's context is 512"),
-    ({"batch": 0}, "batch=0: must be at least 1"),
     ({"block": 0}, "block=0: must be at least 1"),
     ({"prompt": 0}, "prompt=0: must be at least 1"),
 ])

@@ -5,7 +5,9 @@ import shutil
 import types
 
 import helpers
+import jax.numpy as jnp
 
+import lowrank_kv_jax as lkv
 from lowrank_kv_jax import methods
 from lowrank_kv_jax.calibration.corpus import Corpus
 from lowrank_kv_jax.generation.forward import prefill
@@ -28,10 +30,22 @@ def cache_at(path, compress=False):
     return path
 
 
+def plans():
+    return lkv.plan_layers(FULL, helpers.PLAIN.attention, prompt=8, capacity=16)
+
+
+def layers_at(path):
+    q, k = jnp.ones((1, 8, 8, 8)), jnp.ones((1, 8, 4, 8))
+    caches = [lkv.prefill_layer(plan, lkv.Taps(q, k, k, k)) for plan in plans()]
+    lkv.save_layers(path, plans(), caches, "tiny")
+    return path
+
+
 KINDS = {
     "bases": (bases_at, lambda path: load_bases(path, MODEL, OJA)),
     "cache": (cache_at, lambda path: load_cache(path, FULL, MODEL)),
     "compressed": (lambda path: cache_at(path, compress=True), lambda path: load_cache(path, FULL, MODEL)),
+    "layers": (layers_at, lambda path: lkv.load_layers(path, plans(), "tiny")),
 }
 """By name, what makes a save at a path and what reads it."""
 

@@ -68,6 +68,13 @@ TABLES = {
         (("coded", HELD), "bfloat16[1, 4, 8, 16]", f"{HELD}: 'bfloat16[1, 4, 8, 16]', expected"), ((LAYOUT, "dtype"), "float32", HELD),
         ((LAYOUT, "capacity"), 2**28, HELD),
     ),
+    "layers": (
+        (("kind",), "cache", "kind='cache': must be 'layers'"), ((LAYOUT,), [], "layout=[]: must be an object"),
+        ((LAYOUT, "batch"), 2, "does not fit"), ((LAYOUT, "capacity"), 7, "layout: capacity=7: the prompt has 8 tokens"),
+        (("attention",), 5, "attention=5: must be a string"), (("attention",), ..., "the field 'attention' is missing"),
+        (("attention",), "0", "made for another AttentionSpec"), (("bases",), "0", "made with other calibrated bases"),
+        (("method",), "KIVI()", "were made by KIVI(), not by Full()"),
+    ),
 }
 ROWS = [(kind, *row) for kind, table in TABLES.items() for row in (*COMMON, *table)]
 

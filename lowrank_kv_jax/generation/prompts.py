@@ -1,0 +1,71 @@
+"""Prompts as rows of ids of one width."""
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from lowrank_kv_jax.checks.shown import short
+
+PAD_TO = 64  # prompts are padded to multiples of it, so that prompts of similar length share their compiled programs
+
+
+def encode_prompts(model: Any, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+    """Rows of ids from texts or ids.
+
+    Raises:
+        ValueError: no prompt, an empty one, or an id outside the vocabulary.
+    """
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts={short(prompts)}: must be a text, several, or rows of ids")
+    rows = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not rows:
+        raise ValueError("prompts is empty: give at least one")
+    ids = []
+    for i, row in enumerate(rows):
+        if isinstance(row, str):
+            if model.tokenizer is None:
+                raise ValueError("this model has no tokenizer: give prompts as lists of ids")
+            row = model.tokenizer.encode(row)
+        try:
+            row = [operator.index(t) for t in row]
+        except TypeError as error:
+            raise ValueError(f"prompts[{i}]={short(row)}: must be a text, or a row of ids, which are ints") from error
+        if not row:
+            raise ValueError(f"prompts[{i}] is empty: every prompt needs at least one token")
+        wrong = [t for t in row if not 0 <= t < model.config.vocab_size]
+        if wrong:
+            raise ValueError(f"prompts[{i}] holds id {short(wrong[0])}: ids lie in 0..{model.config.vocab_size - 1}")
+        ids.append(row)
+    return ids
+
+
+def check_lengths(rows: Sequence[Sequence[int]], longest: int, max_new_tokens: int, context: int) -> None:
+    """Raise ValueError, with what helps, where a prompt has more than `longest` tokens."""
+    lengths = [len(row) for row in rows]
+    row = int(np.argmax(lengths))
+    if lengths[row] > longest:
+        more = context - lengths[row]
+        remedy = f"max_new_tokens must be at most {more}, or the prompt shorter" if more > 0 else "give a shorter prompt"
+        raise ValueError(f"prompts[{row}] has {lengths[row]} tokens: with max_new_tokens={max_new_tokens} it may have "
+                         f"{longest}, for the model's context is {context}; {remedy}")
+
+
+def pad_prompts(
+    rows: Sequence[Sequence[int]], longest: int
+) -> tuple[Int[jax.Array, "B S"], Int[jax.Array, " B"]]:
+    """Rows padded on the right to one width, a multiple of `PAD_TO` where `longest` allows; tokens and lengths.
+
+    Args:
+        rows: none of more than `longest` tokens.
+    """
+    lengths = [len(row) for row in rows]
+    width = min(-(-max(lengths) // PAD_TO) * PAD_TO, longest)
+    tokens = np.zeros((len(rows), width), np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32)
