@@ -14,7 +14,7 @@ from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
 
 SHORTLIST = (
     "full", "streamingllm:keep=0.25", "static-pca-h:rank=0.6", "ojakv:rank=0.6", "ojakv:rank=0.8",
-    "single-svd:rank=0.25",
+    "single-svd:rank=0.25", "transform:smaller=8,sampled=False",
 )
 LENGTH, WINDOWS = 2048, 4
 _LAST: dict[Any, Moments] = {}

@@ -82,7 +82,7 @@ def test_what_composes_keeps_its_promises(config, codec, selection, summary):
 
 
 @pytest.mark.parametrize("spec", [
-    "transform:bits=2,group=2,sinks=2,recent=4+kvzip:keep=0.5,recent=8",
+    pytest.param("transform:bits=2,group=2,sinks=2,recent=4+kvzip:keep=0.5,recent=8", marks=pytest.mark.slow),
     pytest.param("transform:bits=3,group=2,heads=per_head,rope=post,sinks=2,recent=4+adakv:keep=0.5,recent=8+moments", marks=pytest.mark.slow),
     pytest.param("transform:smaller=2,group=2,sinks=2,recent=4", marks=pytest.mark.slow),
     pytest.param("transform:bits=2,heads=per_head,rope=post,steps=prompt,sinks=2,recent=4+adakv:keep=0.5,recent=8", marks=pytest.mark.slow),

@@ -28,7 +28,7 @@ CASES.append(pytest.param("transform:heads=per_head,steps=prompt,sinks=4,recent=
 @functools.cache
 def results(*names):
     """Of each method, by a process with 8 devices; the device count cannot change after JAX has started."""
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "64", "PYTHONPATH": str(HERE.parent)}
     done = subprocess.run(
         [sys.executable, str(HERE / "sharded_methods.py"), *names], env=env, capture_output=True, text=True, timeout=1200
