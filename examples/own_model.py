@@ -104,11 +104,11 @@ def refresh(plans, caches):
     return [lkv.refresh_layer(plan, cache) for plan, cache in zip(plans, caches, strict=True)]
 
 
-def plan(method, params, texts, **sizes):
+def plan(method, params, texts, dtype=jnp.bfloat16, **sizes):
     """Bases from texts [B, T] where the method is calibrated, and a plan for each of its groups of layers."""
     calibrator, lengths = lkv.Calibrator(SPEC, method), jnp.full(len(texts), texts.shape[1])
     calibrator.add(jax.jit(read)(params, texts, lengths if lkv.parse_method(method).rereads else None)[1])
-    return lkv.plan_layers(method, SPEC, bases=calibrator.bases(method), block=BLOCK, **sizes)
+    return lkv.plan_layers(method, SPEC, bases=calibrator.bases(method, dtype), block=BLOCK, dtype=dtype, **sizes)
 
 
 def main(argv=None):

@@ -109,12 +109,12 @@ def refresh(plans, caches):
     return [lkv.refresh_layer(plan, cache) for plan, cache in zip(plans, caches, strict=True)]
 
 
-def plan(method, model, texts, **sizes):
+def plan(method, model, texts, dtype=jnp.bfloat16, **sizes):
     """Bases from texts [B, T] where the method is calibrated, and a plan for each layer."""
     calibrator, seen = lkv.Calibrator(SPEC, method), jax.jit(read)(model, texts)[1]
     lkv.check_rotation(SPEC, seen[0], jnp.broadcast_to(jnp.arange(texts.shape[1]), texts.shape))
     calibrator.add(seen)
-    return lkv.plan_layers(method, SPEC, bases=calibrator.bases(method), block=BLOCK, **sizes)
+    return lkv.plan_layers(method, SPEC, bases=calibrator.bases(method, dtype), block=BLOCK, dtype=dtype, **sizes)
 
 
 def main(argv=None):

@@ -15,7 +15,8 @@ from helpers import PLAIN, prompts
 from suites import Loaded
 
 import lowrank_kv_jax as lkv
-from lowrank_kv_jax.method import REGISTRY
+from lowrank_kv_jax.methods import REGISTRY
+from lowrank_kv_jax.testing import exact_configuration
 
 FOLDER = Path(__file__).parents[1] / "examples"
 
@@ -77,10 +78,13 @@ def test_the_evaluation(monkeypatch, capsys, tmp_path):
 
 # ---- decoders of one's own: at full rank and budget each token is what the decoder says without a cache ---------------
 
-EXACT = [
-    "full", "ojakv:rank=1.0", "ojakv:rank=1.0,rope=pre+snapkv:keep=1.0", "palu:rank=1.0", "osp:rank=1.0", "xkv:rank=1.0,group=2",
-    "kvzip:keep=1.0", "h2o:keep=1.0+moments", "quest:keep=1.0",
+EXACT = [  # with few exact tokens, so that some are coded
+    "full", "ojakv:rank=1.0,sinks=4,recent=8", "ojakv:rank=1.0,rope=pre,sinks=4,recent=8+snapkv:keep=1.0,recent=8",
+    "palu:rank=1.0,sinks=4,recent=8", "osp:rank=1.0,sinks=4,recent=8", "xkv:rank=1.0,group=2,sinks=4,recent=8", "kvzip:keep=1.0",
+    "h2o:keep=1.0+moments", "quest:keep=1.0",
 ]
+TAPS_ALONE = {"transform": "transform:bits=none,metric=attention,sampled=False"}  # the default reads the whole model
+EVERY_ONE = [TAPS_ALONE.get(name, lkv.spell_method(exact_configuration(REGISTRY[name]))) for name in sorted(REGISTRY)]
 LENGTHS, STEPS = (48, 37), 24
 
 
@@ -111,7 +115,8 @@ def parts(file):
 
 @pytest.mark.parametrize("file, method", [
     *(("own_model.py", method) for method in EXACT),
-    *(("own_model_nnx.py", method) for method in ("full", "ojakv:rank=1.0,rope=pre+snapkv:keep=1.0")),
+    *(("own_model_nnx.py", method) for method in ("full", EXACT[2])),
+    *(pytest.param("own_model.py", method, marks=pytest.mark.slow) for method in EVERY_ONE if method not in EXACT),
 ])
 def test_a_decoder_of_ones_own_is_exact(file, method):
     own, params, tokens, expected = parts(file)
