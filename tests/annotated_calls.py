@@ -12,6 +12,7 @@ from helpers import PLAIN, bases_for
 import lowrank_kv_jax as lkv
 from lowrank_kv_jax.calibration.calibrate import moments_for
 from lowrank_kv_jax.calibration.corpus import token_windows
+from lowrank_kv_jax.calibration.taps import spread
 from lowrank_kv_jax.estimators import (
     ESTIMATORS,
     linalg,
@@ -24,6 +25,7 @@ from lowrank_kv_jax.estimators import (
     whitening,
 )
 from lowrank_kv_jax.estimators.gha_tail import update_tail
+from lowrank_kv_jax.generation.generate import ingest
 from lowrank_kv_jax.generation.sampling import sample
 from lowrank_kv_jax.models.decoder import init_params
 from lowrank_kv_jax.storage import lanes, on_host, positions, quantised, water_filled
@@ -86,7 +88,7 @@ def on_the_host():
     moment = np.diag(np.arange(1.0, 9.0))
     whitening.truncate(moment, 4, np.eye(8)[:, :6], jitter=1e-3)
     rank.rank_for_energy(np.arange(8.0, 0.0, -1.0), 0.9)
-    token_windows(character_tokenizer.Characters(), ["a text" * 9], 8, 2)
+    spread(token_windows(character_tokenizer.Characters(), ["a text" * 9], 8, 2), 4, 2)
     rank_allocation.allocate_ranks(np.array([[1.0, 2.0], [4.0, 1.0]]), 64, 8, 64)
 
 
@@ -96,6 +98,7 @@ def talk():
     first = lkv.generate(tiny, "full", [[1, 2, 3], [4, 5]], max_new_tokens=2, block=2)
     second = lkv.generate(tiny, "full", [[1], [4, 5]], max_new_tokens=1, cache=first)
     lkv.held_tokens(second.cache)
+    ingest(lkv.parse_method("full"), ONE, tiny.params, second.cache, [[1], [2, 3]])
     moments_for(tiny, [lkv.parse_method("ojakv")], np.ones((1, 16), np.int32))
 
 

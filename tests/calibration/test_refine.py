@@ -41,7 +41,7 @@ def errors(method, bases, seed=0):
     ])
 
 
-@pytest.mark.parametrize("spec", [ONE, "transform:bits=2,group=2,heads=per_head,rope=post,means=calibrated,sampled=False"])
+@pytest.mark.parametrize("spec", [pytest.param(ONE, marks=pytest.mark.slow), "transform:bits=2,group=2,heads=per_head,rope=post,means=calibrated,sampled=False"])
 def test_the_error_falls_and_directions_stay_orthonormal(spec, monkeypatch):
     method, bases = fitted(spec, "bfloat16")
     directions = []

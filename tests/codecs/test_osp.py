@@ -98,7 +98,7 @@ def test_nothing_truncated_is_exact_attention_for_any_chunking(chunk, page):
 
 @pytest.mark.parametrize("groups, rope, window, bits, dtype", [
     pytest.param(4, False, None, None, "float32", marks=pytest.mark.slow), (1, True, 700, None, "bfloat16"),
-    pytest.param(4, True, None, 8, "int8", marks=pytest.mark.slow), (2, False, 300, 8, "float8_e4m3fn"),
+    pytest.param(4, True, None, 8, "int8", marks=pytest.mark.slow), pytest.param(2, False, 300, 8, "float8_e4m3fn", marks=pytest.mark.slow),
 ])
 def test_truncated_chunks_equal_softmax_over_what_was_rebuilt(monkeypatch, groups, rope, window, bits, dtype):
     """Section 6: the exact softmax over the approximated logits, applied to the approximated values; several blocks."""
@@ -227,6 +227,7 @@ def test_adapting_loses_less_than_staying():
     assert 2 * losses[0] < losses[1] < losses[2]
 
 
+@pytest.mark.slow
 def test_a_basis_that_still_fits_is_used_again():
     """Adjacent chunks of one subspace share a basis; no bound shares none, a bound of 0 all."""
     used, lost = {}, {}

@@ -194,7 +194,7 @@ def shapes_of(cache):
     return jax.tree.structure(cache), [(x.shape, x.dtype) for x in jax.tree.leaves(cache)]
 
 
-@pytest.mark.parametrize("name", ["full", "streamingllm", "ojakv"])
+@pytest.mark.parametrize("name", ["full", "streamingllm", pytest.param("ojakv", marks=pytest.mark.slow)])
 def test_a_thousand_tokens_compile_once(name):
     config = dataclasses.replace(PLAIN, num_layers=2, windows=(None, None), context=2048)
     method = small_configuration(REGISTRY[name])

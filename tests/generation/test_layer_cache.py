@@ -67,7 +67,8 @@ def expected(spec=SPEC, window=None, steps=16, rotated=None):
     return np.concatenate(rows)
 
 
-EXACT = ["full", "ojakv", "palu", "osp", "h2o", "snapkv", "momentkv", "quest", "static-pca"]
+EXACT = ["full", "ojakv", "snapkv", "quest"]
+EXACT += [pytest.param(name, marks=pytest.mark.slow) for name in ("palu", "osp", "h2o", "momentkv", "static-pca")]
 
 
 def plans_for(name, spec=SPEC, **changes):

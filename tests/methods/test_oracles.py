@@ -128,7 +128,7 @@ def test_transport(size):
     )
 
 
-@pytest.mark.parametrize("spec", ["rank=0.6", "rank=0.6,bits=4", "rank=0.6,bits=8"])
+@pytest.mark.parametrize("spec", ["rank=0.6,bits=4", *(pytest.param(spec, marks=pytest.mark.slow) for spec in ("rank=0.6", "rank=0.6,bits=8"))])
 def test_rows_without_new_tokens_keep_their_coefficients(spec):
     """To the bit, in 16 bits too: bases that are rounded are not quite orthonormal."""
     method = parse_method(f"ojakv:{spec},sinks=2,recent=4")

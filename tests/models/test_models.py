@@ -112,6 +112,7 @@ def smollm2():
         pytest.skip(str(error))
 
 
+@pytest.mark.slow
 def test_smollm2_logits_are_those_of_transformers(smollm2):
     golden = np.load(GOLDENS / "smollm2.npz")
     logits = np.asarray(forward(smollm2.config, smollm2.params, golden["tokens"][None]))[0]
