@@ -41,8 +41,8 @@ QWEN = dataclasses.replace(
 WINDOWED = dataclasses.replace(PLAIN, family="mistral", num_layers=2, windows=(24, None), qkv_bias=True)
 
 
-# Of each kind of state one: what is asked of whole models is asked of the others under -m slow.
-REPRESENTATIVES = {"full", "kivi", "momentkv", "ojakv", "osp", "streamingkv", "xkv"}
+# Verbatim, in bits, packed by head, low rank, across layers: what is asked of whole models is asked of the others under -m slow.
+REPRESENTATIVES = {"full", "kivi", "momentkv", "ojakv", "xkv"}
 
 
 def methods(slow: bool = True):

@@ -202,7 +202,7 @@ def test_values_on_the_host_stay_there_and_give_the_same():
     assert placed(step(state)) == {"store.tokens.v"}
 
 
-@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("compress", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_conversation_with_values_on_the_host(compress, tmp_path):
     """In bfloat16, which a CPU holds as bits: disk, forks, rows, a second turn, and bytes."""
     config = dataclasses.replace(PLAIN, num_layers=1, windows=(None,))

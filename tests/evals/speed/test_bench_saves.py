@@ -14,6 +14,7 @@ from lowrank_kv_jax.methods.parse import parse_method
 FULL = {"full": parse_method("full")}
 
 
+@pytest.mark.slow
 def test_both_forms_are_saved_loaded_timed_and_recorded(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("lowrank_kv_jax.models.load.load_model", lambda *args: Loaded())
     log, folder = tmp_path / "saves.jsonl", tmp_path / "saves"
