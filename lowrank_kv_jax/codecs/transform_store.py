@@ -13,6 +13,7 @@ from lowrank_kv_jax.estimators.bit_allocation import Profile
 from lowrank_kv_jax.method.layout import Layout
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.storage.basis import project
+from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.positions import PerHead
 from lowrank_kv_jax.storage.state import leaf, state, static
 from lowrank_kv_jax.storage.water_filled import WidthRuns, components_of, empty_water_filled
@@ -60,7 +61,7 @@ def empty_store(
         if not own_means:
             return None
         shape = (layout.batch, bases.layers, layout.spec.kv_heads, layout.spec.head_dim)
-        return jnp.broadcast_to(jnp.zeros(()) if of_bases is None else of_bases, shape).astype(layout.dtype)
+        return narrow(jnp.broadcast_to(jnp.zeros(()) if of_bases is None else of_bases, shape), layout.dtype)
 
     def step(index: int) -> jax.Array | None:
         if profile is None or not own_steps:
@@ -83,7 +84,7 @@ def with_means_of(store: Transformed, taps: tuple[Taps, ...], keys: str, weight:
 
     def mean(known: jax.Array, name: str) -> jax.Array:
         sums = [jnp.einsum("bt,btkd->bkd", weight, getattr(tap, name).astype(jnp.float32)) for tap in taps]
-        return ((PRIOR * known.astype(jnp.float32) + jnp.stack(sums, axis=1)) / total).astype(known.dtype)
+        return narrow((PRIOR * known.astype(jnp.float32) + jnp.stack(sums, axis=1)) / total, known.dtype)
 
     return dataclasses.replace(store, k_mean=mean(store.k_mean, keys), v_mean=mean(store.v_mean, "v"))
 
