@@ -99,9 +99,12 @@ def attention_flops(spec: AttentionSpec, tokens: int, rank_k: float, rank_v: flo
 
 def mean_ranks(method: Part, spec: AttentionSpec, length: int, dtype: str) -> tuple[float, float]:
     """Ranks of keys and values of a cross-layer method at a prompt length, means over the groups."""
-    layout = Layout(spec, 1, length, length + DEFAULT_BLOCK, DEFAULT_BLOCK, dtype)
-    ranks = [method.ranks(layout, group) for group in method.default_bases(spec)]  # type: ignore[attr-defined]
-    k, v = np.mean([tuple(r) for r in ranks], axis=0)
+    layout, machine = Layout(spec, 1, length, length + DEFAULT_BLOCK, DEFAULT_BLOCK, dtype), machine_of(method)
+    ranks = []
+    for group in machine.default_bases(spec):
+        store = jax.eval_shape(functools.partial(machine.init, layout, group)).store
+        ranks.append((store.k_basis.shape[-1], store.v_basis.shape[-1]))
+    k, v = np.mean(ranks, axis=0)
     return float(k), float(v)
 
 
