@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import lowrank_kv_jax as lkv
+import lowrank_kv_jax.testing
 from lowrank_kv_jax.estimators.estimator import ESTIMATORS
 from lowrank_kv_jax.method import REGISTRY
 from lowrank_kv_jax.models import load_model, read_config
@@ -103,8 +104,13 @@ def test_quick_start(shelf):
     assert lkv.spell_method(names["smaller"]) == "kivi:bits=4+kvzip:keep=0.25"
 
 
-def test_extending(shelf, capsys):
+@pytest.mark.parametrize("promises", ["named", pytest.param("kept", marks=pytest.mark.slow)])
+def test_extending(shelf, capsys, monkeypatch, promises):
+    checked = []
+    if promises == "named":  # that parts of one's own are checked: tests/testing/test_contract_of_ones_own.py
+        monkeypatch.setattr(lowrank_kv_jax.testing, "check_part", checked.append)
     names = run_page("docs/extending.md")
+    assert checked in ([], [names["LongKeys"], names["Float8"]])
     assert REGISTRY["long-keys"] is names["LongKeys"] and REGISTRY["float8"] is names["Float8"]
     assert ESTIMATORS["power"] is names["PowerIteration"]
     said = capsys.readouterr().out

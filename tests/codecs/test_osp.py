@@ -325,7 +325,7 @@ def test_gamma_scales_the_logits_of_coded_tokens(spec, gamma):
 
 
 @pytest.mark.parametrize("rope, rule", [
-    ("post", "h2o:budget=24,sinks=2,recent=4"),
+    pytest.param("post", "h2o:budget=24,sinks=2,recent=4", marks=pytest.mark.slow),
     pytest.param("pre", "snapkv:budget=24,sinks=2,recent=4+moments", marks=pytest.mark.slow),
 ])
 def test_behind_a_selection_gamma_is_a_longer_key_basis(rope, rule):

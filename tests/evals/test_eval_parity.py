@@ -36,7 +36,7 @@ class Golden:
         return BatchEncoding({"input_ids": GOLDEN["tokens"]})
 
 
-@pytest.mark.parametrize("mode", [pytest.param("sliding", marks=pytest.mark.slow), "stream"])
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.slow) for mode in ("sliding", "stream")])
 def test_perplexity_is_that_of_transformers(smollm2, mode):
     model = dataclasses.replace(smollm2, tokenizer=Golden())
     text = Corpus.of(["whatever"], "golden tokens")

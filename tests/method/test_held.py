@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import BLOCK, PLAIN, PROMPT, bases_for, model, prompts, run, small_configuration
+from helpers import BLOCK, PLAIN, PROMPT, bases_for, methods, model, prompts, run, small_configuration
 
 import lowrank_kv_jax as lkv
 from lowrank_kv_jax.generation.forward import prefill
@@ -21,7 +21,7 @@ def prompt_of(method):
     )[0]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in sorted(REGISTRY)])
+@pytest.mark.parametrize("name", list(methods()))
 def test_every_method_says_what_it_holds_of_a_prompt(name):
     """Of two rows: everything without a selection; with one its exact ends and, between them, what it stores."""
     cache = prompt_of(small_configuration(REGISTRY[name]))

@@ -218,6 +218,7 @@ def test_a_checkpoint_in_mxfp4_is_the_dequantised_one(tmp_path):
         models.load_model(directory)
 
 
+@pytest.mark.slow
 def test_random_weights_have_the_shapes_of_a_checkpoint_s(loaded):
     for name in FAMILIES:
         model = loaded(name)

@@ -15,6 +15,7 @@ def small_buffers(monkeypatch):
     monkeypatch.setitem(kernels.LAST_LEVEL_CACHE, "cpu", 1)
 
 
+@pytest.mark.slow
 def test_every_contender_is_checked_timed_and_recorded(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(kernels, "copy_bandwidth", lambda: 1e9)
     log, figure = tmp_path / "kernels.jsonl", tmp_path / "kernels.png"

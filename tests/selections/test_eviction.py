@@ -288,6 +288,7 @@ def test_a_window_longer_than_the_prompt_and_too_few_bytes_are_refused():
         compose(selection=parse_method("ojakv"))
 
 
+@pytest.mark.slow
 def test_rows_that_wait_keep_their_tokens_where_one_is_evicted_a_step():
     """Heads' budgets are rounded, some upwards: what a row holds beyond the mean is not its leave to evict."""
     method, params, rows = parse_method("momentkv:budget=22,recent=6,schedule=paper"), model().params, 12

@@ -100,6 +100,7 @@ def test_the_best_tokens_of_all_heads_stay():
             assert kept_positions(state, 4) == expected
 
 
+@pytest.mark.slow
 def test_it_composes_and_forks_from_one_prefill():
     """uniform budgets go with a low-rank codec; many methods read the prompt twice together."""
     specs = ["full", "kvzip:keep=0.5", "static-pca-h:rank=1.0,sinks=4,recent=8+kvzip:keep=1.0,allocation=uniform,layers=uniform",

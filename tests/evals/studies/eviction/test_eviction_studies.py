@@ -107,6 +107,7 @@ def test_bytes_are_those_foretold_and_times_are_there():
     assert rows[1].cache_bytes != rows[0].cache_bytes
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_records(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(options, "load_from", lambda args: Loaded())
     monkeypatch.setattr(eviction, "ablation_specs", lambda budget: [f"momentkv:budget={budget}"])
