@@ -117,6 +117,14 @@ def test_extending(shelf, capsys, monkeypatch, promises):
     assert all(spec in said for spec in ("kivi:bits=8+long-keys:keep=0.5+moments", "float8+snapkv:keep=0.5"))
 
 
+def test_parts_of_ones_own_are_files_too():
+    """What the page runs, with the imports that a file needs (ruff knows what is missing)."""
+    blocks = python_of("docs/extending.md")
+    for name, block in zip(("long_keys", "float8_codec", "power_estimator"), blocks[:6:2], strict=True):
+        code = re.sub(r"^(import|from) .*\n", "", block, flags=re.MULTILINE).strip()
+        assert code in (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+
+
 def test_own_model(shelf):
     names = run_page("docs/own-model.md")
     assert names["out"].tokens[0] and names["votes"].shape == (1, 2, 128)
