@@ -116,7 +116,7 @@ def parts(file):
 @pytest.mark.parametrize("file, method", [
     *(("own_model.py", method) for method in EXACT),
     *(("own_model_nnx.py", method) for method in ("full", EXACT[2])),
-    *(pytest.param("own_model.py", method, marks=pytest.mark.slow) for method in EVERY_ONE if method not in EXACT),
+    *(("own_model.py", method) for method in EVERY_ONE if method not in EXACT),
 ])
 def test_a_decoder_of_ones_own_is_exact(file, method):
     own, params, tokens, expected = parts(file)
