@@ -11,6 +11,7 @@ import pytest
 
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.attention.spec import Taps
+from lowrank_kv_jax.generation.forward import extend, prefill, refresh
 from lowrank_kv_jax.method import Layout, Place
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.segments.coded import Coded, transport
@@ -72,6 +73,21 @@ def attend(machine: Any, layout: Layout, bases: Any, state: Any, q: jax.Array, p
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def rebuilt(method: Any, layout: Layout, bases: Any, store: Any) -> Any:
     return method.rebuilt(layout, bases, store)
+
+
+def logits_through_a_cache(method, model, tokens, bases=None, prompt=40, capacity=64, block=10):
+    """Logits `[B, S - prompt + 1, V]` from the prompt's last token on: the rest comes in blocks, each with a refresh."""
+    config, params = model.config, model.params
+    options = {"bases": bases, "capacity": capacity, "block": block, "dtype": jnp.float32}
+    cache, logits = prefill(method, config, params, tokens[:, :prompt], **options)
+    out = [logits[:, None]]
+    for begin in range(prompt, tokens.shape[1], block):
+        cache, logits = extend(
+            method, config, params, cache, tokens[:, begin : begin + block], bases=bases, all_logits=True
+        )
+        cache = refresh(method, cache, bases=bases)
+        out.append(logits)
+    return np.concatenate(out, axis=1)
 
 
 def softmax_attention(q, k, v, mask, scale):

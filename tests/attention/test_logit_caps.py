@@ -12,7 +12,6 @@ from helpers import PLAIN, prompts
 from lowrank_kv_jax.attention.blockwise import logits_of
 from lowrank_kv_jax.attention.importance import window_attention
 from lowrank_kv_jax.calibration.calibrate import collect_moments, fit_bases
-from lowrank_kv_jax.generation.forward import extend, prefill, refresh
 from lowrank_kv_jax.method.votes import prompt_votes, total_attention
 from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.pallas_kernels import dispatch
@@ -54,16 +53,7 @@ def through_cache(spec, config=CAPPED):
     method, model = parse_method(spec), helpers.model(config)
     moments = collect_moments(model, np.asarray(TOKENS)) if method.calibrated else None
     bases = fit_bases(model, method, moments, jnp.float32) if method.calibrated else None
-    options = {"capacity": 64, "block": 10, "dtype": jnp.float32, "bases": bases}
-    cache, logits = prefill(method, config, model.params, TOKENS[:, :40], **options)
-    out = [logits[:, None]]
-    for begin in (40, 50):
-        cache, logits = extend(
-            method, config, model.params, cache, TOKENS[:, begin : begin + 10], bases=bases, all_logits=True
-        )
-        cache = refresh(method, cache, bases=bases)
-        out.append(logits)
-    return np.concatenate(out, axis=1)
+    return helpers.logits_through_a_cache(method, model, TOKENS, bases)
 
 
 @pytest.mark.parametrize("spec", [

@@ -16,7 +16,6 @@ from lowrank_kv_jax.attention.partial import AttnPartial, empty_partial
 from lowrank_kv_jax.attention.sink_logits import probabilities, with_sink
 from lowrank_kv_jax.calibration.backward import attend_exactly
 from lowrank_kv_jax.calibration.calibrate import collect_moments, fit_bases
-from lowrank_kv_jax.generation.forward import extend, prefill, refresh
 from lowrank_kv_jax.method.votes import prompt_votes, total_attention
 from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.pallas_kernels import dispatch
@@ -101,20 +100,10 @@ def model(sinks=3.0):
 
 def through_cache(spec, tiny):
     """Logits `[B, 21, V]` from the prompt's last token on."""
-    method, config = parse_method(spec), tiny.config
-    bases = None
+    method, bases = parse_method(spec), None
     if method.calibrated:
         bases = fit_bases(tiny, method, collect_moments(tiny, np.asarray(TOKENS)), jnp.float32)
-    options = {"capacity": 64, "block": 10, "dtype": jnp.float32, "bases": bases}
-    cache, logits = prefill(method, config, tiny.params, TOKENS[:, :40], **options)
-    out = [logits[:, None]]
-    for begin in (40, 50):
-        cache, logits = extend(
-            method, config, tiny.params, cache, TOKENS[:, begin : begin + 10], bases=bases, all_logits=True
-        )
-        cache = refresh(method, cache, bases=bases)
-        out.append(logits)
-    return np.concatenate(out, axis=1)
+    return helpers.logits_through_a_cache(method, tiny, TOKENS, bases)
 
 
 @functools.cache

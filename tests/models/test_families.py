@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from goldens.tiny_families import COLUMNS, FAMILIES, POSITIONS, mxfp4_codes, tensors_of, write_checkpoint
 from goldens.tiny_models import PREFILL, random_tokens
+from helpers import logits_through_a_cache
 from test_models import GOLDENS, forward
 
 from lowrank_kv_jax import models
 from lowrank_kv_jax.calibration.calibrate import collect_moments
-from lowrank_kv_jax.generation.forward import extend, prefill, refresh
 from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.models import mxfp4
 
@@ -47,19 +47,9 @@ def tokens_of(name):
 
 def through_cache(model, method, tokens):
     """Logits `[B, ., V]` of the prompt's last token and of every one after it."""
-    config, params = model.config, model.params
-    bases = method.fit(config.attention, collect_moments(model, np.asarray(tokens))) if method.calibrated else None
-    cache, logits = prefill(
-        method, config, params, tokens[:, :PREFILL], bases=bases, capacity=96, block=BLOCK, dtype=jnp.float32
-    )
-    out = [logits[:, None]]
-    for begin in range(PREFILL, tokens.shape[1], BLOCK):
-        cache, logits = extend(
-            method, config, params, cache, tokens[:, begin : begin + BLOCK], bases=bases, all_logits=True
-        )
-        cache = refresh(method, cache, bases=bases)
-        out.append(logits)
-    return np.concatenate(out, axis=1)
+    moments = collect_moments(model, np.asarray(tokens)) if method.calibrated else None
+    bases = method.fit(model.config.attention, moments) if method.calibrated else None
+    return logits_through_a_cache(method, model, tokens, bases, PREFILL, 96, BLOCK)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -14,7 +14,6 @@ from lowrank_kv_jax.attention.rope import RopeSpec, apply_rope
 from lowrank_kv_jax.calibration.calibrate import collect_moments, iterate_taps
 from lowrank_kv_jax.calibration.sensitivity import collect_sensitivity
 from lowrank_kv_jax.codecs.transform_metrics import attention as attention_metric
-from lowrank_kv_jax.generation.forward import extend, prefill, refresh
 from lowrank_kv_jax.methods.parse import parse_method
 
 FAST = RopeSpec(100.0, 4)
@@ -22,18 +21,9 @@ MIXED = dataclasses.replace(PLAIN, ropes=(PLAIN.rope, None, FAST))
 TOKENS = prompts(2, 60)
 
 
-def through_cache(method, bases=None, config=MIXED, prompt=40):
+def through_cache(method, bases=None, config=MIXED):
     """Logits `[B, 21, V]` from a prompt's last token on."""
-    params = helpers.model(config).params
-    cache, logits = prefill(method, config, params, TOKENS[:, :prompt], bases=bases, capacity=64, block=10, dtype=jnp.float32)
-    out = [logits[:, None]]
-    for begin in (40, 50):
-        cache, logits = extend(
-            method, config, params, cache, TOKENS[:, begin : begin + 10], bases=bases, all_logits=True
-        )
-        cache = refresh(method, cache, bases=bases)
-        out.append(logits)
-    return np.concatenate(out, axis=1)
+    return helpers.logits_through_a_cache(method, helpers.model(config), TOKENS, bases)
 
 
 def fitted(method):
