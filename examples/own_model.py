@@ -47,9 +47,7 @@ def taps(weights, x, positions):
 def causal(own):
     """Exact attention of a prompt to itself, [B, T, N, D]."""
     k, v = (jnp.repeat(x, SPEC.group_size, axis=2) for x in (own.k, own.v))
-    logits = jnp.einsum("btnd,bsnd->bnts", own.q, k) * SPEC.scale
-    logits = jnp.where(jnp.tril(jnp.ones(logits.shape[2:], bool)), logits, -jnp.inf)
-    return jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(logits), v)
+    return jax.nn.dot_product_attention(own.q, k, v, scale=SPEC.scale, is_causal=True)
 
 
 def output(weights, x, attended):
@@ -64,11 +62,9 @@ def read(params, tokens, lengths=None):
         tokens, positions = lkv.prompt_twice(tokens, lengths)
     x = params["embed"][tokens]
     for weights in params["layers"]:
-        own, votes = taps(weights, x, positions), None
-        if lengths is None:
-            attended = causal(own)
-        else:
-            attended, votes = lkv.attend_twice(own.q, own.k, own.v, lengths, **SPEC.logits)
+        own = taps(weights, x, positions)
+        again = None if lengths is None else lkv.attend_twice(own.q, own.k, own.v, lengths, **SPEC.logits)
+        attended, votes = again or (causal(own), None)
         x = output(weights, x, attended)
         seen.append(own.part(slice(size))._replace(reread=votes))
     return norm(x[:, :size]) @ params["head"], seen
@@ -115,14 +111,10 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", default="single-svd:rank=0.5+snapkv:keep=0.5")
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--save", help="a directory: what is decoded goes on from the caches that were saved there")
     args = parser.parse_args(argv)
     params, texts = init(jax.random.key(0)), jax.random.randint(jax.random.key(1), (2, 256), 0, VOCAB)
     plans = plan(args.method, params, texts, prompt=256, capacity=256 + args.tokens)
     caches, logits = prefill(params, plans, texts, jnp.asarray([256, 200]))
-    if args.save:
-        lkv.save_layers(args.save, plans, caches, params)
-        caches = lkv.load_layers(args.save, plans, params)
     said = []
     for step in range(args.tokens):
         if step and step % BLOCK == 0:

@@ -3,7 +3,7 @@
     uv run examples/own_model_nnx.py --method ojakv:rank=0.5,rope=pre
 
 The modules are told how to attend and know of no cache; caches are values beside them. `examples/own_model.py` has the
-same in plain JAX, with a second reading and layers that share a store.
+same in plain JAX.
 """
 
 import argparse
@@ -67,17 +67,25 @@ def init(key):
     return Decoder(nnx.Rngs(key))
 
 
-def read(model, tokens):
-    """Logits [B, T, V] and the taps of each layer, without any cache."""
-    seen = []
+def read(model, tokens, lengths=None):
+    """Logits [B, T, V] and the taps of each layer, without any cache; read a second time where lengths [B] are given."""
+    size, positions, seen = tokens.shape[1], jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), []
+    if lengths is not None:
+        tokens, positions = lkv.prompt_twice(tokens, lengths)
 
-    def causal(taps):
-        seen.append(taps)
-        k, v = (jnp.repeat(x, SPEC.group_size, axis=2) for x in (taps.k, taps.v))
-        return jax.nn.dot_product_attention(taps.q, k, v, scale=SPEC.scale, is_causal=True)
+    def attend(taps):
+        again = None if lengths is None else lkv.attend_twice(taps.q, taps.k, taps.v, lengths, **SPEC.logits)
+        attended, votes = again or (causal(taps), None)
+        seen.append(taps.part(slice(size))._replace(reread=votes))
+        return attended
 
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return model(tokens, positions, [causal] * LAYERS), seen
+    return model(tokens, positions, [attend] * LAYERS)[:, :size], seen
+
+
+def causal(taps):
+    """Exact attention of a prompt to itself, [B, T, N, D]."""
+    k, v = (jnp.repeat(x, SPEC.group_size, axis=2) for x in (taps.k, taps.v))
+    return jax.nn.dot_product_attention(taps.q, k, v, scale=SPEC.scale, is_causal=True)
 
 
 # ---- through a cache ------------------------------------------------------------------------------------------------
@@ -85,8 +93,10 @@ def read(model, tokens):
 
 @jax.jit
 def prefill(model, plans, tokens, lengths):
-    logits, seen = read(model, tokens)
-    caches = [lkv.prefill_layer(plan, taps, lengths) for plan, taps in zip(plans, seen, strict=True)]
+    """Read a prompt exactly and compress it; a plan is of one layer, or of several that share a store."""
+    logits, seen = read(model, tokens, lengths if plans[0].method.rereads else None)
+    layers = iter(seen)
+    caches = [lkv.prefill_layer(plan, [next(layers) for _ in plan.windows], lengths) for plan in plans]
     return caches, jnp.take_along_axis(logits, lengths[:, None, None] - 1, axis=1)
 
 
@@ -96,12 +106,11 @@ def extend(model, plans, caches, tokens):
     new = list(caches)
 
     def through(index, taps):
-        new[index], attended = lkv.append_and_attend(plans[index], caches[index], taps)
+        new[index], attended = lkv.append_and_attend(plans[index], new[index], taps)
         return attended
 
-    attends = [functools.partial(through, index) for index in range(LAYERS)]
-    logits = model(tokens, caches[0].positions(tokens.shape[1]), attends)
-    return new, logits
+    attends = [functools.partial(through, index) for index, plan in enumerate(plans) for _ in plan.windows]
+    return new, model(tokens, caches[0].positions(tokens.shape[1]), attends)
 
 
 @functools.partial(jax.jit, donate_argnames="caches")
@@ -110,8 +119,9 @@ def refresh(plans, caches):
 
 
 def plan(method, model, texts, dtype=jnp.bfloat16, **sizes):
-    """Bases from texts [B, T] where the method is calibrated, and a plan for each layer."""
-    calibrator, seen = lkv.Calibrator(SPEC, method), jax.jit(read)(model, texts)[1]
+    """Bases from texts [B, T] where the method is calibrated, and a plan for each of its groups of layers."""
+    calibrator, lengths = lkv.Calibrator(SPEC, method), jnp.full(len(texts), texts.shape[1])
+    seen = jax.jit(read)(model, texts, lengths if lkv.parse_method(method).rereads else None)[1]
     lkv.check_rotation(SPEC, seen[0], jnp.broadcast_to(jnp.arange(texts.shape[1]), texts.shape))
     calibrator.add(seen)
     return lkv.plan_layers(method, SPEC, bases=calibrator.bases(method, dtype), block=BLOCK, dtype=dtype, **sizes)
