@@ -25,9 +25,12 @@ SPEC, BLOCKS, ROWS = PLAIN.attention, 3, 2
 TOKENS = BLOCKS * BLOCK
 TOLERANCE = 2e-5  # of outputs of order 1, at full rank and budget, in float32
 
-every_method = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.xdist_group(f"arrays-{name}")) for name in sorted(REGISTRY)]
-)
+# run by hand: the same parts as another method's, with other defaults
+ALIKE = {"eigen-n", "eigenattention", "osp-static", "pyramidkv", "scissorhands", "sliding-window", "snapkv", "static-pca-h"}
+every_method = pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.xdist_group(f"arrays-{name}"), *([pytest.mark.slow] if name in ALIKE else [])])
+    for name in sorted(REGISTRY)
+])
 
 
 def activations(seed: int, tokens: int, layers: int, starts=(0, 0), rereads: bool = False) -> tuple[Taps, ...]:

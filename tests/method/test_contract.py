@@ -60,14 +60,14 @@ on_a_model = pytest.mark.parametrize("name", list(methods()))
 # the fields that low-rank methods share, in the combinations that the defaults leave out
 VARIANTS = [
     "ojakv:rank=1.0,rope=pre,heads=joint,sinks=3,recent=5",
-    "ojakv:rank=1.0,normalize=token,recent_of=prompt,sinks=3",
+    pytest.param("ojakv:rank=1.0,normalize=token,recent_of=prompt,sinks=3", marks=pytest.mark.slow),
     "ojakv:rank=1.0,estimator=frequent_directions,sinks=3",
     "static-pca-h:rank=1.0,rope=pre,order=reconstruct,recent_of=prompt,sinks=0,recent=9",
     "static-pca-h:rank=1.0,heads=joint,decoded=exact,sinks=2,recent=0",
-    "static-pca:energy=1.0,heads=joint",
+    pytest.param("static-pca:energy=1.0,heads=joint", marks=pytest.mark.slow),
     "single-svd:rank=1.0,rope=post,heads=per_head,decoded=coded,sinks=1,recent=2",
-    "single-svd:rank=1.0,decoded=coded,recent_of=prompt,order=reconstruct",
-    "streamingllm:keep=none,budget=160,positions=original",
+    pytest.param("single-svd:rank=1.0,decoded=coded,recent_of=prompt,order=reconstruct", marks=pytest.mark.slow),
+    pytest.param("streamingllm:keep=none,budget=160,positions=original", marks=pytest.mark.slow),
     "transform:bits=none,group=2,heads=per_head,rope=post,metric=plain,sinks=1,recent=2",
 ]
 

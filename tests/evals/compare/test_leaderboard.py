@@ -5,6 +5,7 @@ import json
 
 import pytest
 from helpers import PLAIN
+from helpers import model as tiny
 from suites import Loaded, questions
 
 from lowrank_kv_jax.cli import main
@@ -28,7 +29,8 @@ def test_every_method_stands_at_the_ratios_it_reaches():
 
 def test_it_goes_on_and_prints_a_table(tmp_path):
     path = tmp_path / "r.jsonl"
-    model = Loaded(dataclasses.replace(PLAIN, context=2048))
+    one_layer = dataclasses.replace(PLAIN, context=2048, num_layers=1, windows=(None,))
+    model = Loaded(one_layer, tiny(one_layer).params)
     methods = parse_methods(["full", "streamingllm:keep=0.5"])
     args = (path, ("niah_single_1",), (1024,), 1)
     run_leaderboard(model, "tiny", {"full": methods["full"]}, [], *args)
