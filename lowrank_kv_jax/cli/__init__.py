@@ -102,6 +102,13 @@ _NAMES = (errno.ENAMETOOLONG, errno.ELOOP)
 class Parser(argparse.ArgumentParser):
     """One whose mistakes are told like all others."""
 
+    def parse_args(self, args: Sequence[str], namespace: None = None) -> argparse.Namespace:  # pyright: ignore
+        """As of argparse, but an option that there is not is named before the command that is missing."""
+        first = args[0].split("=")[0] if args else ""
+        if first.startswith("-") and not any(known.startswith(first) for known in ("--", *self._option_string_actions)):
+            self.error(f"unrecognized arguments: {args[0]}")
+        return super().parse_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Raise ValueError."""
         raise ValueError(f"{message}; see `{self.prog} --help`")

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
-from lowrank_kv_jax.estimators.rank import rank_for_energy, resolve_rank
+from lowrank_kv_jax.estimators.rank import check_rank, rank_for_energy, resolve_rank
 from lowrank_kv_jax.method.codec import Codec, Tokens
 from lowrank_kv_jax.storage.quantised import TOKEN_BITS
 
@@ -69,7 +69,7 @@ class LowRankFields(Codec):
         for field in ("rank", "rank_k", "rank_v"):
             value = getattr(self, field)
             if value is not None:
-                resolve_rank(field, value, width=np.iinfo(np.int32).max)
+                check_rank(field, value)
         if self.energy is None and self.rank is None and (self.rank_k is None or self.rank_v is None):
             raise ValueError("rank=None: give rank, or rank_k and rank_v, or energy")
         if self.energy is not None:

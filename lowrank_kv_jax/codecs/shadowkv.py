@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.partial import AttnPartial, merge
 from lowrank_kv_jax.attention.spec import AttentionSpec
-from lowrank_kv_jax.estimators.rank import resolve_rank
+from lowrank_kv_jax.estimators.rank import check_rank, resolve_rank
 from lowrank_kv_jax.estimators.subspace_iteration import gram, leading_subspace
 from lowrank_kv_jax.method import Layout, register
 from lowrank_kv_jax.method.codec import Codec, Ends, hold
@@ -117,7 +117,7 @@ class ShadowKV(Codec):
 
     def __post_init__(self):
         super().__post_init__()
-        resolve_rank("rank", self.rank, width=1 << 28)
+        check_rank("rank", self.rank)
         if (self.budget is None) == (self.keep is None):
             raise ValueError(f"budget={self.budget!r}, keep={self.keep!r}: give exactly one of them")
         for field, least in (("budget", 1), ("page", 1), ("outliers", 0), ("sinks", 0), ("recent", 0)):

@@ -20,7 +20,7 @@ from lowrank_kv_jax.codecs.layer_groups import (
     stride_groups,
 )
 from lowrank_kv_jax.codecs.lowrank import tile_for
-from lowrank_kv_jax.estimators.rank import rank_multiple, resolve_rank
+from lowrank_kv_jax.estimators.rank import check_rank, rank_multiple, resolve_rank
 from lowrank_kv_jax.estimators.rank_for_bytes import largest_rank
 from lowrank_kv_jax.estimators.subspace_iteration import gram, leading_subspace
 from lowrank_kv_jax.method import Layout, register
@@ -124,7 +124,7 @@ class XKV(TokenCodec):
             raise ValueError(f"rank_k={self.rank_k!r}, rank_v={self.rank_v!r}: give both or none")
         for field in ("rank", "rank_k", "rank_v", "rebuild"):
             if getattr(self, field) is not None:
-                resolve_rank(field, getattr(self, field), width=1 << 30)
+                check_rank(field, getattr(self, field))
         if all(x is None for x in (self.rank, self.rank_k, self.table, self.smaller)):
             raise ValueError("rank=None: give rank, or rank_k and rank_v, or table, or smaller")
         if self.smaller is not None and not self.smaller > 0:

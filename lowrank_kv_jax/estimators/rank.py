@@ -16,6 +16,20 @@ def rank_multiple(width: int) -> int:
     return 1 if width < 64 else 8 if width < 128 else 16
 
 
+def check_rank(field: str, value: int | float) -> None:
+    """What can be asked of a rank before the width is known; `field` is named in errors.
+
+    Raises:
+        ValueError: an int below 1, a float outside of (0, 1]; TypeError: neither int nor float.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer):
+        raise TypeError(f"{field}={value!r}: allowed is an int, or a float in (0, 1]")
+    if isinstance(value, float) and not 0 < value <= 1:
+        raise ValueError(f"{field}={value!r}: a fraction must lie in (0, 1] (an int counts columns)")
+    if value < 1 and not isinstance(value, float):
+        raise ValueError(f"{field}={value!r}: must be at least 1 column, or a fraction in (0, 1]")
+
+
 def resolve_rank(field: str, value: int | float, width: int) -> int:
     """Number of basis columns.
 
@@ -29,17 +43,14 @@ def resolve_rank(field: str, value: int | float, width: int) -> int:
     Raises:
         ValueError: outside of that; TypeError: neither int nor float.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer):
-        raise TypeError(f"{field}={value!r}: allowed is an int, or a float in (0, 1]")
+    check_rank(field, value)
     if isinstance(value, float):
-        if not 0 < value <= 1:
-            raise ValueError(f"{field}={value!r}: a fraction must lie in (0, 1] (an int counts columns)")
         wanted, multiple = value * width, rank_multiple(width)
         if multiple > 8 and math.isclose(wanted, 8 * round(wanted / 8)):
             multiple = 8
         nearest = multiple * max(1, math.floor(wanted / multiple + 0.5))
         return width if value == 1 else min(nearest, width)
-    if not 1 <= value <= width:
+    if value > width:
         raise ValueError(f"{field}={value!r}: must lie in 1..{width}, the width of the basis")
     return int(value)
 

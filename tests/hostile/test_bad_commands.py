@@ -9,6 +9,7 @@ from commands import refused_command
 
 TABLE = (  # arguments, where {d} is a directory with the files of `place`, and words
     ("", "required: COMMAND"),
+    ("--nothing", "unrecognized arguments: --nothing"),
     ("nothing", "invalid choice: 'nothing'"),
     ("--import", "--import '': expected the name of a module"),
     ("--import no_such_module methods", "--import no_such_module: ModuleNotFoundError"),

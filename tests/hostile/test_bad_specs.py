@@ -12,7 +12,7 @@ TABLE = (
     ("ojakv:rank", "'rank' is not of the form field=value; presets of ojakv: paper"),
     ("ojakv:rank=", "ojakv: rank='' is not int or float or None"),
     ("ojakv:rank=x", "ojakv: rank='x' is not int or float or None"),
-    ("ojakv:rank=0", "rank=0: must lie in 1.."),
+    ("ojakv:rank=0", "rank=0: must be at least 1 column, or a fraction in (0, 1]"),
     ("ojakv:rank=1.5", "rank=1.5: a fraction must lie in (0, 1]"),
     ("ojakv:rank=nan", "rank=nan: must be a finite number"),
     ("ojakv:rank=-0.5", "rank=-0.5: a fraction must lie in (0, 1]"),
