@@ -1,17 +1,22 @@
 """Online-softmax attention over blocks of tokens in plain XLA: O(length) work over buffers of any capacity."""
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lowrank_kv_jax.attention.partial import AttnPartial, from_sums
 
 MASKED = -1e30  # not -inf: a row that has seen nothing yet must not make exp(inf - inf)
 
+# Keys or values of a block, whole or as columns that stand side by side.
+Columns = jax.Array | tuple[jax.Array, ...]
+
 # (block index) -> keys [B, J, S, Dk], values [B, J, S, Dv], visible bool [B, 1 or T, S], or where heads or the query
 # heads of a head (G = N / J) see different tokens, anything that broadcasts to [B, J, T, G, S]
-ReadBlock = Callable[[jax.Array | int], tuple[jax.Array, jax.Array, jax.Array]]
+ReadBlock = Callable[[jax.Array | int], tuple[Columns, Columns, jax.Array]]
 
 
 def logits_of(products: jax.Array, scale: float, cap: float | None) -> jax.Array:
@@ -47,8 +52,7 @@ def blockwise_attention(
     def step(i, carry):
         top, total, out = carry
         keys, values, visible = read_block(i)
-        logits = jnp.einsum(product, q, keys.astype(q.dtype), preferred_element_type=jnp.float32)
-        logits = logits_of(logits, scale, cap)
+        logits = logits_of(_products(product, q, _parts(keys), -2 if tokens_last else -1), scale, cap)
         visible = visible[:, None, :, None] if visible.ndim == 3 else visible
         mask = jnp.broadcast_to(visible, (batch, visible.shape[1], queries, per_head, visible.shape[-1]))
         mask = mask.reshape(batch, visible.shape[1], rows, -1)
@@ -58,10 +62,10 @@ def blockwise_attention(
         weights = jnp.exp(logits - jnp.where(new_top == MASKED, 0.0, new_top)[..., None])
         shrink = jnp.exp(top - new_top)
         # values that all heads share make one product with all rows, and no copy for each head
-        shared = "bjms,bjsd->bjmd" if values.shape[1] == shared_heads else "bjms,bxsd->bjmd"
-        added = jnp.einsum(
-            shared, weights.astype(q.dtype), values.astype(q.dtype), preferred_element_type=jnp.float32
-        )
+        values = _parts(values)
+        shared = "bjms,bjsd->bjmd" if values[0].shape[1] == shared_heads else "bjms,bxsd->bjmd"
+        weighted = functools.partial(jnp.einsum, shared, weights.astype(q.dtype), preferred_element_type=jnp.float32)
+        added = jnp.concatenate([weighted(x.astype(q.dtype)) for x in values], axis=-1)
         return new_top, total * shrink + weights.sum(-1), out * shrink[..., None] + added
 
     carry = (
@@ -77,6 +81,21 @@ def blockwise_attention(
         return x.swapaxes(1, 2).reshape(batch, queries, heads, *x.shape[4:])
 
     return from_sums(heads_last(top), heads_last(total), heads_last(out))
+
+
+def _parts(x: Columns) -> tuple[jax.Array, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+def _products(product: str, q: jax.Array, keys: tuple[jax.Array, ...], axis: int) -> jax.Array:
+    """Of queries `[B, J, M, Dk]` and all columns of the keys, which lie along `axis`: float32 `[B, J, M, S]`."""
+    widths = [x.shape[axis] for x in keys]
+    queries = jnp.split(q, np.cumsum(widths)[:-1], axis=-1)
+    parts = [
+        jnp.einsum(product, some, x.astype(q.dtype), preferred_element_type=jnp.float32)
+        for some, x in zip(queries, keys, strict=True)
+    ]
+    return functools.reduce(jnp.add, parts)
 
 
 def spread_heads(x, heads):

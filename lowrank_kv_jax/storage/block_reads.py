@@ -36,6 +36,16 @@ def slice_block(buffer: Any, start: Int[jax.Array, ""] | int, block: int = BLOCK
     return jax.lax.dynamic_slice_in_dim(buffer, start, min(block, buffer.shape[2]), axis=2)
 
 
+def slice_parts(
+    buffer: Any, start: Int[jax.Array, ""] | int, block: int = BLOCK
+) -> tuple[Float[jax.Array, "..."], ...]:
+    """The same as columns that stand side by side `[B, J, min(block, S), .]`: one array, unless the storage has
+    `read_parts`, because putting them into one would cost more than a product with each."""
+    if hasattr(buffer, "read_parts"):
+        return buffer.read_parts(start, min(block, buffer.shape[2]))
+    return (slice_block(buffer, start, block),)
+
+
 def gather_blocks(stored: Any, starts: Int[jax.Array, "B U C"], size: int) -> Float[jax.Array, "B U C*{size} R"]:
     """Tokens `[B, U, C * size, R]` of a storage of J heads, U a multiple of J, from `starts` `[B, U, C]` on.
 

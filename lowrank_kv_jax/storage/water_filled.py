@@ -50,6 +50,10 @@ class WaterFilled:
         """Tokens `start` to `start + size` in units of their steps, float32 `[B, J, size, R]`."""
         return unpack(jax.lax.dynamic_slice_in_dim(self.codes, start, size, axis=2), self.runs)
 
+    def read_parts(self, start: Int[jax.Array, ""] | int, size: int) -> tuple[Float32[jax.Array, "B J {size} _"], ...]:
+        """The same as columns that stand side by side, run by run."""
+        return unpack_runs(jax.lax.dynamic_slice_in_dim(self.codes, start, size, axis=2), self.runs)
+
     def write_block(self, start: Int[jax.Array, ""] | int, new: Float[jax.Array, "B J T R"]) -> "WaterFilled":
         """Tokens `[B, J, T, R]` written from slot `start` on."""
         packed = pack(new, self.runs)
@@ -101,6 +105,12 @@ def pack(x: Float[jax.Array, "*lead R"], runs: WidthRuns) -> UInt8[jax.Array, "*
 
 def unpack(packed: UInt8[jax.Array, "*lead C"], runs: WidthRuns) -> Float32[jax.Array, "*lead R"]:
     """Numbers float32 `[..., R]` in units of their steps, of what `pack` returned: the middles of those steps."""
+    return jnp.concatenate(unpack_runs(packed, runs), axis=-1)
+
+
+def unpack_runs(packed: UInt8[jax.Array, "*lead C"], runs: WidthRuns) -> tuple[Float32[jax.Array, "..."], ...]:
+    """The same run by run, float32 `[..., count]` each. Into one array, side by side, XLA on a CPU writes them element
+    by element, with a branch for each run."""
     parts, begin = [], 0
     for bits, count in runs:
         size = -(-count * bits // 8)
@@ -111,4 +121,4 @@ def unpack(packed: UInt8[jax.Array, "*lead C"], runs: WidthRuns) -> Float32[jax.
             planes = (codes[..., None, :] >> shifts) & jnp.uint8(2**bits - 1)
             codes = planes.reshape(*codes.shape[:-1], -1)[..., :count]
         parts.append(codes.astype(jnp.float32) - middle)
-    return jnp.concatenate(parts, axis=-1)
+    return tuple(parts)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.blockwise import blockwise_attention, spread_heads
 from lowrank_kv_jax.attention.partial import AttnPartial
-from lowrank_kv_jax.storage.block_reads import BLOCK, block_range, block_slots, slice_block, visible_slots
+from lowrank_kv_jax.storage.block_reads import BLOCK, block_range, block_slots, slice_parts, visible_slots
 from lowrank_kv_jax.storage.positions import PerHead
 
 
@@ -29,7 +29,9 @@ def coefficient_attention(q, tokens, *, scale, q_positions, causal, window, cap=
     def read(i):
         start, slots, fresh = block_slots(i, size)
         mask, _ = visible_slots(tokens, slots, fresh, q_positions, causal, window, q.shape[2])
-        keys, values = (spread_heads(slice_block(x, start), heads) for x in (tokens.keys, tokens.values))
+        keys, values = (
+            tuple(spread_heads(part, heads) for part in slice_parts(x, start)) for x in (tokens.keys, tokens.values)
+        )
         return keys, values, mask
 
     first, last = block_range(size, tokens.lengths)

@@ -13,7 +13,7 @@ from lowrank_kv_jax.attention.blockwise import blockwise_attention, spread_heads
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.rope import RopeSpec, rope_angles
 from lowrank_kv_jax.storage.basis import reconstruct
-from lowrank_kv_jax.storage.block_reads import block_range, block_slots, slice_block, visible_slots
+from lowrank_kv_jax.storage.block_reads import block_range, block_slots, slice_block, slice_parts, visible_slots
 from lowrank_kv_jax.storage.positions import Runs
 
 LARGEST = 2048  # tokens of a block: every block costs some time of its own, measured fastest on XLA's CPU backend
@@ -36,8 +36,8 @@ def rotary_coefficient_attention(
     def read(i):
         start, slots, fresh = block_slots(i, size, block)
         mask, positions = visible_slots(tokens, slots, fresh, q_positions, causal, window, heads)
-        codes, values = (slice_block(x, start, block).astype(q.dtype) for x in (tokens.keys, tokens.values))
-        keys = _rebuild(basis, codes)
+        keys = _rebuild(basis, slice_block(tokens.keys, start, block).astype(q.dtype))
+        values = slice_parts(tokens.values, start, block)
         if key_mean is not None:
             keys = keys + _heads_inside(key_mean.reshape(*key_mean.shape[:-2], groups, -1, 1), kv_heads).astype(q.dtype)
         if rope is not None:
@@ -45,8 +45,9 @@ def rotary_coefficient_attention(
         keys = keys if few else keys.swapaxes(2, 3)
         keys = keys.reshape(batch, shared, -1, keys.shape[-1])
         if value_basis is not None:
-            values = reconstruct(value_basis, values, kv_heads)
-        return keys, values if values.shape[1] == 1 else spread_heads(values, shared), _of_heads(mask, shared, heads)
+            values = (reconstruct(value_basis, jnp.concatenate(values, axis=-1).astype(q.dtype), kv_heads),)
+        values = tuple(x if x.shape[1] == 1 else spread_heads(x, shared) for x in values)
+        return keys, values, _of_heads(mask, shared, heads)
 
     value_dim = tokens.values.shape[-1] if value_basis is None else dim
     first, last = block_range(size, tokens.lengths, block=block)
