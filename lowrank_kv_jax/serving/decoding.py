@@ -26,10 +26,10 @@ class Seats(NamedTuple):
         draws: how each row draws.
     """
 
-    token: Int[jax.Array, " B"]
-    active: Bool[jax.Array, " B"]
-    left: Int[jax.Array, " B"]
-    stops: Int[jax.Array, "B E"]
+    token: Int[jax.Array | np.ndarray, " B"]
+    active: Bool[jax.Array | np.ndarray, " B"]
+    left: Int[jax.Array | np.ndarray, " B"]
+    stops: Int[jax.Array | np.ndarray, "B E"]
     draws: Draws
 
 

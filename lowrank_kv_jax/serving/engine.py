@@ -9,7 +9,7 @@ import jax
 from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.method.accounting import nbytes
-from lowrank_kv_jax.method.layout import DEFAULT_BLOCK
+from lowrank_kv_jax.method.layout import DEFAULT_BLOCK, Layout
 from lowrank_kv_jax.methods.parse import as_method
 from lowrank_kv_jax.serving.plan import parse_bytes
 from lowrank_kv_jax.serving.pool import Parts, Pool
@@ -112,6 +112,11 @@ class Engine:
     def slots(self) -> tuple[int, ...]:
         """Rows that requests may sit in, of each prompt length."""
         return tuple(pool.rows.slots for pool in self._pools)
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Of each prompt length: the shape of the rows that are filled together."""
+        return tuple(pool.layout for pool in self._pools)
 
     @property
     def bytes(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, Int
 
 from lowrank_kv_jax.attention.spec import Taps
@@ -28,8 +29,8 @@ from lowrank_kv_jax.storage.sharding import constrain, shard_rows
 
 
 def prefill_rows(
-    method: Part, config: ModelConfig, params: Any, cache: Cache, rows: Int[jax.Array, " n"],
-    tokens: Int[jax.Array, "n S"], lengths: Int[jax.Array, " n"], *, bases: Any = None,
+    method: Part, config: ModelConfig, params: Any, cache: Cache, rows: Int[jax.Array | np.ndarray, " n"],
+    tokens: Int[jax.Array | np.ndarray, "n S"], lengths: Int[jax.Array | np.ndarray, " n"], *, bases: Any = None,
 ) -> tuple[Cache, Float[jax.Array, "n V"]]:
     """Prefill n prompts into rows of a cache; whatever these held is gone.
 
@@ -80,8 +81,8 @@ def pad_taps(taps: Taps, tokens: int) -> Taps:
 
 
 def extend_rows(
-    method: Part, config: ModelConfig, params: Any, cache: Cache, rows: Int[jax.Array, " n"],
-    tokens: Int[jax.Array, "n T"], counts: Int[jax.Array, " n"], *, bases: Any = None,
+    method: Part, config: ModelConfig, params: Any, cache: Cache, rows: Int[jax.Array | np.ndarray, " n"],
+    tokens: Int[jax.Array | np.ndarray, "n T"], counts: Int[jax.Array | np.ndarray, " n"], *, bases: Any = None,
 ) -> tuple[Cache, Float[jax.Array, "n V"]]:
     """Append T <= `block` tokens to rows of a cache, and refresh these rows alone.
 
@@ -125,7 +126,7 @@ def _extend(config, method, layout, place, layer, bases, state, rows, x, positio
     return x, constrain(layout.mesh, put(state, own, rows))
 
 
-def refresh_rows(method: Part, cache: Cache, rows: Int[jax.Array, " n"], *, bases: Any = None) -> Cache:
+def refresh_rows(method: Part, cache: Cache, rows: Int[jax.Array | np.ndarray, " n"], *, bases: Any = None) -> Cache:
     """`refresh` of these rows alone; the cache is donated."""
     spec, layout = cache.layout.spec, dataclasses.replace(cache.layout, batch=len(rows))
     of_groups = zip(method.layer_groups(spec), bases_of_group(method, spec, bases), cache.groups, strict=True)
@@ -141,7 +142,7 @@ def _refresh(method, layout, bases, state, rows):
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
 def copy_rows(
-    cache: Cache, rows: Int[jax.Array, " n"], other: Cache, source: Int[jax.Array, " n"]
+    cache: Cache, rows: Int[jax.Array | np.ndarray, " n"], other: Cache, source: Int[jax.Array | np.ndarray, " n"]
 ) -> Cache:
     """The cache, which is donated, with `rows` as are those of `source` in another one: a fork of a shared prefix."""
     return on_mesh(put(cache, rows_of(other, source), rows))

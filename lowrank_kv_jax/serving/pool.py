@@ -155,7 +155,7 @@ class Pool:
 
     def block(self) -> tuple[np.ndarray, dict[int, str]]:
         """A block of steps: the tokens drawn, `[slots, block]`, -1 where none was, and what went wrong by row."""
-        before = self.seats.active.copy()
+        before = np.array(self.seats.active)
         self._cache, block = serve_block(*self.parts[:3], self._cache, self.seats, bases=self.parts.bases)
         tokens, active, broken = map(to_host, block)
         drew = (tokens >= 0).sum(axis=1)

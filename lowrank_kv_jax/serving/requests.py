@@ -1,19 +1,19 @@
 """What is asked of an engine, and what comes of it."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.checks.shown import short
-from lowrank_kv_jax.generation.generate import row_seeds
 from lowrank_kv_jax.generation.prompts import encode_prompts
 from lowrank_kv_jax.generation.sampling import Sampler
 
 MOST_STOPS = 8
 """Tokens that end a request, beside the model's end-of-sequence tokens."""
-FINISHES = ("stop", "length", "cancelled", "fault")
+MOST_SEED = 2**32 - 1
 
 Text = str | Sequence[int]
 """A text, or its ids."""
@@ -54,8 +54,7 @@ class Request:
     def __post_init__(self):
         check_int("max_new_tokens", self.max_new_tokens, 1)
         Sampler(self.temperature, self.top_k, self.top_p)
-        if row_seeds(self.seed, 1).shape != (1,) or not isinstance(self.seed, int):
-            raise ValueError(f"seed={short(self.seed)}: must be an int")
+        check_int("seed", self.seed, 0, MOST_SEED)
         stops = self.stop
         if isinstance(stops, str) or not isinstance(stops, Sequence) or not all(
             isinstance(stop, str) and stop or type(stop) is int for stop in stops
@@ -76,18 +75,19 @@ class Answer:
         tokens: drawn so far, what ends the answer excluded.
         finish: None while it goes on; "stop", "length" (`max_new_tokens` are drawn), "cancelled" or "fault".
         error: what is wrong, of a fault.
-        submitted_s, first_s, finished_s: `time.perf_counter()` when it was submitted, at its first token, at its end.
+        submitted_s, first_s, finished_s: `time.perf_counter()` when it was submitted, at its first token, at its end; NaN
+            before.
     """
 
     def __init__(self, model: Any, request: Request):
         self._model = model
-        texts = (request.prompt,) if request.prefix is None else (request.prefix, request.prompt)
-        *prefix, prompt = encode_prompts(model, list(texts))
+        texts: list[Any] = [text for text in (request.prefix, request.prompt) if text is not None]
+        *prefix, prompt = encode_prompts(model, texts)
         self.request, self.prompt, self.prefix = request, tuple(prompt), tuple(prefix[0]) if prefix else ()
         self.tokens: list[int] = []
         self.finish: str | None = None
         self.error: str | None = None
-        self.submitted_s, self.first_s, self.finished_s = time.perf_counter(), None, None
+        self.submitted_s, self.first_s, self.finished_s = time.perf_counter(), math.nan, math.nan
         self._cut: str | None = None
         vocabulary, eos = model.config.vocab_size, model.config.eos_ids if request.stop_at_eos else ()
         tokens = [stop for stop in request.stop if not isinstance(stop, str)]
@@ -123,7 +123,7 @@ class Answer:
         """For the engine: add what was drawn, and end at what ends it; what is new to it."""
         before = len(self.tokens)
         for token in tokens:
-            self.first_s = self.first_s or time.perf_counter()
+            self.first_s = time.perf_counter() if math.isnan(self.first_s) else self.first_s
             if token in self.stops:
                 self.end("stop")
                 break

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Int
 
 from lowrank_kv_jax.method import Layout, Part
@@ -39,7 +40,7 @@ def empty_cache(method: Part, layout: Layout, bases: Any, copies: int) -> Cache:
     return jax.jit(make)(bases)
 
 
-def taken(tree: _Tree, rows: Int[jax.Array, " n"]) -> _Tree:
+def taken(tree: _Tree, rows: Int[jax.Array | np.ndarray, " n"]) -> _Tree:
     """The rows of every leaf of a state; one that is not there gives the last."""
 
     def take(info, x):
@@ -48,7 +49,7 @@ def taken(tree: _Tree, rows: Int[jax.Array, " n"]) -> _Tree:
     return map_leaves(take, tree)
 
 
-def put(tree: _Tree, new: _Tree, rows: Int[jax.Array, " n"]) -> _Tree:
+def put(tree: _Tree, new: _Tree, rows: Int[jax.Array | np.ndarray, " n"]) -> _Tree:
     """A state with `rows` as they are in `new`; those that are not there, of an index beyond the last, are dropped."""
 
     def write(info, x, y):
@@ -63,7 +64,7 @@ def put(tree: _Tree, new: _Tree, rows: Int[jax.Array, " n"]) -> _Tree:
     return map_leaves(write, tree, new)
 
 
-def rows_of(cache: Cache, rows: Int[jax.Array, " n"]) -> Cache:
+def rows_of(cache: Cache, rows: Int[jax.Array | np.ndarray, " n"]) -> Cache:
     """These rows as a cache of their own, of as many rows."""
     own = taken(cache, rows)
     return on_mesh(dataclasses.replace(own, layout=dataclasses.replace(cache.layout, batch=len(rows))))

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
 
@@ -17,14 +18,14 @@ class Draws(NamedTuple):
         top_p: float32 in (0, 1].
     """
 
-    seed: UInt32[jax.Array, " B"]
-    temperature: Float[jax.Array, " B"]
-    top_k: Int[jax.Array, " B"]
-    top_p: Float[jax.Array, " B"]
+    seed: UInt32[jax.Array | np.ndarray, " B"]
+    temperature: Float[jax.Array | np.ndarray, " B"]
+    top_k: Int[jax.Array | np.ndarray, " B"]
+    top_p: Float[jax.Array | np.ndarray, " B"]
 
 
 def sample_rows(
-    draws: Draws, logits: Float[jax.Array, "B V"], step: Int[jax.Array, " B"]
+    draws: Draws, logits: Float[jax.Array, "B V"], step: Int[jax.Array | np.ndarray, " B"]
 ) -> Int[jax.Array, " B"]:
     """Tokens int32 `[B]` from logits `[B, V]`: of each row what `sample` draws with its sampler, key and step.
 
@@ -61,7 +62,7 @@ def likely(draws: Draws, logits: Float[jax.Array, "B V"]) -> Float[jax.Array, "B
 
 @jax.jit
 def first_tokens(
-    draws: Draws, logits: Float[jax.Array, "n V"], step: Int[jax.Array, " n"]
+    draws: Draws, logits: Float[jax.Array, "n V"], step: Int[jax.Array | np.ndarray, " n"]
 ) -> tuple[Int[jax.Array, " n"], Bool[jax.Array, " n"]]:
     """The tokens behind a prompt, int32 `[n]`, and of which rows the logits are NaN, bool `[n]`."""
     return sample_rows(draws, logits, step), jnp.any(jnp.isnan(logits), axis=-1)

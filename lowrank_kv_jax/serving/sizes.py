@@ -29,7 +29,7 @@ def layouts_of(
     Raises:
         ValueError: lengths that are none or twice the same, or that do not fit the model's context.
     """
-    widths = [prompt] if isinstance(prompt, int) or not isinstance(prompt, Sequence) else list(prompt)
+    widths: list[Any] = [prompt] if not isinstance(prompt, list | tuple) else list(prompt)
     for name, value in (*(("prompt", width) for width in widths), ("room", room)):
         check_int(name, value, 1)
         if value >= config.context:
