@@ -79,8 +79,8 @@ def bench_serve(
     stream = make_stream(model.tokenizer, requests, lengths, asked, seed)
     room = room_for(stream, new_tokens)
     if lengths[1] + room > model.config.context:
-        raise ValueError(f"lengths={lengths[0]} {lengths[1]}: with questions and answers more than the model's context of "
-                         f"{model.config.context} tokens")
+        raise ValueError(f"lengths={lengths[0]} {lengths[1]}: with questions and answers more than the model's context "
+                         f"of {model.config.context} tokens")
     bases = bases_of(model, methods, load_corpus(corpus), seed=seed, dtype=cache_dtype)
     sizes = {"memory": memory, "prompt": lengths[1], "room": room, "prefixes": prefixes,
              "dtype": cache_dtype}

@@ -25,8 +25,8 @@ def add_serve_parser(kinds) -> argparse.ArgumentParser:
     parser.add_argument("--memory", default="256MiB", metavar="BYTES",
                         help="of all caches and bases of a method (%(default)s)")
     parser.add_argument("--requests", type=int, default=24, help="(%(default)s)")
-    parser.add_argument("--lengths", nargs=2, type=int, default=[1024, 4096], metavar=("FROM", "TO"),
-                        help="tokens of a context (1024 4096)")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096], metavar="N",
+                        help="tokens of a context, drawn between the least and the largest (1024 4096)")
     parser.add_argument("--new-tokens", type=int, default=32, help="of every answer (%(default)s)")
     parser.add_argument("--asked", type=int, default=4,
                         help="requests that share a context, of half of all; 1 for none (%(default)s)")
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     check_numbers(args, requests=1, lengths=1, new_tokens=1, asked=1, prefixes=0, seed=0)
     check_outputs(args)
     model = load_from(args)
-    given = {"lengths": tuple(args.lengths), "asked": args.asked, "new_tokens": args.new_tokens, "seed": args.seed,
+    given = {"lengths": (min(args.lengths), max(args.lengths)), "asked": args.asked, "new_tokens": args.new_tokens, "seed": args.seed,
              "cache_dtype": args.cache_dtype}
     with ProgressBar("bench", args.requests * len(methods), shown=True) as bar:
         served = bench_serve(
@@ -87,6 +87,6 @@ def _print(model: Any, served: "Sequence[Served]", args: argparse.Namespace) -> 
     heads = ("method", "rows", "in flight", "on average", "x first", "answers, %", "tokens/s", "x first",
              "first token, s", "95%", "MiB")
     print_table(f"{model.name}, {args.requests} requests within {args.memory}", heads, lines)
-    print(f"contexts of {args.lengths[0]} to {args.lengths[1]} tokens, half of the requests share one with "
+    print(f"contexts of {min(args.lengths)} to {max(args.lengths)} tokens, half of the requests share one with "
           f"{args.asked - 1} others; all asked at once, answers of {args.new_tokens} tokens; {args.cache_dtype} caches; "
           f"{device_line()}")
