@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
     check_numbers(args, requests=1, lengths=1, new_tokens=1, asked=1, prefixes=0, seed=0)
     check_outputs(args)
     model = load_from(args)
-    given = {"lengths": (min(args.lengths), max(args.lengths)), "asked": args.asked, "new_tokens": args.new_tokens, "seed": args.seed,
-             "cache_dtype": args.cache_dtype}
+    given = {"lengths": (min(args.lengths), max(args.lengths)), "asked": args.asked, "new_tokens": args.new_tokens,
+             "seed": args.seed, "cache_dtype": args.cache_dtype}
     with ProgressBar("bench", args.requests * len(methods), shown=True) as bar:
         served = bench_serve(
             model, methods, memory, requests=args.requests, prefixes=args.prefixes, corpus=args.corpus,

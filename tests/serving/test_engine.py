@@ -16,8 +16,13 @@ from helpers import PLAIN, REGISTRY, Model, bases_for, model, prompts, small_con
 from suites import Letters
 
 import lowrank_kv_jax as lkv
+from lowrank_kv_jax.method import Layout
+from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.methods.parse import as_method, parse_method
+from lowrank_kv_jax.saving.saved_cache import abstract_cache
 from lowrank_kv_jax.serving import Engine, Request
+from lowrank_kv_jax.serving.decoding import empty_seats, serve_block
+from lowrank_kv_jax.serving.filling import copy_rows
 
 HERE = Path(__file__).parent
 FULL = REGISTRY["full"]()
@@ -239,6 +244,21 @@ def test_nothing_is_compiled_and_no_byte_goes_beyond_the_budget():
     engine = full()
     assert sum(engine.slots) == 4 and engine.bytes <= engine.memory < engine.bytes + 2 * 10**4
     assert engine.bytes <= serve_many(engine, 30) <= engine.memory
+
+
+def test_no_program_copies_the_cache():
+    """Temporaries of a block do not grow with the cache, and those of a copied row are no more than a row."""
+    found = []
+    for capacity in (4001, 16007):
+        config = dataclasses.replace(tiny().config, context=capacity)
+        shapes = abstract_cache(FULL, Layout(config.attention, 4, PROMPT, capacity, BLOCK, "float32"))
+        held, at = cache_bytes(shapes).total, np.zeros(1, np.int32)
+        block = serve_block.lower(FULL, config, tiny().params, shapes, empty_seats(4, 2)).compile().memory_analysis()
+        copy = copy_rows.lower(shapes, at, shapes, at).compile().memory_analysis()
+        assert block.alias_size_in_bytes >= held and copy.alias_size_in_bytes >= held
+        assert copy.temp_size_in_bytes < held / 4 + 4096
+        found.append(block.temp_size_in_bytes)
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow
