@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowrank_kv_jax import methods
+    from lowrank_kv_jax import serving as serve
     from lowrank_kv_jax.attention.partial import AttnPartial, merge
     from lowrank_kv_jax.attention.rope import RopeSpec, apply_rope
     from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
@@ -75,8 +76,8 @@ __all__ = [
     "compose", "decode_block", "decode_step", "describe", "extend", "fork", "full_cache_bytes", "generate",
     "held_tokens", "ingest", "insert_rows", "layer_bytes", "load_bases", "load_cache", "load_corpus", "load_layers",
     "load_model", "merge", "methods", "parse_method", "plan_layers", "prefill", "prefill_layer", "prompt_twice",
-    "refresh", "refresh_layer", "register", "rotary_taps", "save_bases", "save_cache", "save_layers", "spell_method",
-    "take_rows", "with_token_layout",
+    "refresh", "refresh_layer", "register", "rotary_taps", "save_bases", "save_cache", "save_layers", "serve",
+    "spell_method", "take_rows", "with_token_layout",
 ]
 
 
@@ -94,6 +95,8 @@ def __getattr__(name: str) -> Any:
         value: Any = _version()
     elif name == "methods":
         value = importlib.import_module("lowrank_kv_jax.methods")
+    elif name == "serve":
+        value = importlib.import_module("lowrank_kv_jax.serving")
     elif name in _MODULE_OF:
         value = getattr(importlib.import_module(f"lowrank_kv_jax.{_MODULE_OF[name]}"), name)
     else:

@@ -102,6 +102,15 @@ def talk():
     moments_for(tiny, [lkv.parse_method("ojakv")], np.ones((1, 16), np.int32))
 
 
+def served():
+    """Requests that come and go, one of them behind a prefix."""
+    tiny = Model(ONE, init_params(ONE, jax.random.key(0)))
+    engine = lkv.serve.Engine(tiny, "full", slots=2, prompt=8, room=8, prefixes=1, block=2)
+    for prefix in ([1, 2], [1, 2], None):
+        engine.submit(lkv.serve.Request([3, 4], prefix=prefix, max_new_tokens=3, temperature=1.0, top_k=5))
+    engine.run()
+
+
 def call_everything():
     params = jax.eval_shape(lambda: init_params(PLAIN, jax.random.key(0)))
     for method in map(lkv.parse_method, SPECS):
@@ -114,3 +123,4 @@ def call_everything():
     jax.eval_shape(stored, x, lkv.Taps(x, x, x, x))
     on_the_host()
     talk()
+    served()

@@ -15,7 +15,7 @@ import typing
 from beartype import beartype
 from jaxtyping import TypeCheckError, jaxtyped
 
-FOLDERS = ("storage", "pallas_kernels", "method", "estimators", "selections", "codecs", "generation", "calibration")
+FOLDERS = ("storage", "pallas_kernels", "method", "estimators", "selections", "codecs", "generation", "serving", "calibration")
 annotated, called, wrong = set(), set(), {}
 
 

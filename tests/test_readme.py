@@ -131,6 +131,13 @@ def test_own_model(shelf):
         lkv.check_rotation(names["spec"], names["own"], names["at"])
 
 
+@pytest.mark.slow
+def test_serving(shelf, capsys):
+    names = run_page("docs/serving.md")
+    assert all(names[name].done for name in ("first", "second", "third"))
+    assert names["engine"].bytes <= names["engine"].memory and names["first"].text in capsys.readouterr().out
+
+
 # ---- what pages name ------------------------------------------------------------------------------------------------
 
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]

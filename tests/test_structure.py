@@ -24,7 +24,7 @@ FOLDERS = ("lowrank_kv_jax", "pallas_kernels", "models", "evals", "examples")
 # A folder imports those before it, and itself.
 ORDER = (
     "files", "checks", "progress", "attention", "storage", "pallas_kernels", "segments", "summaries", "models", "method",
-    "estimators", "selections", "codecs", "methods", "generation", "calibration", "saving", "testing", "evals", "cli",
+    "estimators", "selections", "codecs", "methods", "generation", "serving", "calibration", "saving", "testing", "evals", "cli",
 )
 SOURCES = sorted({path.resolve() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")})
 

@@ -1,16 +1,17 @@
-"""`lowrank-kv bench`: time to first token and decode speed, side by side; the attention ops, and saves, by themselves."""
+"""`lowrank-kv bench`: time to first token and decode speed, side by side; attention ops, saves, serving by themselves."""
 
 import argparse
 import os
 import sys
 
-HELP = "speed: time to first token and decode tokens/s; the attention kernels; saved caches"
+HELP = "speed: time to first token and decode tokens/s; the attention kernels; saved caches; serving"
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
     from lowrank_kv_jax.cli.bench_kernels import add_compile_parser, add_kernels_parser
     from lowrank_kv_jax.cli.bench_saves import add_saves_parser
+    from lowrank_kv_jax.cli.bench_serve import add_serve_parser
     from lowrank_kv_jax.cli.options import add_model_options
     from lowrank_kv_jax.storage.cache_dtype import CACHE_DTYPES
 
@@ -35,6 +36,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     add_kernels_parser(kinds)
     add_compile_parser(kinds)
     add_saves_parser(kinds)
+    add_serve_parser(kinds)
     return parser
 
 

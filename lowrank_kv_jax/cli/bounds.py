@@ -12,12 +12,14 @@ MOST_SEED = 2**32 - 1
 
 _TIMES = (
     "samples", "rounds", "steps", "windows", "test_windows", "calibrate_windows", "rows", "batch", "fewshot", "depths",
-    "repeats", "bands", "layers", "refine",
+    "repeats", "bands", "layers", "refine", "requests", "asked", "prefixes",
 )
 _MOST = {
     **dict.fromkeys(_TIMES, MOST_TIMES), "seed": MOST_SEED, "thresholds": 100, "bandwidth": 1e18, "flops": 1e21,
 }
-_LEAST = {**dict.fromkeys(("seed", "refine"), 0), **dict.fromkeys(("samples", "windows", "fewshot"), -math.inf)}
+_LEAST = {
+    **dict.fromkeys(("seed", "refine", "prefixes"), 0), **dict.fromkeys(("samples", "windows", "fewshot"), -math.inf),
+}
 """Of integers, if not 1; where some commands take 0, each says so itself."""
 _SHARES = ("rank", "ranks", "energy", "top_p")
 _PATHS = ("json", "plot", "markdown", "out", "data", "folder", "bases", "model", "prompt_file", "squad", "hotpotqa")

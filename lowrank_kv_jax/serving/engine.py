@@ -1,0 +1,220 @@
+"""Continuous batching: requests come and go, the programs stay."""
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from lowrank_kv_jax.checks.bounds import check_int
+from lowrank_kv_jax.checks.shown import short
+from lowrank_kv_jax.method.accounting import nbytes
+from lowrank_kv_jax.method.layout import DEFAULT_BLOCK, Layout
+from lowrank_kv_jax.methods.parse import as_method
+from lowrank_kv_jax.serving.plan import parse_bytes
+from lowrank_kv_jax.serving.pool import Parts, Pool
+from lowrank_kv_jax.serving.requests import Answer, Request
+from lowrank_kv_jax.serving.sizes import check_parts, layouts_of, rows_of_pools
+from lowrank_kv_jax.storage.sharding import replicate
+
+
+class Engine:
+    """Answers requests from compressed caches of a fixed number of rows.
+
+        engine = lkv.serve.Engine(model, "kivi:bits=4", memory="256MiB", prompt=2048)
+        answer = engine.submit(lkv.serve.Request("The KV cache is", max_new_tokens=32))
+        engine.run()                                   # or engine.step(), again and again
+        answer.tokens, answer.text, answer.finish
+
+    A step prefills whole prompts into rows that are free, then decodes a block of tokens in all rows: nothing is read
+    back between the tokens of a block, and no program depends on who sits where. What a request is answered depends on
+    itself alone: it is what `generate` answers with this prompt width, capacity and block. Not safe to share between
+    threads.
+
+    Args:
+        model: from `load_model`.
+        method: how caches are compressed, or its spec.
+        bases: from `calibrate`, where the method needs them.
+        memory: bytes, or a text such as "256MiB", that all caches and the bases may take together, on all devices; rows
+            are as many as fit.
+        slots: requests in flight, of each prompt length; with `memory`, the most there may be (64). By default 8.
+        prompt: tokens of the longest prompt, or of several lengths: each has rows of its own size, and a request sits in
+            the shortest that it fits. Methods keep a share of this length, as of any padded prompt.
+        room: tokens behind a padded prompt: the answer, and what follows a prefix.
+        prefixes: rows, of each length, that keep prefixes for others to share; with `memory`, at most one of four rows.
+        admits: prompts that are prefilled in a step at the most, between two blocks of tokens of those in flight; None:
+            as many as there are free rows.
+        block: tokens between two looks at the host and two refreshes.
+        dtype: of the caches, `default_cache_dtype()` (bfloat16) by default.
+        mesh: lay the caches out over these devices, as in `prefill`; rows come in multiples of its axis "data", which are
+            prefilled together.
+
+    Raises:
+        ValueError: sizes that do not fit the model's context or the budget, a method that does not suit the model, no
+            bases where it needs them.
+    """
+
+    def __init__(
+        self, model: Any, method: Any, *, bases: Any = None, memory: int | str | None = None, slots: int | None = None,
+        prompt: int | Sequence[int] = 1024, room: int = 256, prefixes: int = 0, admits: int | None = None,
+        block: int = DEFAULT_BLOCK, dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
+    ):
+        for name, value, least in (("slots", slots, 1), ("prefixes", prefixes, 0), ("admits", admits, 1)):
+            if value is not None:
+                check_int(name, value, least)
+        self.memory = None if memory is None else parse_bytes("memory", memory)
+        self._model, self._admits, self._together = model, admits, 1 if mesh is None else mesh.shape.get("data", 1)
+        layouts = layouts_of(model.config, self._together, prompt, room, block, dtype, mesh)
+        parts = Parts(as_method(method), model.config, model.params, replicate(layouts[0].mesh, bases))
+        check_parts(parts, layouts)
+        self._shared = sum(nbytes(x) for x in jax.tree.leaves(bases))
+        left = None if self.memory is None else self.memory - self._shared
+        rows = rows_of_pools(parts, layouts, left, slots, prefixes)
+        self._pools = [Pool(parts, *of_pool) for of_pool in zip(layouts, rows, strict=True)]
+        self._queues: list[collections.deque[Answer]] = [collections.deque() for _ in rows]
+        self._check_bytes()
+
+    # ---- what is asked ------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> Answer:
+        """Queue a request; its answer fills as steps are made.
+
+        Raises:
+            ValueError: an empty prompt, ids that are none, or more tokens than any row has room for.
+        """
+        if not isinstance(request, Request):
+            raise ValueError(f"request={short(request)}: must be a Request")
+        answer = Answer(self._model, request)
+        first, total = answer.prefix or answer.prompt, len(answer.prefix) + len(answer.prompt)
+        needed = total + request.max_new_tokens - 1  # the last token drawn is not cached
+        for pool, queue in zip(self._pools, self._queues, strict=True):
+            if len(first) <= pool.layout.prompt and needed <= pool.limit(len(first)):
+                queue.append(answer)
+                return answer
+        pool = self._pools[-1]
+        if len(first) > pool.layout.prompt:
+            raise ValueError(f"{'prefix' if answer.prefix else 'prompt'} has {len(first)} tokens: this engine takes "
+                             f"{pool.layout.prompt} (prompt=)")
+        raise ValueError(f"max_new_tokens={request.max_new_tokens}: with {total} tokens before them {needed} must fit; "
+                         f"a row takes {pool.limit(len(first))} (room=)")
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no row yet."""
+        return sum(map(len, self._queues))
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that sit in a row."""
+        return sum(pool.rows.slots - len(pool.free) for pool in self._pools)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Rows that requests may sit in, of each prompt length."""
+        return tuple(pool.rows.slots for pool in self._pools)
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Of each prompt length: the shape of the rows that are filled together."""
+        return tuple(pool.layout for pool in self._pools)
+
+    @property
+    def bytes(self) -> int:
+        """Of all caches that exist, kept prefixes among them, and of the bases."""
+        return self._shared + sum(pool.bytes for pool in self._pools)
+
+    # ---- what is done -------------------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Compile all that requests may need, so that none waits for it; what prefixes were kept is forgotten.
+
+        Raises:
+            ValueError: a request is in flight.
+        """
+        if self.in_flight:
+            raise ValueError(f"warm_up: {self.in_flight} requests are in flight; it must come before them")
+        for pool in self._pools:
+            pool.warm_up()
+
+    def run(self) -> list[Answer]:
+        """Steps until nothing waits and nobody is in flight; the answers that ended, in the order of their ends."""
+        ended = []
+        while self.waiting or self.in_flight:
+            ended += self.step()
+        return ended
+
+    def step(self) -> list[Answer]:
+        """Prefill what there are rows for, decode a block in every row that is taken; the answers that ended.
+
+        Raises:
+            Exception: whatever an `on_tokens` raised, once all were told; its request is cancelled, the engine goes on.
+        """
+        errors: list[Exception] = []
+        ended = [answer for pool in self._pools for answer in pool.clear()]
+        for pool, queue in zip(self._pools, self._queues, strict=True):
+            ended += self._admit(pool, queue, errors)
+        for pool in self._pools:
+            self._decode(pool, errors)
+            ended += pool.clear()
+        self._check_bytes()
+        if errors:
+            raise errors[0]
+        return ended
+
+    def _admit(self, pool: Pool, queue: collections.deque[Answer], errors: list[Exception]) -> list[Answer]:
+        """Prompts into rows that are free; who is done at once."""
+        ended, left = [], self._admits or len(queue)
+        while queue and left and pool.free:
+            if queue[0].done:  # cancelled while it waited
+                ended.append(queue.popleft())
+                continue
+            group = _next(queue, min(len(pool.free), left, self._together))
+            slots, left = pool.free[: len(group)], left - len(group)
+            if group[0].prefix:
+                pool.open(slots[0], group[0].prefix, group[0].request.shared)
+                logits = pool.extend(slots[0], group[0].prompt)
+            else:
+                logits = pool.prefill(slots, [answer.prompt for answer in group])
+            for answer, token in zip(group, pool.seat(slots, group, logits), strict=True):
+                if token is None:
+                    answer.end("fault", f"{pool.parts.method.name}: the logits are NaN, at prefill")
+                else:
+                    _tell(answer, answer.take([token]), errors)
+            ended += pool.clear()
+        return ended
+
+    def _decode(self, pool: Pool, errors: list[Exception]) -> None:
+        """A block of tokens for every row that is taken."""
+        if not pool.seats.active.any():
+            return
+        tokens, faults = pool.block()
+        news = []
+        for slot, answer in enumerate(pool.answers):
+            if answer is None or answer.done:
+                continue
+            if slot in faults:
+                answer.end("fault", f"{pool.parts.method.name}: {faults[slot]}")
+            news.append((answer, answer.take([token for token in tokens[slot] if token >= 0])))
+        for answer, new in news:
+            _tell(answer, new, errors)
+
+    def _check_bytes(self) -> None:
+        assert self.memory is None or self.bytes <= self.memory, f"{self.bytes} bytes in use, memory={self.memory}"
+
+
+def _next(queue: collections.deque[Answer], most: int) -> list[Answer]:
+    """Who comes next: one behind a prefix, or up to so many without one."""
+    group = [queue.popleft()]
+    while not group[0].prefix and len(group) < most and queue and not queue[0].prefix and not queue[0].done:
+        group.append(queue.popleft())
+    return group
+
+
+def _tell(answer: Answer, new: list[int], errors: list[Exception]) -> None:
+    if answer.request.on_tokens is None or not new:
+        return
+    try:
+        answer.request.on_tokens(answer, new)
+    except Exception as error:
+        answer.cancel()
+        errors.append(error)

@@ -1,0 +1,90 @@
+"""Engines and requests by the table: what is asked, and words of the refusal. Nothing is compiled but shapes."""
+
+import functools
+
+import helpers
+import pytest
+from refusing import refused
+
+from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.serving import Engine, Request
+
+HUGE, KVZIP = 10**12, parse_method("kvzip:keep=0.5")
+
+
+def engine(method="full", **options):
+    return Engine(helpers.model(), method, **{"slots": 1, "prompt": 32, "room": 16, "block": 8} | options)
+
+
+def request(prompt=(1, 2), **options):
+    return Request(prompt, **options)
+
+
+@functools.cache
+def small():
+    return engine(prompt=(16, 32))
+
+
+def submit(request):
+    return small().submit(request)
+
+
+def ask(prompt=(1, 2), **options):
+    return small().submit(Request(prompt, **options))
+
+
+TABLE = (
+    (engine, {"method": "nothing"}, "unknown method 'nothing'"),
+    (engine, {"method": "ojakv"}, "method 'ojakv' needs calibrated bases"),
+    (engine, {"method": "snapkv:keep=0.5", "prompt": 16}, "longer than the prompt of 16 tokens (padded)"),
+    (engine, {"method": KVZIP, "bases": helpers.bases_for(KVZIP), "prompt": 300}, "a prompt of 300 tokens, read twice, needs 600 positions"),
+    (engine, {"memory": "lots"}, "memory='lots': must be a number of bytes, such as '256MiB'"),
+    (engine, {"memory": 0}, "memory=0: must be at least 1"),
+    (engine, {"memory": "4KiB"}, "memory: 4096 bytes are left for rows, one of each length takes 18504; give 14408 more"),
+    (engine, {"slots": 0}, "slots=0: must be at least 1"),
+    (engine, {"slots": 1.5}, "slots=1.5: must be an int"),
+    (engine, {"prefixes": -1}, "prefixes=-1: must be at least 0"),
+    (engine, {"admits": 0}, "admits=0: must be at least 1"),
+    (engine, {"prompt": 0}, "prompt=0: must be at least 1"),
+    (engine, {"prompt": ()}, "prompt=(): must be a length, or several that differ"),
+    (engine, {"prompt": (8, 8)}, "prompt=(8, 8): must be a length, or several that differ"),
+    (engine, {"prompt": "long"}, "prompt='long': must be an int"),
+    (engine, {"prompt": None}, "prompt=None: must be an int"),
+    (engine, {"prompt": 512}, "prompt=512: the model's context is 512 tokens"),
+    (engine, {"prompt": 500}, "prompt=500: with room=16 behind it more than the model's context of 512 tokens"),
+    (engine, {"room": 0}, "room=0: must be at least 1"),
+    (engine, {"room": HUGE}, "room=1000000000000: must be at most 268435456"),
+    (engine, {"block": 0}, "block=0: must be at least 1"),
+    (request, {"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
+    (request, {"temperature": -1}, "temperature=-1: must be at least 0"),
+    (request, {"top_k": 0}, "top_k=0: must be an int of at least 1, or None"),
+    (request, {"top_p": 2}, "top_p=2: must lie in (0, 1]"),
+    (request, {"seed": -1}, "seed=-1: must be at least 0"),
+    (request, {"seed": 2**32}, "seed=4294967296: must be at most 4294967295"),
+    (request, {"seed": [1]}, "seed=[1]: must be an int"),
+    (request, {"stop": "end"}, "stop='end': must be a list of tokens, or of texts that are not empty"),
+    (request, {"stop": [""]}, "stop=['']: must be a list of tokens"),
+    (request, {"stop": [1.5]}, "stop=[1.5]: must be a list of tokens"),
+    (request, {"stop": 3}, "stop=3: must be a list of tokens"),
+    (request, {"stop": list(range(9))}, "must be at most 8 tokens and texts"),
+    (request, {"on_tokens": 5}, "on_tokens=5: must be callable, or None"),
+    (submit, {"request": "a text"}, "request='a text': must be a Request"),
+    (ask, {"prompt": ()}, "prompts[0] is empty"),
+    (ask, {"prompt": "a text"}, "this model has no tokenizer"),
+    (ask, {"prompt": [64]}, "prompts[0] holds id 64: ids lie in 0..63"),
+    (ask, {"stop": [64]}, "stop holds id 64: ids lie in 0..63"),
+    (ask, {"stop": ["x"]}, "this model has no tokenizer: give stop as ids"),
+    (ask, {"prompt": [1] * 33}, "prompt has 33 tokens: this engine takes 32 (prompt=)"),
+    (ask, {"prefix": [1] * 33}, "prefix has 33 tokens: this engine takes 32 (prompt=)"),
+    (ask, {"prefix": [1], "prompt": [1] * 48}, "max_new_tokens=64: with 49 tokens before them 112 must fit; a row takes 48 (room=)"),
+    (ask, {"prompt": [1] * 32, "max_new_tokens": 18}, "max_new_tokens=18: with 32 tokens before them 49 must fit; a row takes 48"),
+)
+
+
+@pytest.mark.parametrize("call, arguments, words", TABLE, ids=[words for *_, words in TABLE])
+def test_arguments(call, arguments, words):
+    refused(lambda: call(**arguments), words)
+
+
+def test_a_request_that_just_fits_is_taken():
+    assert not ask([1] * 32, max_new_tokens=17).done and small().waiting == 1

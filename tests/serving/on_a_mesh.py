@@ -1,0 +1,38 @@
+"""Run by test_engine.py in a process of its own with 8 devices: an engine on a mesh beside one on a single device."""
+
+import dataclasses
+
+import jax
+from helpers import PLAIN, Model, model
+from test_engine import BEHIND, BLOCK, PREFIX, ROWS, Engine, Request, answered, bases_for
+
+from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.models.parameter_sharding import param_shardings
+from lowrank_kv_jax.storage.sharding import make_mesh
+
+CONFIG = dataclasses.replace(PLAIN, num_layers=2, windows=(None, None))
+
+
+def tokens(method, params, mesh):
+    engine = Engine(
+        Model(CONFIG, params), method, bases=bases_for(method, CONFIG), slots=3, prompt=64, room=96, prefixes=1, block=BLOCK,
+        dtype="float32", mesh=mesh,
+    )
+    requests = [Request(row, max_new_tokens=17) for row in ROWS]
+    requests += [Request(row, prefix=PREFIX, max_new_tokens=12) for row in BEHIND]
+    return [answer.tokens for answer in answered(engine, requests)]
+
+
+def main():
+    mesh = make_mesh("data=2,model=4")
+    plain = model(CONFIG).params
+    sharded = jax.device_put(plain, param_shardings(CONFIG, mesh))
+    for spec in ("full", "xkv:sinks=4,recent=8", "kivi:sinks=4,recent=8"):
+        method = parse_method(spec)
+        assert tokens(method, plain, None) == tokens(method, sharded, mesh), spec
+        print(method.name, flush=True)
+
+
+if __name__ == "__main__":
+    with jax.default_matmul_precision("highest"):
+        main()
