@@ -222,3 +222,28 @@ def test_layers_that_are_alike_share_their_bits():
             for read, x in zip(oracle(own, "v", [x.v for x in layers], own.widths.rungs[0][1]), layers, strict=True)
         ))
     assert errors[1] < 0.7 * errors[0]
+
+
+@pytest.mark.parametrize("spec, backend", [
+    ("bits=3,steps=prompt", "triton"), ("bits=2,heads=per_head,rope=post", "triton"),
+])
+def test_kernels_give_what_xla_does(monkeypatch, spec, backend):
+    """A warning, where one falls back to XLA, is an error."""
+    method = parse_method(f"transform:{spec}")
+    moments = random_moments(PLAIN, means=True)
+    bases, (q, tokens) = method.fit(SPEC, moments)[0], tokens_like(moments)
+    counts, weight = jnp.array([SIZE, 17]), jnp.ones((2, SIZE))
+    where = Runs(jnp.zeros((2, 2), jnp.int32), jnp.full((2, 2), 2, jnp.int32))
+
+    @jax.jit
+    def store_of(bases, tokens):
+        store = method.learn(LAYOUT, bases, method.empty(LAYOUT, bases, SIZE), (tokens,), counts, weight)
+        return method.take_in(LAYOUT, bases, store, (tokens,), counts, counts, where)
+
+    store, found = store_of(bases, tokens), {}
+    for chosen in ("xla", backend):
+        monkeypatch.setenv("LOWRANK_KV_BACKEND", chosen)
+        attend = jax.jit(lambda q, chosen=chosen: method.attend(LAYOUT, bases, store, q, jnp.full((2, 3), 90), Place()))
+        found[chosen] = attend(q)
+    np.testing.assert_allclose(found[backend].lse, found["xla"].lse, atol=2e-4)
+    np.testing.assert_allclose(found[backend].out, found["xla"].out, atol=2e-3)

@@ -46,6 +46,7 @@ def test_coefficients(case):
     [
         Case(rope=ROPE, S=1100, lengths=(1, 511, 513, 1100), gaps=(0, 600), jumps=(100000, 9)),
         slow(Case(rope=RopeSpec(500000.0, 48), J=1, Jv=1, rank_k=96, per_row=True, N=8, K=4, gaps=(64, 70), lengths=(0, 300))),
+        slow(Case(rope=ROPE, mean=True, lengths=(1, 300), J=1, Jv=1)),
         Case(rope=ROPE, bits=8, lengths=(1, 300), gaps=(0, 130), jumps=(100000, 9)),
         slow(Case(rope=None, per_row=True, rank_k=16, dtype="bfloat16", lengths=(300, 5))),
     ],
