@@ -91,10 +91,10 @@ class Result:
 
 
 def supported(program: Program, target: str) -> bool:
-    """Whether the target's kernels claim the case: packed tokens and Mosaic GPU only on GPUs, that from jax 0.11 on."""
+    """Whether the target's kernels claim the case: Mosaic GPU only on GPUs, from jax 0.11 on."""
     if target == "sm_90":
         return not program.mosaic or jax.version.__version_info__ >= (0, 11)
-    return not program.mosaic and program.dtype != "mixed"
+    return not program.mosaic
 
 
 def compile_all(targets: Sequence[str], programs: Sequence[Program] = PROGRAMS) -> tuple[list[Result], dict[str, str]]:

@@ -34,7 +34,7 @@ def rotary_coefficient_attention(
         key_mean=key_mean,
     )
     rows = rotary.packed.q.shape[2]
-    rotary = rotary._replace(packed=tpu_softmax.padded(rotary.packed))
+    rotary = rotary._replace(packed=tpu_softmax.padded(rotary.packed), basis=keys.spread(rotary.basis))
     tile = tpu_softmax.tile_of(keys.data.shape[3], keys, values)
     tile = min(tile, MOST_TOKENS if keys.scales is None and values.scales is None else tpu_softmax.LEAST_SCALED)
     angles = _tile_angles(rope, q.shape[-1], tile) if rope is not None else None
@@ -56,7 +56,7 @@ def attend_packed(
 ) -> AttnPartial:
     """Partial `[B, K, M, Rv]`, lse `EMPTY` where a row sees nothing; `rotary` padded."""
     packed, runs = rotary.packed, rotary.first.shape[1]
-    (batch, heads, rows, _), size, width = packed.q.shape, keys.data.shape[3], values.data.shape[2]
+    (batch, heads, rows, _), size, width = packed.q.shape, keys.data.shape[3], values.width
     steps = pl.cdiv(size, tile) + runs - 1
     most = pl.cdiv(size, tile) - 1
 
@@ -101,7 +101,7 @@ def attend_packed(
         visits(rotary, tile), packed.begin, packed.end, packed.q, *of_bases, *tpu_softmax.given(keys),
         *tpu_softmax.given(values), *tables,
     )
-    return AttnPartial(out, lse[..., 0])
+    return AttnPartial(values.collected(out), lse[..., 0])
 
 
 def _kernel(
