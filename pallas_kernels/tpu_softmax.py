@@ -1,5 +1,6 @@
 """Online softmax on a TPU over tokens that lie on the lanes, `[R, tokens]`: scratch in VMEM, one tile a grid step."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -114,7 +115,7 @@ class Tile(NamedTuple):
         """`[M, tokens]`: `factor` `[M, R]` times each token; anything at tokens that are not `inside` `[1, tokens]`."""
         if self.runs is not None:
             planes = unpacked(self.data, self.runs, factor.dtype)
-            return sum(dot(factor[:, plane.columns], own, (1, 0)) for plane, own in planes)
+            return functools.reduce(jnp.add, (dot(factor[:, plane.columns], own, (1, 0)) for plane, own in planes))
         if self.scales is None:
             data = self.data[...].astype(factor.dtype)
             return dot(factor, jnp.where(inside, data, jnp.zeros_like(data)), (1, 0))
