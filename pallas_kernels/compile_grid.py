@@ -14,13 +14,15 @@ from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.lanes import tokens_on_lanes
 from lowrank_kv_jax.storage.positions import Runs
 from lowrank_kv_jax.storage.quantised import store_tokens
+from lowrank_kv_jax.storage.water_filled import WidthRuns, empty_water_filled
 
 HEADS, KV_HEADS = 32, 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One op at one shape; `joint` has one basis and one set of coefficients for all heads."""
+    """One op at one shape; `joint` has one basis and one set of coefficients for all heads, `dtype="mixed"` packed ones
+    of several widths, keys before RoPE around a mean."""
 
     op: str
     rank_k: int
@@ -51,6 +53,12 @@ PROGRAMS = (
     *(Program(ROTARY, r, r) for r in (16, 32, 64, 96, 128)),
     Program(ROTARY, 48, 32, head_dim=64), Program(ROTARY, 48, 96, head_dim=96), Program(ROTARY, 64, 64, head_dim=256),
     Program(ROTARY, 64, 64, dtype="int8"), Program(ROTARY, 512, 512, joint=True), Program(ROTARY, 256, 384, joint=True),
+    *(Program(PLAIN, r, r, dtype="mixed") for r in (64, 128)),
+    Program(PLAIN, 160, 152, dtype="mixed", joint=True, head_dim=64),
+    *(Program(PLAIN, r, r, dtype="mixed", joint=True) for r in (512, 768, 1024)),
+    *(Program(ROTARY, r, r, dtype="mixed") for r in (64, 128)),
+    Program(ROTARY, 160, 152, dtype="mixed", joint=True, head_dim=64),
+    *(Program(ROTARY, r, r, dtype="mixed", joint=True) for r in (256, 512)),
     *(Program(PLAIN, r, r, mosaic=True) for r in (16, 32, 48, 64, 96, 128)), Program(PLAIN, 64, 96, mosaic=True),
     Program(PLAIN, 256, 192, head_dim=256, mosaic=True), Program(PLAIN, 64, 64, dtype="float16", size=1000, mosaic=True),
 )
@@ -125,14 +133,17 @@ def arguments(program: Program, target: str) -> tuple[Callable[..., Any], tuple[
     gpu = "gpu_mosaic" if program.mosaic else "gpu_triton"
     module = importlib.import_module(f"lowrank_kv_jax.pallas_kernels.{program.op}.{gpu if target == 'sm_90' else 'tpu'}")
     shape = jax.ShapeDtypeStruct
-    compute = jnp.bfloat16 if program.dtype == "int8" else jnp.dtype(program.dtype)
+    compute = jnp.dtype("bfloat16" if program.dtype in ("int8", "mixed") else program.dtype)
     stored, heads = 1 if program.joint else KV_HEADS, KV_HEADS
 
     def side(rank):
         full = (program.batch, stored, program.size, rank)
-        held = shape(full, jnp.dtype(program.dtype))
         if program.dtype == "int8":
             held = jax.eval_shape(lambda x: store_tokens(x, 8, compute), shape(full, jnp.float32))
+        elif program.dtype == "mixed":
+            held = jax.eval_shape(lambda: empty_water_filled(*full[:3], mixed_runs(rank)))
+        else:
+            held = shape(full, compute)
         return held if target == "sm_90" else jax.eval_shape(tokens_on_lanes, held)
 
     gaps = shape((program.batch, 2), jnp.int32)
@@ -154,7 +165,15 @@ def arguments(program: Program, target: str) -> tuple[Callable[..., Any], tuple[
         **common,
     )
 
-    def pre_rope(q, tokens, positions, basis):
-        return rotary(q, tokens, basis, q_positions=positions)
+    mean = shape((program.batch, heads, program.head_dim), jnp.float32) if program.dtype == "mixed" else None
 
-    return pre_rope, (q, tokens, positions, basis)
+    def pre_rope(q, tokens, positions, basis, mean):
+        return rotary(q, tokens, basis, q_positions=positions, key_mean=mean)
+
+    return pre_rope, (q, tokens, positions, basis, mean)
+
+
+def mixed_runs(rank: int) -> WidthRuns:
+    """So many components in about 2.3 bits: some in 8, a quarter in 4, more in 2, and the rest in 1."""
+    counts = {8: rank // 32, 4: rank // 8 * 2, 2: rank * 3 // 32 * 4}
+    return *((bits, count) for bits, count in counts.items() if count), (1, rank - sum(counts.values()))

@@ -9,6 +9,8 @@ WAVES = 2  # programs for each core
 IN_FLIGHT = 32 * 1024  # bytes a program should have under way: with WAVES programs a core they hide the latency
 MOST_STAGES = 6
 WIDE = 700  # bytes of a token (and of its rebuilt key) from which the registers of four warps spill
+PACKED_ROWS = 16  # query rows that programs over packed tokens have at most: with more, warps would unpack the same
+PACKED_WARPS = 8  # four spill registers
 LEAST_TILES = 4  # a split of fewer tiles costs more to merge than it saves
 
 
@@ -43,3 +45,21 @@ def decode_grid(rows: int, programs: int, size: int, token_bytes: int) -> Grid:
     tiles = -(-size // tile)
     splits = max(1, min(-(-tiles // LEAST_TILES), CORES * WAVES // programs))
     return Grid(power_of_two(rows, 16), tile, splits, stages, warps=8 if token_bytes > WIDE else 4)
+
+
+def packed_heads(stored: int, q_heads: int, queries: int) -> int:
+    """Heads that programs over packed tokens serve, a multiple of the `stored` ones: as few as `PACKED_ROWS` allow, since
+    all programs of a stored head unpack the same tokens.
+
+    Args:
+        q_heads, queries: N and T.
+    """
+    able = [heads for heads in range(stored, q_heads + 1, stored) if q_heads % heads == 0]
+    return next((heads for heads in able if queries * q_heads // heads <= PACKED_ROWS), able[-1])
+
+
+def packed_grid(rows: int, programs: int, size: int, tile: int) -> Grid:
+    """As `decode_grid`, over packed tokens: what is unpacked of a tile fills registers, whatever its bytes."""
+    tiles = -(-size // tile)
+    splits = max(1, min(-(-tiles // LEAST_TILES), CORES * WAVES // programs))
+    return Grid(power_of_two(rows, 16), tile, splits, 1, PACKED_WARPS)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
+from lowrank_kv_jax.storage.water_filled import WaterFilled, WidthRuns
 
 EMPTY = -1e30  # the log-sum-exp of a part without tokens inside of kernels, where -inf would make NaNs
 LOG2_E = 1.4426950408889634  # kernels exponentiate in base 2, as the hardware does
@@ -114,22 +115,31 @@ def power_of_two(n: int, least: int) -> int:
 
 
 class Stored(NamedTuple):
-    """Tokens as arrays that a kernel reads: codes `[B, J, S, R]` and, of 8-bit ones, scales `[B, J, tiles, R]`."""
+    """Tokens as arrays that a kernel reads.
+
+    Attributes:
+        codes: `[B, J, S, R]`; packed ones uint8 `[B, J, S, C]`.
+        scales: of 8-bit ones `[B, J, tiles, R]`.
+        runs: widths of packed ones.
+    """
 
     codes: jax.Array
     scales: jax.Array | None
+    runs: WidthRuns | None = None
 
 
 def stored_arrays(tokens: Any) -> Stored:
     """The arrays behind a segment's keys or values.
 
     Raises:
-        Unsupported: a storage that is neither a plain array nor symmetric 8-bit codes with a scale for each component
-            of every `TILE_OF_SCALES` tokens.
+        Unsupported: a storage that is neither a plain array, nor packed components of several widths, nor symmetric 8-bit
+            codes with a scale for each component of every `TILE_OF_SCALES` tokens.
     """
     tokens = tokens.widened() if hasattr(tokens, "widened") else tokens  # held as bits on a CPU
     if isinstance(tokens, jax.Array):
         return Stored(tokens, None)
+    if isinstance(tokens, WaterFilled):
+        return Stored(tokens.codes, None, tokens.runs)
     tile = getattr(tokens, "tile", None)
     known = tile is not None and (tile.tokens, tile.channels) == (TILE_OF_SCALES, 1)
     if not known or tokens.bits != 8 or tokens.lows is not None:

@@ -1,5 +1,6 @@
 """Online softmax on a TPU over tokens that lie on the lanes, `[R, tokens]`: scratch in VMEM, one tile a grid step."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
+from lowrank_kv_jax.pallas_kernels.packed_codes import collected, spread
 from lowrank_kv_jax.pallas_kernels.packing import EMPTY, Packed, power_of_two
+from lowrank_kv_jax.pallas_kernels.tpu_packed import plane_order, unpacked
+from lowrank_kv_jax.storage.water_filled import WidthRuns
 
 LANES = 128  # and the tokens that share a scale in 8 bits
 TILE_BYTES = 1 << 20  # of keys and values that a grid step reads: far more than the step's own cost
@@ -23,10 +27,30 @@ def interpreter(interpret: bool):
 
 
 class LaneTokens(NamedTuple):
-    """Tokens as arrays that a kernel reads: `[B, J, R, S]` and, of 8-bit codes, bfloat16 scales `[B, J, tiles, R]`."""
+    """Tokens as arrays that a kernel reads.
+
+    Attributes:
+        data: `[B, J, R, S]`; packed ones uint8 `[B, J, C, S]`.
+        scales: of 8-bit codes bfloat16 `[B, J, tiles, R]`.
+        runs: widths of packed ones.
+    """
 
     data: jax.Array
     scales: jax.Array | None
+    runs: WidthRuns | None = None
+
+    @property
+    def width(self) -> int:
+        """Columns in which a kernel has a token's numbers: R of those that are not packed."""
+        return self.data.shape[2] if self.runs is None else len(plane_order(self.runs).component)
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        """What multiplies the components `[.., R]`, as a kernel takes it."""
+        return x if self.runs is None else spread(x, plane_order(self.runs))
+
+    def collected(self, x: jax.Array) -> jax.Array:
+        """Sums of the components `[.., R]` of what a kernel gives."""
+        return x if self.runs is None else collected(x, plane_order(self.runs), self.runs)
 
 
 def lane_tokens(tokens, name: str) -> LaneTokens:
@@ -39,7 +63,9 @@ def lane_tokens(tokens, name: str) -> LaneTokens:
     data = getattr(tokens, "on_lanes", None)
     if data is None:
         raise Unsupported(f"{name} lie as [tokens, rank]: convert the cache by with_token_layout(cache, 'lanes'), which "
-                          "takes floats, and 8 bits with a scale for each component of 128 tokens")
+                          "takes floats, packed components, and 8 bits with a scale for each component of 128 tokens")
+    if (runs := getattr(tokens, "runs", None)) is not None:
+        return LaneTokens(data, None, runs)
     scales = getattr(tokens, "scales", None)
     if data.dtype.name not in ("float32", "bfloat16") and scales is None:
         raise Unsupported(f"{name} of dtype {data.dtype.name}, allowed are float32, bfloat16")
@@ -52,7 +78,8 @@ def tile_of(size: int, *stored: LaneTokens) -> int:
     """Tokens of a grid step over buffers of `size` slots."""
     token = sum(x.data.shape[2] * x.data.dtype.itemsize for x in stored)
     tile = LANES if all(x.scales is None for x in stored) else LEAST_SCALED
-    while 2 * tile * token <= TILE_BYTES and tile < size:
+    most = TILE_BYTES // 8 if any(x.runs for x in stored) else TILE_BYTES  # bytes are unpacked as int32 and float32
+    while 2 * tile * token <= most and tile < size:
         tile *= 2
     return tile
 
@@ -82,15 +109,27 @@ class Tile(NamedTuple):
 
     data: Any
     scales: Any
+    runs: WidthRuns | None = None
 
     def of_tokens(self, factor: jax.Array, inside: jax.Array) -> jax.Array:
         """`[M, tokens]`: `factor` `[M, R]` times each token; anything at tokens that are not `inside` `[1, tokens]`."""
+        if self.runs is not None:
+            planes = unpacked(self.data, self.runs, factor.dtype)
+            return functools.reduce(jnp.add, (dot(factor[:, plane.columns], own, (1, 0)) for plane, own in planes))
         if self.scales is None:
             data = self.data[...].astype(factor.dtype)
             return dot(factor, jnp.where(inside, data, jnp.zeros_like(data)), (1, 0))
         wide, dtype = factor.astype(jnp.float32), factor.dtype
         parts = [dot((wide * scale).astype(dtype), codes.astype(dtype), (1, 0)) for _, codes, scale in self._parts()]
         return jnp.concatenate(parts, axis=1)
+
+    def add_weighted(self, acc_ref, shrink: jax.Array, weights: jax.Array, inside: jax.Array) -> None:
+        """`acc = acc * shrink + weighted`, in place."""
+        if self.runs is None:
+            acc_ref[...] = acc_ref[...] * shrink + self.weighted(weights, inside)
+            return
+        for plane, own in unpacked(self.data, self.runs, weights.dtype):
+            acc_ref[:, plane.columns] = acc_ref[:, plane.columns] * shrink + dot(weights, own, (1, 1))
 
     def weighted(self, weights: jax.Array, inside: jax.Array) -> jax.Array:
         """`[M, R]`: the tokens' sum by `weights` `[M, tokens]`, which are 0 where not `inside`."""
@@ -116,7 +155,7 @@ def split_refs(refs, *stored: LaneTokens) -> tuple[list[Tile], list[Any]]:
     """A kernel's references to what `given` named, as tiles, and those behind them."""
     refs, tiles = list(refs), []
     for x in stored:
-        tiles.append(Tile(refs.pop(0), None if x.scales is None else refs.pop(0)))
+        tiles.append(Tile(refs.pop(0), None if x.scales is None else refs.pop(0), x.runs))
     return tiles, refs
 
 
@@ -162,7 +201,7 @@ def add_tile(logits, visible, values: Tile, inside, dtype, top_ref, total_ref, a
     shrink = jnp.exp(old - top)
     top_ref[...] = jnp.broadcast_to(top, top_ref.shape)
     total_ref[...] = total_ref[...] * shrink + jnp.sum(weights, axis=1, keepdims=True)
-    acc_ref[...] = acc_ref[...] * shrink + values.weighted(weights.astype(dtype), inside)
+    values.add_weighted(acc_ref, shrink, weights.astype(dtype), inside)
 
 
 def finish(out_ref, lse_ref, top_ref, total_ref, acc_ref) -> None:

@@ -13,10 +13,12 @@ from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.lanes import tokens_on_lanes
 from lowrank_kv_jax.storage.positions import Runs
 from lowrank_kv_jax.storage.quantised import read_tokens, store_tokens
+from lowrank_kv_jax.storage.water_filled import WaterFilled, WidthRuns, components_of, pack, unpack
 
 SCALE = 0.3
 store = jax.jit(store_tokens, static_argnums=(1, 2))
 read = jax.jit(read_tokens)
+pack_codes, unpack_codes = (jax.jit(f, static_argnums=1) for f in (pack, unpack))
 positions_at = jax.jit(lambda runs, slots: runs.at(slots))
 
 
@@ -39,6 +41,8 @@ class Case:
     window: int | None = None
     rope: RopeSpec | None = None
     bits: int | None = None
+    runs: tuple[WidthRuns, WidthRuns] | None = None  # packed keys and values, whose components are as many
+    mean: bool = False
     gaps: tuple[int, int] = (0, 100)
     jumps: tuple[int, int] = (3, 5)
     per_row: bool = False
@@ -61,6 +65,8 @@ class Inputs:
 
 def make(case: Case, seed: int = 0) -> Inputs:
     """Inputs of `coefficient_attention`, and with `rope` or a basis of those of the rotary op."""
+    if case.runs is not None:
+        case = dataclasses.replace(case, rank_k=components_of(case.runs[0]), rank_v=components_of(case.runs[1]))
     rng, batch, S = np.random.default_rng(seed), len(case.lengths), case.S
     lengths = np.asarray(case.lengths, np.int32)
     dtype = jnp.dtype(case.dtype)
@@ -70,6 +76,8 @@ def make(case: Case, seed: int = 0) -> Inputs:
     stale = np.arange(S)[None, None, :, None] >= lengths[:, None, None, None]
     k, v = (np.where(stale, 0.0, x) for x in (k, v))
     runs = Runs(*(jnp.asarray([x] * batch, jnp.int32) for x in (case.gaps, case.jumps)))
+    if case.runs is not None:
+        return _packed(case, rng, (k, v), lengths, runs)
     keys, values = (store(x.astype(np.float32), case.bits, dtype) for x in (k, v))
     exact = [np.asarray(read(x), np.float64) for x in (keys, values)]
     if case.bits is None and case.poison:
@@ -79,15 +87,31 @@ def make(case: Case, seed: int = 0) -> Inputs:
         keys, values = (
             dataclasses.replace(x, scales=jnp.where(tiles, jnp.uint16(0x7FC0), x.scales)) for x in (keys, values)
         )
-    positions = np.asarray(positions_at(runs, np.arange(S, dtype=np.int32)))
+    return _inputs(case, rng, exact, CachedTokens(keys, values, jnp.asarray(lengths), runs), lengths)
+
+
+def _packed(case, rng, sides, lengths, runs):
+    """Inputs of packed tokens, whose bytes beyond the length are as large as bytes are: no bits of theirs are NaN."""
+    stored, exact = [], []
+    for x, own in zip(sides, case.runs, strict=True):
+        wide = x * np.sqrt(2.0 ** np.concatenate([np.full(count, bits - 1) for bits, count in own]))  # steps that fill them
+        codes = pack_codes(jnp.asarray(wide, jnp.float32), own)
+        exact.append(np.asarray(unpack_codes(codes, own), np.float64))
+        stale = np.arange(case.S)[None, None, :, None] >= lengths[:, None, None, None]
+        stored.append(WaterFilled(jnp.where(stale, jnp.uint8(255), codes), own))
+    return _inputs(case, rng, exact, CachedTokens(*stored, jnp.asarray(lengths), runs), lengths)
+
+
+def _inputs(case, rng, exact, tokens, lengths):
+    S, dtype = case.S, jnp.dtype(case.dtype)
+    positions = np.asarray(positions_at(tokens.positions, np.arange(S, dtype=np.int32)))
     index = np.clip(lengths[:, None] - case.T + np.arange(case.T), 0, S - 1)
     at = np.take_along_axis(positions, index, axis=1).astype(np.int32)
-    mask = np.broadcast_to((np.arange(S) < lengths[:, None])[:, None], (batch, case.T, S)).copy()
+    mask = np.broadcast_to((np.arange(S) < lengths[:, None])[:, None], (len(lengths), case.T, S)).copy()
     if case.causal:
         mask &= positions[:, None] <= at[:, :, None]
     if case.window is not None:
         mask &= positions[:, None] > at[:, :, None] - case.window
-    tokens = CachedTokens(keys, values, jnp.asarray(lengths), runs)
     options = dict(scale=SCALE, q_positions=jnp.asarray(at), causal=case.causal, window=case.window)
     return Inputs(*_queries(case, rng, exact, positions, mask, dtype, tokens, options))
 
@@ -107,14 +131,25 @@ def _queries(case, rng, exact, positions, mask, dtype, tokens, options):
     if rotary:
         rows = batch if case.per_row else 1
         shape = (rows, case.J, case.K // case.J * case.D, case.rank_k)
-        basis = jnp.asarray(rng.normal(size=shape) / np.sqrt(case.rank_k), dtype)
+        scale = np.sqrt(case.rank_k)
+        if case.runs is not None:  # the steps are folded in
+            scale = scale * np.sqrt(2.0 ** np.concatenate([np.full(count, bits - 1) for bits, count in case.runs[0]]))
+        basis = jnp.asarray(rng.normal(size=shape) / scale, dtype)
         k = np.einsum("bjsr,bjwr->bsjw", k, np.broadcast_to(np.asarray(basis, np.float64), (batch, *shape[1:])))
         k = k.reshape(batch, case.S, case.K, case.D)
+        if case.mean:
+            mean = jnp.asarray(rng.normal(size=(rows, case.K, case.D)), dtype)
+            k = k + np.asarray(mean, np.float64)[:, None]
+            options["key_mean"] = mean if case.per_row else mean[0]
         k = k if case.rope is None else rotated(k, positions, case.rope)
         basis = basis if case.per_row else basis[0]
         options |= dict(rope=case.rope, kv_heads=case.K)
     else:
         k = k.swapaxes(1, 2)
+    if not rotary and case.runs is not None:
+        scale = np.sqrt(2.0 ** np.concatenate([np.full(count, bits - 1) for bits, count in case.runs[0]]))
+        q = (q / jnp.asarray(scale, jnp.float32)).astype(dtype)
+        wide = np.asarray(q, np.float64)
     return q, tokens, basis, options, softmax_attention(wide, k, v.swapaxes(1, 2), mask, SCALE)
 
 

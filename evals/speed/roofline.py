@@ -124,7 +124,7 @@ def white_bases(spec: AttentionSpec, method: Part, dtype: Any) -> Any:
     moments = Moments(1, wide, wide, wide, heads, heads, fisher=Fisher(wide, wide, 1), votes=votes)
     fitted = method.fit(fitted_to, moments)
     fitted = fitted * spec.num_layers if alone else fitted  # all layers are alike
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), fitted)
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype if jnp.issubdtype(x.dtype, jnp.floating) else None), fitted)
 
 
 def _sizes(tree: Any) -> int:

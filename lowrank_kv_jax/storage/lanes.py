@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from lowrank_kv_jax.storage.quantised import COEFFICIENTS, QuantisedTokens, widen_scales
-from lowrank_kv_jax.storage.state import leaf, state, write_tokens
+from lowrank_kv_jax.storage.state import leaf, state, static, write_tokens
+from lowrank_kv_jax.storage.water_filled import WaterFilled, WidthRuns, bytes_of, components_of, pack
 
+PACKED_ROWS = 8  # bytes that a TPU's memory keeps together: of a number that is no multiple XLA would copy the buffer
 TOKEN_LAYOUTS = ("rows", "lanes")
 
 
@@ -77,8 +79,50 @@ class QuantisedOnLanes:
         return codes.astype(jnp.float32) * widen_scales(jnp.take(self.scales, tiles, axis=2))
 
 
-def tokens_on_lanes(stored: jax.Array | QuantisedTokens) -> TokensOnLanes | QuantisedOnLanes | QuantisedTokens:
+@state
+class WaterFilledOnLanes:
+    """Packed components of several widths, the bytes of a token one below the other.
+
+    Attributes:
+        on_lanes: uint8 `[B, J, C', S]`, C bytes as in `WaterFilled` and zeros up to whole registers.
+        runs: see `WidthRuns`.
+    """
+
+    on_lanes: jax.Array = leaf("batch", "kv_heads", None, "tokens", kind="coefficients")
+    runs: WidthRuns = static()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array that it stands for."""
+        batch, heads, _, size = self.on_lanes.shape
+        return batch, heads, size, components_of(self.runs)
+
+    def in_rows(self) -> WaterFilled:
+        return WaterFilled(self.on_lanes.swapaxes(2, 3)[..., : bytes_of(self.runs)], self.runs)
+
+    def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Float[jax.Array, "B J {size} R"]:
+        """Tokens `start` to `start + size` in units of their steps, float32 `[B, J, size, R]`."""
+        block = jax.lax.dynamic_slice_in_dim(self.on_lanes, start, size, axis=3)
+        return dataclasses.replace(self, on_lanes=block).in_rows().read_block(0, size)
+
+    def write_tokens(
+        self, new: Float[jax.Array, "B J T R"], start: Int[jax.Array, " B"], counts: Int[jax.Array, " B"]
+    ) -> "WaterFilledOnLanes":
+        """As `state.write_tokens`, of `new` `[B, J, T, R]`."""
+        fresh = packed_on_lanes(WaterFilled(pack(new, self.runs), self.runs)).on_lanes
+        return dataclasses.replace(self, on_lanes=write_tokens(self.on_lanes, fresh, start, counts, token_axis=3))
+
+
+def packed_on_lanes(stored: WaterFilled) -> WaterFilledOnLanes:
+    """Packed tokens transposed, with zeros up to a multiple of `PACKED_ROWS` bytes."""
+    more = -stored.codes.shape[3] % PACKED_ROWS
+    return WaterFilledOnLanes(jnp.pad(stored.codes.swapaxes(2, 3), ((0, 0), (0, 0), (0, more), (0, 0))), stored.runs)
+
+
+def tokens_on_lanes(stored: Any) -> Any:
     """Coefficients `[B, J, S, R]` transposed; quantised other than in 8 bits with a scale for 128 tokens, as they are."""
+    if isinstance(stored, WaterFilled):
+        return packed_on_lanes(stored)
     if not isinstance(stored, QuantisedTokens):
         return TokensOnLanes(stored.swapaxes(2, 3))
     able = stored.bits == 8 and stored.tile == COEFFICIENTS
@@ -91,9 +135,9 @@ def lay_out(tree: Any, layout: str) -> Any:
         return type(tree)(lay_out(x, layout) for x in tree)
     if not dataclasses.is_dataclass(tree):
         return tree
-    if layout == "lanes" and isinstance(tree, QuantisedTokens):
+    if layout == "lanes" and isinstance(tree, QuantisedTokens | WaterFilled):
         return tokens_on_lanes(tree)
-    if layout == "rows" and isinstance(tree, QuantisedOnLanes):
+    if layout == "rows" and isinstance(tree, QuantisedOnLanes | WaterFilledOnLanes):
         return tree.in_rows()
     changes = {}
     for field in dataclasses.fields(tree):

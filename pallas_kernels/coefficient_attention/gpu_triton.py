@@ -13,7 +13,17 @@ from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
-from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid
+from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid, packed_grid, packed_heads
+from lowrank_kv_jax.pallas_kernels.gpu_packed import (
+    check_packed,
+    collected_from,
+    columns_of,
+    over_columns,
+    pieces_of,
+    spread_for,
+    unpacked,
+    with_rows,
+)
 from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import check_coefficient_kernel
 from lowrank_kv_jax.pallas_kernels.packing import (
     EMPTY,
@@ -21,7 +31,6 @@ from lowrank_kv_jax.pallas_kernels.packing import (
     TILE_OF_SCALES,
     Packed,
     Stored,
-    columns,
     merge_splits,
     pack,
     stored_arrays,
@@ -29,6 +38,8 @@ from lowrank_kv_jax.pallas_kernels.packing import (
     visible_range,
 )
 
+PACKED_TILE = 32  # packed tokens of a tile: more would spill registers, as would an output of more columns
+MOST_COLUMNS = 1216
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 
@@ -47,7 +58,10 @@ def attend_slots(q, tokens, begin, end, *, scale: float, size: int, interpret: b
         size: about how many tokens a row sees at most; decides into how many splits they are cut.
     """
     keys, values = stored_arrays(tokens.keys), stored_arrays(tokens.values)
-    packed = pack(q, max(keys.codes.shape[1], values.codes.shape[1]), begin, end)
+    heads = max(keys.codes.shape[1], values.codes.shape[1])
+    if values.runs is not None:
+        heads = packed_heads(heads, q.shape[2], q.shape[1])
+    packed = pack(q, heads, begin, end)
     return unpack(attend_packed(packed, keys, values, scale=scale, size=size, interpret=interpret), q.shape[1])
 
 
@@ -57,13 +71,20 @@ def attend_packed(
     """Partial `[B, H, M, Rv]`, lse `EMPTY` where a row sees nothing."""
     check_stored(packed, keys, values)
     batch, heads, rows, _ = packed.q.shape
-    grid = decode_grid(rows, batch * heads, size, bytes_of_token(keys) + bytes_of_token(values))
-    check_coefficient_kernel(grid, keys, values, packed.q.dtype.itemsize)
+    width = columns_of(values)
+    if values.runs is None:
+        grid = decode_grid(rows, batch * heads, size, bytes_of_token(keys) + bytes_of_token(values))
+        check_coefficient_kernel(grid, keys, values, packed.q.dtype.itemsize)
+    else:
+        grid = packed_grid(rows, batch * heads, size, PACKED_TILE)
+        check_packed(rows, MOST_COLUMNS, values)
     shape = (batch, heads, grid.splits, rows)
-    width = values.codes.shape[-1]
-    kernel = functools.partial(_kernel, grid=grid, scale=scale, quantised=keys.scales is not None)
+    kernel = functools.partial(
+        _kernel, grid=grid, scale=scale, quantised=keys.scales is not None, key_runs=keys.runs, value_runs=values.runs
+    )
     limits = row_limits(packed.span, packed)
-    of_heads = (packed.q, *given(keys), *given(values))
+    query = packed.q if keys.runs is None else with_rows(spread_for(keys, packed.q), grid.rows)
+    of_heads = (query, *given(keys), *given(values))
     out, lse = pl.pallas_call(
         kernel,
         grid=(grid.splits, heads, batch),
@@ -77,14 +98,17 @@ def attend_packed(
         interpret=interpret,
         name="coefficient_attention",
     )(limits, *of_heads)
-    return merge_splits(out, lse)
+    part = merge_splits(out, lse)
+    return AttnPartial(collected_from(values, part.out), part.lse)
 
 
 def check_stored(packed: Packed, keys: Stored, values: Stored) -> None:
     """Raise `Unsupported` for storage that the GPU kernels do not read."""
     for name, x in (("keys", keys), ("values", values)):
-        if x.codes.dtype.name not in DTYPES:
+        if x.runs is None and x.codes.dtype.name not in DTYPES:
             raise Unsupported(f"{name} of dtype {x.codes.dtype.name}, allowed are {', '.join(DTYPES)}")
+        if (x.runs is None) != (keys.runs is None):
+            raise Unsupported("keys and values packed in several widths, or both not")
         if (x.codes.dtype == jnp.int8) != (x.scales is not None):
             raise Unsupported(f"{name}: int8 codes come with scales, and nothing else does")
     if (keys.scales is None) != (values.scales is None):
@@ -177,11 +201,11 @@ def online_softmax(logits, visible, top, total):
     return weights, shrink, new_top, total * shrink + jnp.sum(weights, axis=1)
 
 
-def add_values(weights, shrink, accs, pieces, load, scale):
-    """Weighted values of a tile, piece by piece of their columns; `load` and `scale` (or None) give those of a piece."""
+def add_values(weights, shrink, accs, pieces, values, scale):
+    """Weighted values of a tile, which come piece by piece of their columns; `scale` (or None) gives that of a piece."""
     out = []
-    for acc, piece in zip(accs, pieces, strict=True):
-        added = dot(weights, load(piece).astype(weights.dtype))
+    for acc, piece, own in zip(accs, pieces, values, strict=True):
+        added = dot(weights, own.astype(weights.dtype))
         out.append(acc * shrink[:, None] + (added if scale is None else added * scale(piece)))
     return tuple(out)
 
@@ -211,15 +235,15 @@ def start_carry(rows: int, pieces):
     return top, total, tuple(jnp.zeros((rows, w), jnp.float32) for _, w in pieces)
 
 
-def _kernel(limits_ref, q_ref, *refs, grid: Grid, scale: float, quantised: bool):
+def _kernel(limits_ref, q_ref, *refs, grid: Grid, scale: float, quantised: bool, key_runs, value_runs):
     if quantised:
         k_ref, ks_ref, v_ref, vs_ref, out_ref, lse_ref = refs
     else:
         (k_ref, v_ref, out_ref, lse_ref), ks_ref, vs_ref = refs, None, None
-    key_pieces, value_pieces = columns(k_ref.shape[-1]), columns(v_ref.shape[-1])
-    begin, end = load_ranges(limits_ref, grid.rows, q_ref.shape[0])
-    there = jnp.arange(grid.rows) < q_ref.shape[0]
-    queries = [load_block(q_ref, 0, there, piece) for piece in key_pieces]
+    key_pieces, value_pieces = pieces_of(k_ref.shape[-1], key_runs), pieces_of(v_ref.shape[-1], value_runs)
+    begin, end = load_ranges(limits_ref, grid.rows, lse_ref.shape[0])
+    there = jnp.arange(grid.rows) < lse_ref.shape[0]
+    queries = [] if key_runs else [load_block(q_ref, 0, there, piece) for piece in key_pieces]
     start, stop, high = tile_range(limits_ref, grid)
 
     def body(tile, carry):
@@ -231,15 +255,21 @@ def _kernel(limits_ref, q_ref, *refs, grid: Grid, scale: float, quantised: bool)
         def read(ref, piece):
             return load_block(ref, at, slots < high, piece)
 
+        def add(logits, keys, where):
+            q = plgpu.load(q_ref.at[:, where])
+            return logits + dot(q, keys.astype(q.dtype).T)
+
         logits = jnp.zeros((grid.rows, grid.tile), jnp.float32)
-        for q, piece in zip(queries, key_pieces, strict=True):
+        if key_runs is not None:
+            logits = over_columns(k_ref, at, slots < high, key_runs, add, logits)
+        for q, piece in zip(queries, key_pieces, strict=False):
             if ks_ref is not None:
                 q = (q.astype(jnp.float32) * load_scale(ks_ref, scale_row, piece)).astype(q.dtype)
             logits += dot(q, read(k_ref, piece).astype(q.dtype).T)
         visible = (slots[None] >= begin[:, None]) & (slots[None] < end[:, None])
         weights, shrink, top, total = online_softmax(logits * (scale * LOG2_E), visible, top, total)
         value_scale = None if vs_ref is None else functools.partial(load_scale, vs_ref, scale_row)
-        values = functools.partial(read, v_ref)
+        values = unpacked(v_ref, at, slots < high, value_runs) if value_runs else (read(v_ref, x) for x in value_pieces)
         return top, total, add_values(weights.astype(q_ref.dtype), shrink, accs, value_pieces, values, value_scale)
 
     top, total, accs = jax.lax.fori_loop(start, stop, body, start_carry(grid.rows, value_pieces))

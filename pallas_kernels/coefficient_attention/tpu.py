@@ -29,6 +29,7 @@ def attend_slots(q, tokens, begin, end, *, scale: float, size: int, interpret: b
     keys, values = (tpu_softmax.lane_tokens(getattr(tokens, x), x) for x in ("keys", "values"))
     packed = pack(q, max(keys.data.shape[1], values.data.shape[1]), begin, end)
     rows = packed.q.shape[2]
+    packed = packed._replace(q=keys.spread(packed.q))
     part = attend_packed(tpu_softmax.padded(packed), keys, values, scale=scale, size=size, interpret=interpret)
     return unpack(AttnPartial(part.out[:, :, :rows], part.lse[:, :, :rows]), q.shape[1])
 
@@ -37,7 +38,7 @@ def attend_packed(
     packed, keys: LaneTokens, values: LaneTokens, *, scale: float, size: int, interpret: bool
 ) -> AttnPartial:
     """Partial `[B, H, M, Rv]`, lse `EMPTY` where a row sees nothing; `packed` padded."""
-    (batch, heads, rows, _), width = packed.q.shape, values.data.shape[2]
+    (batch, heads, rows, _), width = packed.q.shape, values.width
     tile = tpu_softmax.tile_of(size, keys, values)
     # fewer than all slots may begin within a tile and end in another
     tiles = pl.cdiv(size, tile) + (size < keys.data.shape[3])
@@ -66,7 +67,7 @@ def attend_packed(
         interpret=tpu_softmax.interpreter(interpret),
         name="coefficient_attention",
     )(packed.span, packed.begin, packed.end, packed.q, *tpu_softmax.given(keys), *tpu_softmax.given(values))
-    return AttnPartial(out, lse[..., 0])
+    return AttnPartial(values.collected(out), lse[..., 0])
 
 
 def _kernel(span_ref, begin_ref, end_ref, q_ref, *refs, stored, tile: int, scale: float):

@@ -33,7 +33,7 @@ def rotary_coefficient_attention(
         scale, q_positions, causal, window, cap, backend: as in `coefficient_attention`.
         value_basis: give the output in head space (the compute order of OjaKV's section 3.3, which XLA follows by
             rebuilding the values; a kernel expands the attended coefficients, which is the same sum).
-        key_mean: `[K, D]` or per row `[B, K, D]`, added to the rebuilt keys before they are rotated (XLA only).
+        key_mean: `[K, D]` or per row `[B, K, D]`, added to the rebuilt keys before they are rotated.
 
     Returns:
         Partial whose out is in the space of the values, or in head space with `value_basis`.
@@ -43,15 +43,12 @@ def rotary_coefficient_attention(
     """
     attend = functools.partial(
         _implementation, q=q, tokens=tokens, key_basis=key_basis, rope=rope, kv_heads=kv_heads, scale=scale,
-        q_positions=q_positions, causal=causal, window=window, value_basis=value_basis,
+        q_positions=q_positions, causal=causal, window=window, value_basis=value_basis, key_mean=key_mean,
     )
     kernels = {name: functools.partial(attend, module) for name, module in KERNELS.items()}
     reference = functools.partial(attend, "reference")
-    if key_mean is not None:
-        kernels = dispatch.without_kernels(KERNELS, "keys that are rebuilt around a mean")
-        reference = functools.partial(reference, key_mean=key_mean)
     if cap is not None:
-        kernels = dispatch.without_kernels(KERNELS, "logits that are capped")
+        kernels = dispatch.without_kernels(kernels, "logits that are capped")
         reference = functools.partial(reference, cap=cap)
     return dispatch.run("rotary_coefficient_attention", backend, kernels, reference)
 

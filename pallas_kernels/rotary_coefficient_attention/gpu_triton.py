@@ -30,7 +30,17 @@ from lowrank_kv_jax.pallas_kernels.coefficient_attention.gpu_triton import (
     start_carry,
     write_partial,
 )
-from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid
+from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid, packed_grid
+from lowrank_kv_jax.pallas_kernels.gpu_packed import (
+    check_packed,
+    collected_from,
+    columns_of,
+    over_columns,
+    pieces_of,
+    spread_for,
+    unpacked,
+    with_rows,
+)
 from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import check_rotary_kernel
 from lowrank_kv_jax.pallas_kernels.packing import (
     LOG2_E,
@@ -45,17 +55,23 @@ from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import po
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary, prepare, read_run, visits
 from lowrank_kv_jax.storage.basis import expand_values
 
+PACKED_TILE = 64  # packed tokens of a tile
+MOST_COLUMNS = 704  # of packed keys and of packed values: more would spill registers
+PART = 32  # channel pairs of packed keys that are rebuilt at once; each part unpacks its tile anew
 RESIDENT_BYTES = 32 * 1024  # a larger basis is read again for every tile, from the L2 cache
 
 
 def rotary_coefficient_attention(
-    q, tokens, key_basis, *, rope, kv_heads, scale, q_positions, causal, window, value_basis, interpret=False
+    q, tokens, key_basis, *, rope, kv_heads, scale, q_positions, causal, window, value_basis, key_mean=None,
+    interpret=False,
 ) -> AttnPartial:
     """The op of `api.rotary_coefficient_attention`; `Unsupported` where the kernel does not cover a case."""
     keys, values = stored_arrays(tokens.keys), stored_arrays(tokens.values)
     rotary = prepare(
-        q, tokens, key_basis, rope=rope, kv_heads=kv_heads, q_positions=q_positions, causal=causal, window=window
+        q, tokens, key_basis, rope=rope, kv_heads=kv_heads, q_positions=q_positions, causal=causal, window=window,
+        key_mean=key_mean,
     )
+    rotary = rotary._replace(basis=spread_for(keys, rotary.basis))
     part = attend_packed(rotary, keys, values, scale=scale, rotate=rope is not None, interpret=interpret)
     part = unpack(part, q.shape[1])
     return part if value_basis is None else AttnPartial(expand_values(value_basis, part.out, kv_heads), part.lse)
@@ -68,28 +84,33 @@ def attend_packed(
     packed = rotary.packed
     check_stored(packed, keys, values)
     (batch, heads, rows, _), half = packed.q.shape, rotary.basis.shape[2] // 2
-    width = values.codes.shape[-1]
-    token_bytes = bytes_of_token(keys) + bytes_of_token(values) + 2 * half * packed.q.dtype.itemsize
-    grid = decode_grid(rows, batch * heads, keys.codes.shape[2], token_bytes)
-    check_rotary_kernel(grid, keys, values, packed.q.dtype.itemsize, 2 * half)
+    width = columns_of(values)
+    if values.runs is None:
+        token_bytes = bytes_of_token(keys) + bytes_of_token(values) + 2 * half * packed.q.dtype.itemsize
+        grid = decode_grid(rows, batch * heads, keys.codes.shape[2], token_bytes)
+        check_rotary_kernel(grid, keys, values, packed.q.dtype.itemsize, 2 * half)
+    else:
+        grid = packed_grid(rows, batch * heads, keys.codes.shape[2], PACKED_TILE)
+        check_packed(rows, MOST_COLUMNS, keys, values)
     shape = (batch, heads, grid.splits, rows)
-    basis_row = (lambda b: b) if rotary.basis.shape[0] == batch else (lambda b: 0)
     whole = pl.BlockSpec(rotary.cos.shape, lambda s, h, b: (0, 0, 0))
     runs = rotary.first.shape[1]
     limits = row_limits(visits(rotary, grid.tile), packed)
     stored = (*given(keys), *given(values))
-    basis_bytes = 2 * half * keys.codes.shape[-1] * packed.q.dtype.itemsize
+    basis_bytes = 2 * half * rotary.basis.shape[-1] * packed.q.dtype.itemsize
     kernel = functools.partial(
         _kernel, grid=grid, runs=runs, scale=scale, rotate=rotate, quantised=keys.scales is not None,
-        resident=basis_bytes <= RESIDENT_BYTES,
+        centred=rotary.mean is not None,
+        resident=basis_bytes <= RESIDENT_BYTES, key_runs=keys.runs, value_runs=values.runs,
     )
+    query = packed.q if keys.runs is None else with_rows(packed.q, grid.rows)
+    of_bases = [x for x in (rotary.basis, rotary.mean) if x is not None]
     out, lse = pl.pallas_call(
         kernel,
         grid=(grid.splits, heads, batch),
         in_specs=[
-            row_spec(limits), whole, whole, head_spec(packed.q, batch, heads),
-            pl.BlockSpec((None, None, *rotary.basis.shape[2:]), lambda s, h, b: (basis_row(b), h, 0, 0)),
-            *(head_spec(x, batch, heads) for x in stored),
+            row_spec(limits), whole, whole, head_spec(query, batch, heads),
+            *(basis_spec(x, batch) for x in of_bases), *(head_spec(x, batch, heads) for x in stored),
         ],
         out_specs=[
             pl.BlockSpec((None, None, None, rows, width), lambda s, h, b: (b, h, s, 0, 0)),
@@ -99,39 +120,35 @@ def attend_packed(
         compiler_params=plgpu.CompilerParams(num_warps=grid.warps, num_stages=grid.stages),
         interpret=interpret,
         name="rotary_coefficient_attention",
-    )(limits, rotary.cos, rotary.sin, packed.q, rotary.basis, *stored)
-    return merge_splits(out, lse)
+    )(limits, rotary.cos, rotary.sin, query, *of_bases, *stored)
+    part = merge_splits(out, lse)
+    return AttnPartial(collected_from(values, part.out), part.lse)
+
+
+def basis_spec(x: jax.Array, rows: int) -> pl.BlockSpec:
+    """What head `h` of row `b` of `rows` has of `x` `[B or 1, K, ..]`."""
+    rest = (0,) * (x.ndim - 2)
+    return pl.BlockSpec((None, None, *x.shape[2:]), lambda s, h, b: (b if x.shape[0] == rows else 0, h, *rest))
 
 
 def _kernel(
     limits_ref, cos_ref, sin_ref, q_ref, basis_ref, *refs, grid: Grid, runs: int, scale: float,
-    rotate: bool, quantised: bool, resident: bool,
+    rotate: bool, quantised: bool, centred: bool, resident: bool, key_runs, value_runs,
 ):
+    mean_ref, refs = (refs[0], refs[1:]) if centred else (None, refs)
     if quantised:
         k_ref, ks_ref, v_ref, vs_ref, out_ref, lse_ref = refs
     else:
         (k_ref, v_ref, out_ref, lse_ref), ks_ref, vs_ref = refs, None, None
-    dtype = q_ref.dtype
-    key_pieces, value_pieces = columns(k_ref.shape[-1]), columns(v_ref.shape[-1])
-    begin, end = load_ranges(limits_ref, grid.rows, q_ref.shape[0])
-    half = basis_ref.shape[0] // 2
-    there, all_half = jnp.arange(grid.rows) < q_ref.shape[0], jnp.full((half,), True)
-    query = tuple(load_block(q_ref, 0, there, (side * half, half)).astype(jnp.float32) for side in range(2))
-
-    def basis(side):
-        return [load_block(basis_ref, side * half, all_half, piece) for piece in key_pieces]
-
-    held = [basis(side) for side in range(2)] if resident else None
+    dtype, there = q_ref.dtype, lse_ref.shape[0]
+    value_pieces = pieces_of(v_ref.shape[-1], value_runs)
+    begin, end = load_ranges(limits_ref, grid.rows, there)
     start, stop = split_range(limits_ref[5 * runs], grid)
-    local = [table[0, : grid.tile] for table in (cos_ref, sin_ref)]
-
-    def rebuild(coefficients):
-        """Both halves of the tile's keys, float32 `[tile, H]`."""
-        halves = []
-        for side in range(2):
-            bases = held[side] if held else basis(side)
-            halves.append(sum(dot(x, u.T) for x, u in zip(coefficients, bases, strict=True)))
-        return halves
+    angles = (cos_ref, sin_ref) if rotate else None
+    if key_runs is None:
+        logits_of = whole_keys(k_ref, ks_ref, basis_ref, mean_ref, q_ref, angles, grid=grid, resident=resident)
+    else:
+        logits_of = keys_in_parts(k_ref, basis_ref, mean_ref, q_ref, angles, grid=grid, key_runs=key_runs)
 
     def body(visit, carry):
         top, total, accs = carry
@@ -139,27 +156,80 @@ def _kernel(
         at = run.tile * grid.tile
         slots = at + jnp.arange(grid.tile)
         mine = (slots >= run.low) & (slots < run.high)
-        scale_row = at // TILE_OF_SCALES
-
-        def read(ref, piece):
-            return load_block(ref, at, mine, piece)
-
-        coefficients = []
-        for piece in key_pieces:
-            x = read(k_ref, piece)
-            if ks_ref is not None:
-                x = x.astype(jnp.float32) * load_scale(ks_ref, scale_row, piece)
-            coefficients.append(x.astype(dtype))
-        keys, turned = rebuild(coefficients), query
-        if rotate:
-            cos, sin = position_angle(cos_ref, sin_ref, at + run.offset)
-            keys, turned = turn(*keys, *local), turn(*query, cos, -sin)
-        logits = sum(dot(x.astype(dtype), k.astype(dtype).T) for x, k in zip(turned, keys, strict=True))
+        logits = logits_of(at, mine, run.offset)
         visible = mine[None] & (slots[None] >= begin[:, None]) & (slots[None] < end[:, None])
         weights, shrink, top, total = online_softmax(logits * (scale * LOG2_E), visible, top, total)
-        value_scale = None if vs_ref is None else functools.partial(load_scale, vs_ref, scale_row)
-        values = functools.partial(read, v_ref)
+        value_scale = None if vs_ref is None else functools.partial(load_scale, vs_ref, at // TILE_OF_SCALES)
+        values = (load_block(v_ref, at, mine, piece) for piece in value_pieces)
+        values = values if value_runs is None else unpacked(v_ref, at, mine, value_runs)
         return top, total, add_values(weights.astype(dtype), shrink, accs, value_pieces, values, value_scale)
 
     top, total, accs = jax.lax.fori_loop(start, stop, body, start_carry(grid.rows, value_pieces))
     write_partial(out_ref, lse_ref, grid.rows, accs, value_pieces, top, total)
+
+
+def whole_keys(k_ref, ks_ref, basis_ref, mean_ref, q_ref, angles, *, grid: Grid, resident: bool):
+    """`logits(first slot, slots that count, offset of positions)` `[rows, tile]` of keys that are rebuilt at once."""
+    dtype, key_pieces, half = q_ref.dtype, columns(k_ref.shape[-1]), basis_ref.shape[0] // 2
+    there, all_half = jnp.arange(grid.rows) < q_ref.shape[0], jnp.full((half,), True)
+    query = tuple(load_block(q_ref, 0, there, (side * half, half)).astype(jnp.float32) for side in range(2))
+
+    def basis(side):
+        return [load_block(basis_ref, side * half, all_half, piece) for piece in key_pieces]
+
+    held = [basis(side) for side in range(2)] if resident else None
+    local = [table[0, : grid.tile] for table in angles or ()]
+    means = None if mean_ref is None else [mean_ref[pl.ds(side * half, half)][None] for side in range(2)]
+
+    def rebuild(coefficients):
+        """Both halves of the tile's keys, float32 `[tile, H]`."""
+        halves = []
+        for side in range(2):
+            bases = held[side] if held else basis(side)
+            halves.append(sum(dot(x, u.T) for x, u in zip(coefficients, bases, strict=True)))
+        return halves if means is None else [x + mean for x, mean in zip(halves, means, strict=True)]
+
+    def logits(at, mine, offset):
+        coefficients = []
+        for piece in key_pieces:
+            x = load_block(k_ref, at, mine, piece)
+            if ks_ref is not None:
+                x = x.astype(jnp.float32) * load_scale(ks_ref, at // TILE_OF_SCALES, piece)
+            coefficients.append(x.astype(dtype))
+        keys, turned = rebuild(coefficients), query
+        if angles is not None:
+            cos, sin = position_angle(*angles, at + offset)
+            keys, turned = turn(*keys, *local), turn(*query, cos, -sin)
+        return sum(dot(x.astype(dtype), k.astype(dtype).T) for x, k in zip(turned, keys, strict=True))
+
+    return logits
+
+
+def keys_in_parts(k_ref, basis_ref, mean_ref, q_ref, angles, *, grid: Grid, key_runs):
+    """The same of packed keys, rebuilt `PART` channel pairs at a time: of whole ones the registers would overflow."""
+    dtype, half = q_ref.dtype, basis_ref.shape[0] // 2
+    width = min(half, PART)
+
+    def logits(at, mine, offset):
+        def part(number, total):
+            sides = [pl.ds(side * half + number * width, width) for side in range(2)]
+
+            def add(halves, coefficients, where):
+                bases = [plgpu.load(basis_ref.at[side, where]) for side in sides]
+                return tuple(x + dot(coefficients.astype(dtype), u.T) for x, u in zip(halves, bases, strict=True))
+
+            nothing = jnp.zeros((grid.tile, width), jnp.float32)
+            keys = over_columns(k_ref, at, mine, key_runs, add, (nothing, nothing))
+            if mean_ref is not None:
+                keys = [x + plgpu.load(mean_ref.at[side])[None] for x, side in zip(keys, sides, strict=True)]
+            query = [plgpu.load(q_ref.at[:, side]).astype(jnp.float32) for side in sides]
+            if angles is not None:
+                pairs = pl.ds(number * width, width)
+                local = [table[0, : grid.tile, pairs] for table in angles]
+                cos, sin = position_angle(*angles, at + offset, pairs)
+                keys, query = turn(*keys, *local), turn(*query, cos, -sin)
+            return total + sum(dot(x.astype(dtype), k.astype(dtype).T) for x, k in zip(query, keys, strict=True))
+
+        return jax.lax.fori_loop(0, half // width, part, jnp.zeros((grid.rows, grid.tile), jnp.float32))
+
+    return logits

@@ -9,7 +9,12 @@ import numpy as np
 
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.packing import Packed, pack, visible_range
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import channel_pairs, digit_tables, split_pairs
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import (
+    Pairs,
+    channel_pairs,
+    digit_tables,
+    split_pairs,
+)
 
 
 class Rotary(NamedTuple):
@@ -19,19 +24,21 @@ class Rotary(NamedTuple):
         packed: queries `[B, K, M, 2 H]`, the first channels of all pairs and then the second; H = D / 2 rounded up to
             a power of two.
         basis: key basis of each kv head `[B or 1, K, 2 H, R]`, its channels in the same order, in the queries' dtype.
+        mean: of the keys of each kv head `[B or 1, K, 2 H]`, float32, as above; None where they have none.
         first, offset: int32 `[B, P]`, runs of consecutive positions: first slot, and position minus slot.
         cos, sin: `digit_tables`.
     """
 
     packed: Packed
     basis: jax.Array
+    mean: jax.Array | None
     first: jax.Array
     offset: jax.Array
     cos: jax.Array
     sin: jax.Array
 
 
-def prepare(q, tokens, key_basis, *, rope, kv_heads, q_positions, causal, window) -> Rotary:
+def prepare(q, tokens, key_basis, *, rope, kv_heads, q_positions, causal, window, key_mean=None) -> Rotary:
     """Arrange the op's arguments.
 
     Raises:
@@ -52,7 +59,14 @@ def prepare(q, tokens, key_basis, *, rope, kv_heads, q_positions, causal, window
     cos, sin = (jnp.asarray(table) for table in digit_tables(rope, head_dim))
     turned = split_pairs(packed.q, pairs)
     packed = packed._replace(q=turned.reshape(*turned.shape[:3], -1))
-    return Rotary(packed, basis.astype(q.dtype), first, offset, cos, sin)
+    return Rotary(packed, basis.astype(q.dtype), _mean(key_mean, pairs), first, offset, cos, sin)
+
+
+def _mean(key_mean: jax.Array | None, pairs: Pairs) -> jax.Array | None:
+    if key_mean is None:
+        return None
+    rows = key_mean if key_mean.ndim == 3 else key_mean[None]
+    return split_pairs(rows.astype(jnp.float32), pairs).reshape(*rows.shape[:2], -1)
 
 
 class Run(NamedTuple):

@@ -24,15 +24,17 @@ MOST_TOKENS = 512  # of a tile: rebuilt keys and their angles are float32, head_
 
 
 def rotary_coefficient_attention(
-    q, tokens, key_basis, *, rope, kv_heads, scale, q_positions, causal, window, value_basis, interpret=False
+    q, tokens, key_basis, *, rope, kv_heads, scale, q_positions, causal, window, value_basis, key_mean=None,
+    interpret=False,
 ) -> AttnPartial:
     """The op of `api.rotary_coefficient_attention`; `Unsupported` where the kernel does not cover a case."""
     keys, values = (tpu_softmax.lane_tokens(getattr(tokens, x), x) for x in ("keys", "values"))
     rotary = prepare(
-        q, tokens, key_basis, rope=rope, kv_heads=kv_heads, q_positions=q_positions, causal=causal, window=window
+        q, tokens, key_basis, rope=rope, kv_heads=kv_heads, q_positions=q_positions, causal=causal, window=window,
+        key_mean=key_mean,
     )
     rows = rotary.packed.q.shape[2]
-    rotary = rotary._replace(packed=tpu_softmax.padded(rotary.packed))
+    rotary = rotary._replace(packed=tpu_softmax.padded(rotary.packed), basis=keys.spread(rotary.basis))
     tile = tpu_softmax.tile_of(keys.data.shape[3], keys, values)
     tile = min(tile, MOST_TOKENS if keys.scales is None and values.scales is None else tpu_softmax.LEAST_SCALED)
     angles = _tile_angles(rope, q.shape[-1], tile) if rope is not None else None
@@ -54,7 +56,7 @@ def attend_packed(
 ) -> AttnPartial:
     """Partial `[B, K, M, Rv]`, lse `EMPTY` where a row sees nothing; `rotary` padded."""
     packed, runs = rotary.packed, rotary.first.shape[1]
-    (batch, heads, rows, _), size, width = packed.q.shape, keys.data.shape[3], values.data.shape[2]
+    (batch, heads, rows, _), size, width = packed.q.shape, keys.data.shape[3], values.width
     steps = pl.cdiv(size, tile) + runs - 1
     most = pl.cdiv(size, tile) - 1
 
@@ -69,21 +71,24 @@ def attend_packed(
         return pl.BlockSpec((None, None, rows, lanes), lambda b, h, i, table: (b, h, 0, 0))
 
     per_row = pl.BlockSpec((None, rows, 1), lambda b, h, i, table: (b, 0, 0))
-    shared_basis = rotary.basis.shape[0] == 1
-    basis = pl.BlockSpec(
-        (None, None, *rotary.basis.shape[2:]), lambda b, h, i, table: (0 if shared_basis else b, h, 0, 0)
-    )
+
+    def of_head(x):
+        shared = x.shape[0] == 1
+        return pl.BlockSpec((None, None, *x.shape[2:]), lambda b, h, i, table: (0 if shared else b, h, 0, 0))
+
+    of_bases = [rotary.basis] if rotary.mean is None else [rotary.basis, rotary.mean[..., None]]
     tables = () if angles is None else (*angles, rotary.cos, rotary.sin)
     specs = [spec for x in (keys, values) for spec in tpu_softmax.stored_specs(x, batch, heads, tile, near)]
     out, lse = pl.pallas_call(
         functools.partial(
-            _kernel, stored=(keys, values), tile=tile, runs=runs, scale=scale, rotate=angles is not None
+            _kernel, stored=(keys, values), tile=tile, runs=runs, scale=scale, rotate=angles is not None,
+            centred=rotary.mean is not None,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, heads, steps),
             in_specs=[
-                per_row, per_row, per_head(packed.q.shape[3]), basis, *specs, *(whole(x) for x in tables),
+                per_row, per_row, per_head(packed.q.shape[3]), *map(of_head, of_bases), *specs, *map(whole, tables),
             ],
             out_specs=[per_head(width), per_head(1)],
             scratch_shapes=tpu_softmax.scratch(rows, width),
@@ -93,15 +98,17 @@ def attend_packed(
         interpret=tpu_softmax.interpreter(interpret),
         name="rotary_coefficient_attention",
     )(
-        visits(rotary, tile), packed.begin, packed.end, packed.q, rotary.basis, *tpu_softmax.given(keys),
+        visits(rotary, tile), packed.begin, packed.end, packed.q, *of_bases, *tpu_softmax.given(keys),
         *tpu_softmax.given(values), *tables,
     )
-    return AttnPartial(out, lse[..., 0])
+    return AttnPartial(values.collected(out), lse[..., 0])
 
 
 def _kernel(
     table_ref, begin_ref, end_ref, q_ref, basis_ref, *refs, stored, tile: int, runs: int, scale: float, rotate: bool,
+    centred: bool,
 ):
+    mean_ref, refs = (refs[0], refs[1:]) if centred else (None, refs)
     (stored_keys, values), refs = tpu_softmax.split_refs(refs, *stored)
     *tables, out_ref, lse_ref, top_ref, total_ref, acc_ref = refs
     state, dtype, half = (top_ref, total_ref, acc_ref), q_ref.dtype, basis_ref.shape[0] // 2
@@ -115,6 +122,8 @@ def _kernel(
         mine = (slots >= run.low) & (slots < run.high)
         sides = [slice(side * half, (side + 1) * half) for side in range(2)]
         keys = tuple(stored_keys.of_tokens(basis_ref[side], mine) for side in sides)
+        if mean_ref is not None:
+            keys = tuple(x + mean_ref[side] for x, side in zip(keys, sides, strict=True))
         query = tuple(q_ref[:, side].astype(jnp.float32) for side in sides)
         if rotate:
             place_cos, place_sin, cos_ref, sin_ref = tables

@@ -20,6 +20,7 @@ from lowrank_kv_jax.method.accounting import full_cache_bytes
 from lowrank_kv_jax.methods import Transform, machine_of
 from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.saving.saved_cache import abstract_cache
+from lowrank_kv_jax.storage.lanes import lay_out
 from lowrank_kv_jax.storage.positions import Runs
 
 
@@ -222,3 +223,31 @@ def test_layers_that_are_alike_share_their_bits():
             for read, x in zip(oracle(own, "v", [x.v for x in layers], own.widths.rungs[0][1]), layers, strict=True)
         ))
     assert errors[1] < 0.7 * errors[0]
+
+
+@pytest.mark.parametrize("spec, backend", [
+    ("bits=3,steps=prompt", "triton"), ("bits=2,heads=per_head,rope=post", "triton"),
+    pytest.param("bits=3", "tpu", marks=pytest.mark.slow),
+    pytest.param("bits=2,rope=post,steps=prompt", "tpu", marks=pytest.mark.slow),
+])
+def test_kernels_give_what_xla_does(monkeypatch, spec, backend):
+    """A warning, where one falls back to XLA, is an error."""
+    method = parse_method(f"transform:{spec}")
+    moments = random_moments(PLAIN, means=True)
+    bases, (q, tokens) = method.fit(SPEC, moments)[0], tokens_like(moments)
+    counts, weight = jnp.array([SIZE, 17]), jnp.ones((2, SIZE))
+    where = Runs(jnp.zeros((2, 2), jnp.int32), jnp.full((2, 2), 2, jnp.int32))
+
+    @jax.jit
+    def store_of(bases, tokens):
+        store = method.learn(LAYOUT, bases, method.empty(LAYOUT, bases, SIZE), (tokens,), counts, weight)
+        return method.take_in(LAYOUT, bases, store, (tokens,), counts, counts, where)
+
+    store, found = store_of(bases, tokens), {}
+    for chosen in ("xla", backend):
+        monkeypatch.setenv("LOWRANK_KV_BACKEND", chosen)
+        held = lay_out(store, "lanes") if chosen == "tpu" else store
+        attend = jax.jit(lambda q, held=held: method.attend(LAYOUT, bases, held, q, jnp.full((2, 3), 90), Place()))
+        found[chosen] = attend(q)
+    np.testing.assert_allclose(found[backend].lse, found["xla"].lse, atol=2e-4)
+    np.testing.assert_allclose(found[backend].out, found["xla"].out, atol=2e-3)

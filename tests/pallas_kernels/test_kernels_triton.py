@@ -13,6 +13,10 @@ from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_co
 ROPE = RopeSpec(10000.0, 64)
 LLAMA3 = RopeSpec(500000.0, 48, "llama3", 8.0, 1.0, 4.0, 64)  # 16 of 64 channels stay unrotated
 
+SOME = (((8, 3), (4, 4), (2, 5), (1, 11)), ((8, 7), (2, 21)))  # no run is whole bytes
+MANY = (((8, 40), (4, 150), (2, 200)), ((4, 140), (1, 70)))  # loops over blocks
+
+
 def run(op, *args, **options):
     return jax.jit(functools.partial(op, backend="triton", **options))(*args)
 
@@ -28,6 +32,9 @@ def run(op, *args, **options):
         slow(Case(T=2, causal=True, gaps=(200, 7), jumps=(9, 2), lengths=(8, 199, 202))),
         Case(bits=8, rank_k=64, rank_v=32, lengths=(0, 1, 128, 129, 300)),
         Case(S=1300, lengths=(1300, 513, 0), N=8),  # several splits
+        Case(runs=SOME, lengths=(0, 1, 63, 64, 65, 300)),
+        Case(runs=MANY, J=1, Jv=1, N=24, lengths=(300, 130), dtype="bfloat16"),  # more rows than a program has
+        slow(Case(runs=(SOME[1], SOME[0]), T=3, causal=True, window=70, lengths=(1, 2, 101, 300), S=600, N=8)),
         *(slow(Case(rank_k=r, rank_v=r, lengths=(256, 257), dtype="bfloat16")) for r in (16, 32, 48, 64, 96, 128)),
     ],
     ids=str,
@@ -44,6 +51,10 @@ def test_coefficients(case):
         Case(rope=ROPE, D=96, rank_k=48, gaps=(0, 128), jumps=(100000, 9), lengths=(128, 129, 300)),
         Case(rope=LLAMA3, J=1, Jv=1, rank_k=96, rank_v=64, per_row=True, N=8, K=4, gaps=(64, 70), jumps=(7, 11)),
         Case(rope=ROPE, T=3, causal=True, window=90, lengths=(2, 101, 300), bits=8),
+        Case(rope=ROPE, D=96, runs=SOME, mean=True, gaps=(0, 64), jumps=(100000, 9), lengths=(0, 64, 65, 300)),
+        slow(Case(rope=LLAMA3, J=1, Jv=1, runs=MANY, per_row=True, mean=True, N=8, K=4, lengths=(130,))),
+        slow(Case(rope=None, per_row=True, mean=True, rank_k=20, lengths=(300, 5))),
+        slow(Case(rope=ROPE, D=128, mean=True, runs=(SOME[0], ((2, 12), (1, 9))), dtype="bfloat16", lengths=(140,), T=2)),
         slow(Case(rope=None, per_row=True, rank_k=20, dtype="bfloat16", lengths=(300, 5))),
         slow(Case(rope=ROPE, D=128, rank_k=256, J=1, rank_v=384, Jv=1, lengths=(140,))),  # a joint basis, in pieces
     ],

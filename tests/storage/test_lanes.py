@@ -15,7 +15,7 @@ from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.models.decoder import init_params
 from lowrank_kv_jax.saving.saved_cache import abstract_cache
 from lowrank_kv_jax.storage.block_reads import slice_block
-from lowrank_kv_jax.storage.lanes import QuantisedOnLanes, TokensOnLanes
+from lowrank_kv_jax.storage.lanes import QuantisedOnLanes, TokensOnLanes, WaterFilledOnLanes
 from lowrank_kv_jax.storage.quantised import QuantisedTokens
 from lowrank_kv_jax.storage.state import walk
 
@@ -92,6 +92,17 @@ def test_a_cache_on_lanes_decodes_and_refreshes_as_one_in_rows(spec, stored):
     )
     back = with_token_layout(lanes, "rows")
     chex.assert_trees_all_equal_structs(back, rows)
+
+
+def test_packed_components_lie_on_lanes_too():
+    """Their bytes are rounded up to whole registers."""
+    rows, lanes, _ = decoded_on_both("transform:bits=3,sinks=4,recent=8")
+    held, stored = (x.groups[0].store.tokens.k for x in (rows, lanes))
+    assert isinstance(stored, WaterFilledOnLanes)
+    size = held.codes.shape[-1]
+    np.testing.assert_array_equal(np.swapaxes(stored.on_lanes, 2, 3)[..., :size], held.codes)
+    assert stored.on_lanes.shape[2] == -(-size // 8) * 8
+    chex.assert_trees_all_equal_structs(with_token_layout(lanes, "rows"), rows)
 
 
 @pytest.mark.parametrize("spec", [
