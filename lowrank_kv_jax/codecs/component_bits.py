@@ -10,10 +10,10 @@ import numpy as np
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.codecs.transform_metrics import OF_VALUES, attention
 from lowrank_kv_jax.codecs.widths import Widths, total_bytes
-from lowrank_kv_jax.estimators.bit_allocation import Profile, allocate
+from lowrank_kv_jax.estimators.bit_allocation import Profile, allocate, at_most, runs_of
 from lowrank_kv_jax.estimators.moments import Moments, head_blocks
 from lowrank_kv_jax.storage.quantised import TOKEN_BITS
-from lowrank_kv_jax.storage.water_filled import WIDTHS, components_of
+from lowrank_kv_jax.storage.water_filled import WIDTHS, WidthRuns, bytes_of, components_of
 
 PROFILES = 4
 """Different widths that the layers of a model may have, each a program of its own."""
@@ -46,23 +46,33 @@ def uniform_bits(bits: float | None) -> int | None:
     return int(bits) if bits in TOKEN_BITS else None
 
 
-def stored(profile: Profile | None, ranks: tuple[int, int]) -> tuple[int, int]:
+def stored_ranks(profile: Profile | None, ranks: tuple[int, int]) -> tuple[int, int]:
     """Components of keys and values that have bits, of so many."""
     return ranks if profile is None else (components_of(profile[0]), components_of(profile[1]))
 
 
 @functools.cache
 def typical_profile(rank_k: int, rank_v: int, bits: float) -> Profile:
-    """Widths for a basis that is fitted to each prompt, whose variances no calibration knows.
+    """Widths for bases that are fitted to each prompt, whose variances no calibration knows.
 
-    Shapes have to be known before a prompt is. So components are ordered by the prompt's variances and their steps are its
-    deviations, but how many of them have which width follows from variances that fall by a power (`FALL`), errors of keys
-    and of values being relative to their own variance.
+    Shapes have to be known before a prompt is. So components are ordered by the prompt's variances and their steps are
+    its deviations, but how many of them have which width follows from variances that fall by a power (`FALL`), errors of
+    keys and of values being relative to their own variance.
     """
     falls = [np.arange(1, rank + 1, dtype=np.float64) ** -FALL[side] for side, rank in (("k", rank_k), ("v", rank_v))]
     k, v = (np.pad(x / x.sum(), (0, max(rank_k, rank_v) - len(x)))[None] for x in falls)
-    (profile,) = allocate((k, OF_VALUES * v), (bits * rank_k, bits * rank_v), 1, True, components=1)
-    return profile
+    ((of_k, of_v),) = allocate((k, OF_VALUES * v), (bits * rank_k, bits * rank_v), 1, True, components=1)
+    return at_most(of_k, rank_k), at_most(of_v, rank_v)
+
+
+@functools.cache
+def typical_runs(rank: int, bits: float) -> WidthRuns:
+    """The same for one basis alone, whose variances fall as those of keys do."""
+    fall = np.arange(1, rank + 1, dtype=np.float64)[None] ** -FALL["k"]
+    none = np.zeros_like(fall)
+    least = 8 * bytes_of(runs_of(none[0]))
+    ((runs, _),) = allocate((fall, none), (bits * rank, float(least)), 1, True, components=1)
+    return runs
 
 
 class _Side(NamedTuple):
@@ -106,7 +116,9 @@ def by_component(
     most = max(len(side.errors) for side in (*k, *v))
     spectra = (_spectra(k, most), metric.v_counts * _spectra(v, most))
     budget = [bits * sum(len(side.errors) for side in sides) for sides in (k, v)]
-    profiles = allocate(spectra, (budget[0], budget[1]), PROFILES, True, components=1)
+    found = allocate(spectra, (budget[0], budget[1]), PROFILES, True, components=1)
+    profiles = [(at_most(of_k, len(keys.errors)), at_most(of_v, len(values.errors)))
+                for (of_k, of_v), keys, values in zip(found, k, v, strict=True)]
     total = total_bytes(profiles)
     out = []
     for own, keys, values, profile in zip(fitted, k, v, profiles, strict=True):

@@ -22,7 +22,7 @@ from lowrank_kv_jax.storage.basis import fold_query
 from lowrank_kv_jax.storage.positions import PerHead
 from lowrank_kv_jax.storage.quantised import COEFFICIENTS, Tile, read_tokens
 from lowrank_kv_jax.storage.state import leaf, state
-from lowrank_kv_jax.storage.steps import Steps
+from lowrank_kv_jax.storage.steps import Steps, plain_steps
 from lowrank_kv_jax.storage.water_filled import empty_water_filled
 
 SIDES = ("k", "v")
@@ -102,8 +102,7 @@ class LowRank(LowRankFields, TokenCodec):
             steps = (calibrated_steps(getattr(bases, f"{side}_scale"), getattr(bases, f"{side}_zero"), runs, batch, dtype)
                      for side, runs in zip(SIDES, profile, strict=True))
         else:
-            steps = (Steps(jnp.ones(shape, dtype), jnp.zeros(shape, dtype))
-                     for shape in ((batch, u.shape[0], u.shape[-1]) for u in (k, v)))
+            steps = (plain_steps((batch, u.shape[0], u.shape[-1]), dtype) for u in (k, v))
         return LowRankStore(tokens, k_basis, v_basis, *steps)
 
     def with_steps_of(self, layout: Layout, bases: Any, store: Any, taps: tuple[Taps, ...], weight: jax.Array) -> Any:
@@ -131,9 +130,8 @@ class LowRank(LowRankFields, TokenCodec):
 
     def encode(self, layout, bases, store, tokens):
         (one,) = tokens
-        codes = self.frame(layout.spec, bases, store).code(*self.sides(one))
-        k, v = (x if steps is None else steps.count(x) for x, steps in zip(codes, (store.k_steps, store.v_steps), strict=True))
-        return k, v
+        k, v = self.frame(layout.spec, bases, store).code(*self.sides(one))
+        return (k, v) if store.k_steps is None else (store.k_steps.count(k), store.v_steps.count(v))
 
     def decode(self, layout, bases, store, k, v, positions, index):
         spec, frame = layout.spec, self.reads_in(layout.spec, bases, store)

@@ -14,7 +14,7 @@ from lowrank_kv_jax.codecs.principal import Principal
 from lowrank_kv_jax.estimators import Estimator, make_estimator
 from lowrank_kv_jax.estimators.oja import NORMALIZATIONS, oja_update
 from lowrank_kv_jax.method import register
-from lowrank_kv_jax.segments.coded import moved_steps, transport
+from lowrank_kv_jax.segments.coded import change_of_basis, moved_rows, transport
 from lowrank_kv_jax.storage.state import state
 
 MARGIN = 2  # directions that an estimator of bounded size keeps for each column of the basis
@@ -180,6 +180,6 @@ class OjaKV(Principal):
             moved[f"{side}_basis"] = after
             coefficients[side] = getattr(held, side)
             if self.transport:
-                coefficients[side] = transport(held, side, before, after, steps)
-                moved[f"{side}_steps"] = moved_steps(held, steps, before, after)
+                later = steps and steps.moved(change_of_basis(before, after), moved_rows(held, before, after))
+                coefficients[side], moved[f"{side}_steps"] = transport(held, side, before, after, steps, later), later
         return dataclasses.replace(store, tokens=dataclasses.replace(held, **coefficients), **moved)

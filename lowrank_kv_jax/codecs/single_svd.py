@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from lowrank_kv_jax.codecs.component_bits import stored
+from lowrank_kv_jax.codecs.component_bits import stored_ranks
 from lowrank_kv_jax.codecs.frame import Frame
 from lowrank_kv_jax.codecs.lowrank import of_each_row
 from lowrank_kv_jax.codecs.principal import Principal
@@ -34,7 +34,7 @@ class SingleSVD(Principal):
     def frame(self, spec, bases, store):
         if store is not None:
             return Frame(store.k_basis, store.v_basis)
-        ranks = stored(self.profile(spec, bases), self.ranks(spec))
+        ranks = stored_ranks(self.profile(spec, bases), self.ranks(spec))
         eyes = (jnp.eye(self.width(spec), rank, dtype=jnp.float32) for rank in ranks)
         return Frame(*(jnp.broadcast_to(eye, (self.basis_heads(spec), *eye.shape)) for eye in eyes))
 

@@ -279,14 +279,16 @@ def _transport_tail(segment: Coded, side: str, old: jax.Array, new: jax.Array, s
     """
     move, rows = jnp.einsum("bjwr,bjwp->bjrp", old, new), jnp.any(old != new, axis=(1, 2, 3))
     tail = move.shape[-1]
+    before = after = None
     if steps is not None:
-        last = Steps(steps.step[..., -tail:], steps.zero[..., -tail:])
-        zero = jnp.concatenate([steps.zero[..., :-tail], last.moved(move, rows).zero], axis=-1)
-        move, steps = last.inside(move), Steps(steps.step, zero)
+        before = Steps(steps.step[..., -tail:], steps.zero[..., -tail:])
+        after = before.moved(move, rows)
+        steps = Steps(steps.step, jnp.concatenate([steps.zero[..., :-tail], after.zero], axis=-1))
 
     def change(block):
-        last = jnp.einsum("bjsr,bjrp->bjsp", block[..., -tail:], move.astype(block.dtype))
-        return jnp.concatenate([block[..., :-tail], last], axis=-1)
+        last = block[..., -tail:] if before is None else before.widen(block[..., -tail:])
+        last = jnp.einsum("bjsr,bjrp->bjsp", last, move.astype(last.dtype))
+        return jnp.concatenate([block[..., :-tail], last if after is None else after.count(last)], axis=-1)
 
     return change_tokens(segment, side, change, rows), steps
 

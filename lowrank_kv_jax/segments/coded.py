@@ -126,7 +126,9 @@ def cached_tokens(segment: Coded) -> CachedTokens:
     return CachedTokens(segment.k, segment.v, segment.length, segment.positions)
 
 
-def transport(segment: Any, side: str, old: jax.Array, new: jax.Array, steps: Steps | None = None) -> Any:
+def transport(
+    segment: Any, side: str, old: jax.Array, new: jax.Array, steps: Steps | None = None, after: Steps | None = None
+) -> Any:
     """Coefficients of "k" or "v", to be read in a basis that has moved: C <- C U_old^T U_new; bases `[B, J, W, R]`.
 
     What the old basis had kept and the new one does not is lost; nothing is silently reinterpreted. Block by block in
@@ -135,16 +137,16 @@ def transport(segment: Any, side: str, old: jax.Array, new: jax.Array, steps: St
     negligible in 8 bits, not in 4 or 2.
 
     Args:
-        steps: that the codes count in, where they do; they move by `moved_steps`.
+        steps, after: what codes count in, before and behind the move; None where coefficients are stored as they are.
     """
-    move, rows = change_of_basis(old, new), moved_rows(segment, old, new)
-    move = move if steps is None else steps.inside(move)
-    return change_tokens(segment, side, lambda x: jnp.einsum("bjsr,bjrp->bjsp", x.astype(jnp.float32), move), rows)
+    move = change_of_basis(old, new)
 
+    def change(x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32) if steps is None else steps.widen(x)
+        moved = jnp.einsum("bjsr,bjrp->bjsp", wide, move)
+        return moved if after is None else after.count(moved)
 
-def moved_steps(segment: Any, steps: Steps | None, old: jax.Array, new: jax.Array) -> Steps | None:
-    """What codes count in that `transport` took along, None where there is none."""
-    return None if steps is None else steps.moved(change_of_basis(old, new), moved_rows(segment, old, new))
+    return change_tokens(segment, side, change, moved_rows(segment, old, new))
 
 
 def moved_rows(segment: Any, old: jax.Array, new: jax.Array) -> jax.Array:

@@ -30,12 +30,17 @@ class Steps:
         step, zero = (x.astype(jnp.float32)[:, :, None] for x in (self.step, self.zero))
         return (coefficients.astype(jnp.float32) - zero) / step
 
-    def inside(self, move: Float[jax.Array, "B J R R"]) -> Float[jax.Array, "B J R R"]:
-        """A change of basis of coefficients, c @ `move`, as one of their codes."""
-        step = self.step.astype(move.dtype)
-        return step[..., None] * move / step[:, :, None]
+    def widen(self, codes: Float[jax.Array, "B J T R"]) -> Float[jax.Array, "B J T R"]:
+        """The coefficients of codes, float32."""
+        step, zero = (x.astype(jnp.float32)[:, :, None] for x in (self.step, self.zero))
+        return zero + codes.astype(jnp.float32) * step
 
     def moved(self, move: Float[jax.Array, "B J R R"], rows: Bool[jax.Array, " B"]) -> "Steps":
-        """The steps of coefficients of which those of `rows` were moved: zeros move along, steps stay."""
+        """The steps of coefficients that were moved in these rows, c @ `move`: zeros move along, steps stay."""
         zero = jnp.einsum("bjr,bjrp->bjp", self.zero.astype(move.dtype), move).astype(self.zero.dtype)
         return dataclasses.replace(self, zero=jnp.where(rows[:, None, None], zero, self.zero))
+
+
+def plain_steps(shape: tuple[int, int, int], dtype) -> Steps:
+    """In which a code is its coefficient, for `[B, J, R]`: before anything was seen."""
+    return Steps(jnp.ones(shape, dtype), jnp.zeros(shape, dtype))
