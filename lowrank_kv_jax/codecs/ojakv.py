@@ -55,7 +55,7 @@ class OjaKV(Principal):
             wrong and only there to measure what that costs (on SmolLM2 at rank 0.5, 512 tokens decoded: perplexity
             25.9 instead of 14.6; the full cache has 13.5). Coefficients in 8 bits are quantised anew with every move at
             little loss; in 4 or 2 bits the error grows with every block of decoded tokens: keep the basis at rest
-            there (`eta_dec=0`).
+            there (`eta_dec=0`), or give components bits of their own (`bits=4.25`), whose steps stay.
     """
 
     eta_pre: float = 1.0
