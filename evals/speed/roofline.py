@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
-from lowrank_kv_jax.estimators.moments import Fisher, Moments
+from lowrank_kv_jax.estimators.moments import Across, Fisher, Moments, Sensitivity
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, decode_step, make_layout
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.accounting import cache_bytes
@@ -38,6 +38,10 @@ ROOFS = {
     "h200": Roof(4.8e12, 989e12),
     "tpu-v5e": Roof(0.82e12, 197e12),
 }
+
+
+HAIR = 1e-2
+"""By how much the largest variance of white activations exceeds the least."""
 
 
 class Cost(NamedTuple):
@@ -109,20 +113,24 @@ def decode_cost(
 
 
 def white_bases(spec: AttentionSpec, method: Part, dtype: Any) -> Any:
-    """Bases of the shapes that calibration gives; ranks by energy are those of white activations."""
+    """Bases of the shapes that calibration gives; ranks by energy and bits by variance are those of white activations."""
     if not method.calibrated:
         return method.default_bases(spec)
-    alone = all(len(group) == 1 for group in method.layer_groups(spec)) and "fisher" not in method.reads
+    groups = method.layer_groups(spec)
+    alone = all(len(group) == 1 for group in groups) and "fisher" not in method.reads
     fitted_to = dataclasses.replace(spec, num_layers=1, windows=spec.windows[:1]) if alone else spec
     layers, kv, dim = fitted_to.num_layers, spec.kv_heads, spec.head_dim
 
-    def eye(*shape):
-        return np.broadcast_to(np.eye(shape[-1], dtype=np.float32), (*shape, shape[-1]))
+    def eye(*shape):  # no two components alike: which of them have more bits is then decided by a hair
+        nearly = np.diag(np.linspace(1 + HAIR, 1, shape[-1])).astype(np.float32)
+        return np.broadcast_to(nearly, (*shape, shape[-1]))
 
     wide, heads = eye(layers, kv * dim), eye(layers, kv, dim)
-    votes = np.broadcast_to(np.linspace(1, 0, 16), (layers, 16))
-    moments = Moments(1, wide, wide, wide, heads, heads, fisher=Fisher(wide, wide, 1), votes=votes)
-    fitted = method.fit(fitted_to, moments)
+    votes, ones = np.broadcast_to(np.linspace(1, 0, 16), (layers, 16)), np.ones((layers, kv, dim))
+    across = {group: Across(*3 * [eye(len(group) * kv * dim)]) for group in groups if len(group) > 1}
+    moments = Moments(1, wide, wide, wide, heads, heads, fisher=Fisher(wide, wide, 1), votes=votes,
+                      sensitivity=Sensitivity(ones, ones, ones), across=across)
+    fitted = method.fit(fitted_to, moments._replace(sampled=moments))
     fitted = fitted * spec.num_layers if alone else fitted  # all layers are alike
     return jax.tree.map(lambda x: jnp.asarray(x, dtype if jnp.issubdtype(x.dtype, jnp.floating) else None), fitted)
 

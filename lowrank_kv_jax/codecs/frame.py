@@ -10,6 +10,7 @@ from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.storage.basis import project, reconstruct
 from lowrank_kv_jax.storage.positions import PerHead, Runs
+from lowrank_kv_jax.storage.steps import Steps
 
 
 class Frame(NamedTuple):
@@ -52,6 +53,19 @@ class Frame(NamedTuple):
             return keys
         where = positions.at(jnp.arange(keys.shape[2]))[:, None] if isinstance(positions, Runs) else positions.position
         return rotate(keys, *rope_angles(spec.rope, spread_heads(where, spec.kv_heads)))
+
+    def of_codes(self, k: Steps | None, v: Steps | None, kv_heads: int) -> "Frame":
+        """What codes are read in that count in steps: steps fold into bases, zeros into means, of each row its own.
+
+        It codes nothing; None: there are no steps, on either side.
+        """
+        if k is None or v is None:
+            return self
+        means = (self.rebuild(side, own.zero.astype(jnp.float32)[:, :, None], kv_heads)[:, :, 0]
+                 for side, own in (("k", k), ("v", v)))
+        bases = (basis.astype(jnp.float32) * own.step.astype(jnp.float32)[:, :, None]
+                 for basis, own in ((self.k, k), (self.v, v)))
+        return Frame(*bases, *means, gamma=self.gamma)
 
     def at(self, positions: Runs | PerHead) -> "Frame":
         """For rebuilding tokens there; of packed ones one basis over all heads, of which each slot needs its owner's."""

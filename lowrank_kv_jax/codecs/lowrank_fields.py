@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
+from lowrank_kv_jax.codecs.component_bits import check_bits, mean_bits
 from lowrank_kv_jax.estimators.rank import check_rank, rank_for_energy, resolve_rank
 from lowrank_kv_jax.method.codec import Codec, Tokens
-from lowrank_kv_jax.storage.quantised import TOKEN_BITS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +32,9 @@ class LowRankFields(Codec):
             prompt stays exact.
         order: "reduced" attends in coefficient space, "reconstruct" rebuilds keys and values block by block first
             (both orders of OjaKV, A.3; keys coded before RoPE are always rebuilt).
-        bits: 8, 4 or 2 quantises the coefficients, a scale for each component of every 128 tokens; None keeps them in
-            the cache's dtype.
+        bits: 8, 4 or 2 quantises the coefficients, a scale for each component of every 128 tokens; any other number up to
+            8, say 2.5, is the mean of bits that components get by their variances, 8, 4, 2, 1 or none, in steps that all
+            tokens of a row share; None keeps them in the cache's dtype.
     """
 
     rank: int | float | None = 0.5
@@ -47,11 +48,13 @@ class LowRankFields(Codec):
     recent_of: str = "ring"
     decoded: str = "coded"
     order: str = "reduced"
-    bits: int | None = None
+    bits: int | float | None = None
 
     exact_at: ClassVar[Mapping[str, Any] | None] = {"rank": 1.0, "sinks": 4, "recent": 8}
     small: ClassVar[Mapping[str, Any]] = {"sinks": 4, "recent": 8}
     rebuilds: ClassVar[bool] = True
+    waters: ClassVar[bool] = False
+    """Whether components may have bits of their own, a mean that is none of `TOKEN_BITS`."""
 
     def __post_init__(self):
         allowed = {
@@ -61,8 +64,7 @@ class LowRankFields(Codec):
         for field, values in allowed.items():
             if getattr(self, field) not in values:
                 raise ValueError(f"{field}={getattr(self, field)!r}: allowed are {', '.join(values)}")
-        if self.bits is not None and self.bits not in TOKEN_BITS:
-            raise ValueError(f"bits={self.bits!r}: allowed are None, {', '.join(map(str, TOKEN_BITS))}")
+        check_bits(self.bits, self.waters)
         for field in ("sinks", "recent"):
             if not isinstance(getattr(self, field), int) or getattr(self, field) < 0:
                 raise ValueError(f"{field}={getattr(self, field)!r}: must be an int of at least 0")
@@ -93,8 +95,10 @@ class LowRankFields(Codec):
         return k, v
 
     def rank_key(self, spec: AttentionSpec) -> dict[str, Any]:
-        """What of `fit_key` says which ranks there are."""
-        return {"energy": self.energy} if self.energy else dict(zip(("rank_k", "rank_v"), self.ranks(spec), strict=True))
+        """What of `fit_key` says which ranks there are, and which bits where components have their own."""
+        by_component = {} if mean_bits(self.bits) is None else {"bits": mean_bits(self.bits)}
+        ranks = {"energy": self.energy} if self.energy else dict(zip(("rank_k", "rank_v"), self.ranks(spec), strict=True))
+        return ranks | by_component
 
     def check_model(self, spec: AttentionSpec) -> None:
         """What `validate` asks of a model for all of these fields. Raises ValueError."""

@@ -14,7 +14,7 @@ from lowrank_kv_jax.codecs.principal import Principal
 from lowrank_kv_jax.estimators import Estimator, make_estimator
 from lowrank_kv_jax.estimators.oja import NORMALIZATIONS, oja_update
 from lowrank_kv_jax.method import register
-from lowrank_kv_jax.segments.coded import transport
+from lowrank_kv_jax.segments.coded import change_of_basis, moved_rows, transport
 from lowrank_kv_jax.storage.state import state
 
 MARGIN = 2  # directions that an estimator of bounded size keeps for each column of the basis
@@ -55,7 +55,7 @@ class OjaKV(Principal):
             wrong and only there to measure what that costs (on SmolLM2 at rank 0.5, 512 tokens decoded: perplexity
             25.9 instead of 14.6; the full cache has 13.5). Coefficients in 8 bits are quantised anew with every move at
             little loss; in 4 or 2 bits the error grows with every block of decoded tokens: keep the basis at rest
-            there (`eta_dec=0`).
+            there (`eta_dec=0`), or give components bits of their own (`bits=4.25`), whose steps stay.
     """
 
     eta_pre: float = 1.0
@@ -100,24 +100,27 @@ class OjaKV(Principal):
         return Frame(bases.k, bases.v) if store is None else Frame(store.k_basis, store.v_basis)
 
     def empty(self, layout, bases, size, positions=None):
-        tokens = self.no_tokens(layout, bases, size, positions)
-        own = of_each_row(layout, bases.k, bases.v)
+        store = self.empty_store(layout, bases, size, positions, *of_each_row(layout, bases.k, bases.v))
         if self.estimator == "oja":
-            return LowRankStore(tokens, *own)
+            return store
         learned = (
             self.learner(u.shape[-1]).init(u.shape[:2], u.shape[2], u)
             for u in of_each_row(layout, bases.k, bases.v, dtype=jnp.float32)
         )
-        return LearningStore(tokens, *own, *learned)
+        own = (getattr(store, field.name) for field in dataclasses.fields(store))
+        return LearningStore(*own, *learned)
 
     def _by_basis(self, layout, x):
         return x.reshape(*x.shape[:2], self.basis_heads(layout.spec), -1)
 
     def learn(self, layout, bases, store, taps, lengths, weight):
         """Learned of all of a prompt, also of what stays exact or is not selected."""
-        if not self.eta_pre:
-            return store
-        (tap,) = taps
+        if self.eta_pre:
+            store = self._fitted(layout, store, taps[0], lengths)
+        return self.with_steps_of(layout, bases, store, taps, weight)
+
+    def _fitted(self, layout, store, tap, lengths):
+        """The store with bases that have learned of a prompt."""
         k, v, weight = self._prompt_tokens(layout, tap, lengths)
         if self.estimator != "oja":
             store = self._learned(store, k, v, weight)
@@ -173,8 +176,10 @@ class OjaKV(Principal):
             new = self._learned_bases(store)
         moved, coefficients, held = {}, {}, store.tokens
         for side, before, after in zip("kv", old, new, strict=True):
-            after = after.astype(before.dtype)
+            after, steps = after.astype(before.dtype), getattr(store, f"{side}_steps")
             moved[f"{side}_basis"] = after
-            kept = getattr(held, side)
-            coefficients[side] = transport(held, side, before, after) if self.transport else kept
+            coefficients[side] = getattr(held, side)
+            if self.transport:
+                later = steps and steps.moved(change_of_basis(before, after), moved_rows(held, before, after))
+                coefficients[side], moved[f"{side}_steps"] = transport(held, side, before, after, steps, later), later
         return dataclasses.replace(store, tokens=dataclasses.replace(held, **coefficients), **moved)

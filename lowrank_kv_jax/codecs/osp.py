@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.codecs.component_bits import uniform_bits
 from lowrank_kv_jax.codecs.frame import as_met, as_seen
 from lowrank_kv_jax.codecs.osp_chunks import ChunkedStore, Chunks, overlap_of, put_page
 from lowrank_kv_jax.codecs.osp_sides import (
@@ -171,7 +172,7 @@ class OnlineSubspaceProjection(Subspace):
         dtype, size = jnp.dtype(layout.dtype), self.slots(layout)
         tokens = coded_tokens.empty_coded(
             layout.batch, (bases.k.shape[0], bases.k.shape[-1]), (bases.v.shape[0], bases.v.shape[-1]), size, dtype,
-            self.bits,
+            uniform_bits(self.bits),
         )
         room, learned = [], []
         for u, by_rows in ((bases.k, False), (bases.v, True)):

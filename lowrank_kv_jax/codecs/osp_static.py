@@ -1,13 +1,14 @@
 """Online Subspace Projection, static: calibrated bases for all tokens."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.codecs.frame import Frame
-from lowrank_kv_jax.codecs.lowrank import LowRank, LowRankStore
+from lowrank_kv_jax.codecs.lowrank import LowRank
 from lowrank_kv_jax.codecs.principal import side_moments
 from lowrank_kv_jax.codecs.subspace import Subspace, SubspaceBases, fit_subspaces, gain_of, gamma_moments, subspace_key
 from lowrank_kv_jax.estimators.rank import rank_for_energy
@@ -38,6 +39,8 @@ class StaticSubspace(Subspace, LowRank):
     """
 
     head_ranks: str = "max"
+
+    waters: ClassVar[bool] = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -86,4 +89,4 @@ class StaticSubspace(Subspace, LowRank):
         return Frame(bases.k, bases.v, gamma=self.gammas(spec, bases))
 
     def empty(self, layout, bases, size, positions=None):
-        return LowRankStore(self.no_tokens(layout, bases, size, positions), None, None)
+        return self.empty_store(layout, bases, size, positions)

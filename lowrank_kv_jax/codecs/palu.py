@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
+from lowrank_kv_jax.codecs.component_bits import by_component, check_widths, mean_bits
 from lowrank_kv_jax.codecs.frame import Frame
-from lowrank_kv_jax.codecs.lowrank import LowRank, LowRankStore
+from lowrank_kv_jax.codecs.lowrank import LowRank
+from lowrank_kv_jax.codecs.widths import Widths, with_restored_widths, with_saved_widths
 from lowrank_kv_jax.estimators.moments import Moments, head_blocks
 from lowrank_kv_jax.estimators.rank import rank_for_energy
 from lowrank_kv_jax.estimators.rank_allocation import allocate_ranks
@@ -31,6 +33,10 @@ class PaluBases(NamedTuple):
         k_mean, v_mean: `[K, D]`, taken off before coding; None where there are none.
         k_tail, v_tail: encoder's last columns `[J, W, p]` where they are not the decoder's: what a sequence learned,
             carried over to the next one.
+        k_scale, v_scale: standard deviations of the latents `[J, R]` where components have bits of their own; None
+            otherwise.
+        k_zero, v_zero: their means.
+        widths: bits of the components.
     """
 
     k: jax.Array
@@ -39,6 +45,20 @@ class PaluBases(NamedTuple):
     v_mean: jax.Array | None = None
     k_tail: jax.Array | None = None
     v_tail: jax.Array | None = None
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
+    k_zero: jax.Array | None = None
+    v_zero: jax.Array | None = None
+    widths: Widths | None = None
+
+    def saved(self) -> dict[str, jax.Array]:
+        """As arrays by name."""
+        return with_saved_widths(self)
+
+    @classmethod
+    def restored(cls, arrays: dict[str, jax.Array]) -> "PaluBases":
+        """What `saved` returned."""
+        return cls(**dict.fromkeys(cls._fields) | with_restored_widths(arrays))  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +125,10 @@ class GroupedProjections(LowRank):
     def basis_heads(self, spec):
         return spec.kv_heads // self.group_of(spec)
 
+    def check_bases(self, spec, bases):
+        if bases is not None:
+            check_widths(self, bases, mean_bits(self.bits))
+
     def validate(self, spec):
         group = self.group_of(spec)
         if spec.kv_heads % group:
@@ -160,7 +184,8 @@ class GroupedProjections(LowRank):
         for layer, decoders in enumerate(fitted):
             means = tuple(jnp.asarray(mean[side][layer].reshape(spec.kv_heads, -1), jnp.float32) for side in SIDES)
             out.append(PaluBases(*decoders, *(means if with_means else (None, None))))
-        return tuple(out)
+        bits = mean_bits(self.bits)
+        return tuple(out) if bits is None else by_component(self, spec, moments, out, bits)
 
     def _rank_table(self, spec: AttentionSpec, information: np.ndarray | None) -> np.ndarray | None:
         """Ranks `[L, 2]` of keys and values; None where `energy` decides."""
@@ -231,7 +256,10 @@ class Palu(GroupedProjections):
         return Frame(bases.k, bases.v, bases.k_mean, bases.v_mean)
 
     def empty(self, layout, bases, size, positions=None):
-        return LowRankStore(self.no_tokens(layout, bases, size, positions), None, None)
+        return self.empty_store(layout, bases, size, positions)
+
+    def learn(self, layout, bases, store, taps, lengths, weight):
+        return self.with_steps_of(layout, bases, store, taps, weight)
 
 
 def hadamard_blocks(rank: int) -> np.ndarray:

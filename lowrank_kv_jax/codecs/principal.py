@@ -8,17 +8,41 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
+from lowrank_kv_jax.codecs.component_bits import by_component, check_widths, mean_bits
 from lowrank_kv_jax.codecs.lowrank import LowRank
 from lowrank_kv_jax.codecs.lowrank_fields import LowRankFields
+from lowrank_kv_jax.codecs.widths import Widths, with_restored_widths, with_saved_widths
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.estimators.rank import rank_for_energy
 
 
 class Bases(NamedTuple):
-    """Orthonormal bases of one layer: k `[J, W, Rk]`, v `[J', W, Rv]`, or with a leading row axis B."""
+    """Orthonormal bases of one layer.
+
+    Attributes:
+        k, v: `[J, W, Rk]`, `[J', W, Rv]`, or with a leading row axis B.
+        k_scale, v_scale: standard deviations of the coefficients `[J, R]` where components have bits of their own; None
+            otherwise.
+        k_zero, v_zero: their means.
+        widths: bits of the components.
+    """
 
     k: jax.Array
     v: jax.Array
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
+    k_zero: jax.Array | None = None
+    v_zero: jax.Array | None = None
+    widths: Widths | None = None
+
+    def saved(self) -> dict[str, jax.Array]:
+        """As arrays by name."""
+        return with_saved_widths(self)
+
+    @classmethod
+    def restored(cls, arrays: dict[str, jax.Array]) -> "Bases":
+        """What `saved` returned."""
+        return cls(**dict.fromkeys(cls._fields) | with_restored_widths(arrays))  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +61,8 @@ class Principal(LowRank):
         self.check_model(spec)
 
     def check_bases(self, spec, bases):
+        if bases is not None:
+            check_widths(self, bases, mean_bits(self.bits))
         check_shapes(self, spec, bases, shared_key_basis=self.shared_key_basis)
 
     def fit(self, spec: AttentionSpec, moments: Moments) -> tuple[Bases, ...]:
@@ -51,7 +77,8 @@ class Principal(LowRank):
                 block = slice(head * spec.head_dim, (head + 1) * spec.head_dim)
                 k[:, 0, block, block] += queries[:, head]
         k = np.sum(k, axis=1, keepdims=True) if self.shared_key_basis else k
-        return tuple(Bases(*pair) for pair in leading_bases(self, spec, k, v))
+        bits, fitted = mean_bits(self.bits), tuple(Bases(*pair) for pair in leading_bases(self, spec, k, v))
+        return fitted if bits is None else by_component(self, spec, moments, fitted, bits)
 
     def fit_key(self, spec):
         """Methods with the same ranks, RoPE side and heads share their bases, whatever they do with them."""
@@ -89,7 +116,7 @@ def leading_bases(
 
 
 def check_shapes(codec: LowRankFields, spec: AttentionSpec, bases: Any, shared_key_basis: bool = False) -> None:
-    """`check_bases`: heads, width and rank; ranks that `energy` chose may be any. Raises ValueError.
+    """`check_bases`: heads, width and rank; ranks that `energy` or bits chose may be any. Raises ValueError.
 
     Args:
         shared_key_basis: whether the keys of all heads may lie in one basis.
@@ -97,7 +124,8 @@ def check_shapes(codec: LowRankFields, spec: AttentionSpec, bases: Any, shared_k
     if bases is None:
         return
     heads, width = codec.basis_heads(spec), codec.width(spec)
-    for side, rank in zip("kv", codec.ranks(spec) if codec.energy is None else (None, None), strict=True):
+    fixed = codec.energy is None and mean_bits(codec.bits) is None
+    for side, rank in zip("kv", codec.ranks(spec) if fixed else (None, None), strict=True):
         *_, found_heads, found_width, found = getattr(bases, side).shape
         allowed = (1, heads) if shared_key_basis and side == "k" else (heads,)
         if found_heads not in allowed or found_width != width or rank not in (None, found):

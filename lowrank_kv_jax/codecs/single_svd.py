@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
+from lowrank_kv_jax.codecs.component_bits import stored_ranks
 from lowrank_kv_jax.codecs.frame import Frame
-from lowrank_kv_jax.codecs.lowrank import LowRankStore, of_each_row
+from lowrank_kv_jax.codecs.lowrank import of_each_row
 from lowrank_kv_jax.codecs.principal import Principal
 from lowrank_kv_jax.estimators.svd import principal_subspace, second_moment
 from lowrank_kv_jax.method import register
@@ -33,17 +34,18 @@ class SingleSVD(Principal):
     def frame(self, spec, bases, store):
         if store is not None:
             return Frame(store.k_basis, store.v_basis)
-        eyes = (jnp.eye(self.width(spec), rank, dtype=jnp.float32) for rank in self.ranks(spec))
+        ranks = stored_ranks(self.profile(spec, bases), self.ranks(spec))
+        eyes = (jnp.eye(self.width(spec), rank, dtype=jnp.float32) for rank in ranks)
         return Frame(*(jnp.broadcast_to(eye, (self.basis_heads(spec), *eye.shape)) for eye in eyes))
 
     def empty(self, layout, bases, size, positions=None):
         start = self.frame(layout.spec, bases, None)
-        tokens = self.no_tokens(layout, bases, size, positions)
-        return LowRankStore(tokens, *of_each_row(layout, start.k, start.v))
+        return self.empty_store(layout, bases, size, positions, *of_each_row(layout, start.k, start.v))
 
     def learn(self, layout, bases, store, taps, lengths, weight):
         (tap,), found = taps, []
-        for x, rank in zip(self.sides(tap), self.ranks(layout.spec), strict=True):
+        for x, basis in zip(self.sides(tap), (store.k_basis, store.v_basis), strict=True):
             x = x.reshape(*x.shape[:2], self.basis_heads(layout.spec), -1)
-            found.append(principal_subspace(second_moment(x, weight), rank).astype(layout.dtype))
-        return dataclasses.replace(store, k_basis=found[0], v_basis=found[1])
+            found.append(principal_subspace(second_moment(x, weight), basis.shape[-1]).astype(layout.dtype))
+        store = dataclasses.replace(store, k_basis=found[0], v_basis=found[1])
+        return self.with_steps_of(layout, bases, store, taps, weight)

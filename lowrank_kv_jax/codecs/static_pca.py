@@ -6,7 +6,6 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from lowrank_kv_jax.codecs.frame import Frame
-from lowrank_kv_jax.codecs.lowrank import LowRankStore
 from lowrank_kv_jax.codecs.principal import Principal
 from lowrank_kv_jax.method import register
 
@@ -22,7 +21,10 @@ class StaticBasis(Principal):
         return Frame(k, bases.v)
 
     def empty(self, layout, bases, size, positions=None):
-        return LowRankStore(self.no_tokens(layout, bases, size, positions), None, None)
+        return self.empty_store(layout, bases, size, positions)
+
+    def learn(self, layout, bases, store, taps, lengths, weight):
+        return self.with_steps_of(layout, bases, store, taps, weight)
 
 
 @register("static-pca")

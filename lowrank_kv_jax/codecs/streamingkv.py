@@ -10,14 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.attention.spec import Taps
+from lowrank_kv_jax.codecs.component_bits import mean_bits
 from lowrank_kv_jax.codecs.frame import Frame
-from lowrank_kv_jax.codecs.lowrank import LowRankStore, of_each_row
+from lowrank_kv_jax.codecs.lowrank import of_each_row
 from lowrank_kv_jax.codecs.palu import SIDES, GroupedProjections, PaluBases
 from lowrank_kv_jax.estimators.gha_tail import STEP_SCALES, TRIANGLES, update_tail
 from lowrank_kv_jax.estimators.linalg import orthonormalise
 from lowrank_kv_jax.method import Layout, register
 from lowrank_kv_jax.method.codec import Tokens
 from lowrank_kv_jax.segments.coded import Coded, change_tokens
+from lowrank_kv_jax.storage.steps import Steps
 
 if TYPE_CHECKING:
     from lowrank_kv_jax.method.cache import Cache
@@ -114,6 +116,9 @@ class StreamingKV(GroupedProjections):
         for field in ("iterations", "iterations_dec", "step"):
             if not isinstance(getattr(self, field), int) or getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)!r}: must be an int of at least 1")
+        if self.update == "joint" and mean_bits(self.bits) is not None:
+            raise ValueError(f"update='joint', bits={self.bits!r}: latents of groups that are one have no order of their "
+                             "variances, by which components get bits; give update=group, or bits of 8, 4 or 2")
         if self.hadamard:
             raise ValueError("hadamard=True: a Hadamard turn mixes all columns, and the last ones are no longer those of "
                              "the smallest singular values, which are what moves; use palu")
@@ -151,15 +156,18 @@ class StreamingKV(GroupedProjections):
     def empty(self, layout, bases, size, positions=None):
         """Moving columns are float32, since small steps vanish in 16 bits."""
         tails = of_each_row(layout, *self.first_tails(bases), dtype=jnp.float32)
-        return LowRankStore(self.no_tokens(layout, bases, size, positions), *tails)
+        return self.empty_store(layout, bases, size, positions, *tails)
 
     # ---- learning -----------------------------------------------------------------------------------------------
 
     def learn(self, layout, bases, store, taps, lengths, weight):
         """Learned of all of a prompt, also of what stays exact or is not selected."""
-        if self.eta == 0:
-            return store
-        (tap,) = taps
+        if self.eta:
+            store = self._fitted(layout, bases, store, taps[0], lengths)
+        return self.with_steps_of(layout, bases, store, taps, weight)
+
+    def _fitted(self, layout, bases, store, tap, lengths):
+        """The store with moving columns that have learned of a prompt."""
         weight = (jnp.arange(layout.prompt)[None] < lengths[:, None]).astype(jnp.float32)
         moved = {}
         for side, x in self._tokens(layout, bases, tap).items():
@@ -187,10 +195,10 @@ class StreamingKV(GroupedProjections):
 
             new = jnp.where(fed, self._settle(lead, jax.lax.fori_loop(0, count, learn, old)), old)
             moved[f"{side}_basis"] = new
-            stored = getattr(held, side)
+            stored, steps = getattr(held, side), getattr(store, f"{side}_steps")
             if self.form == "coupled" and self.transport:
-                stored = _transport_tail(held, side, old, new)
-            coefficients[side] = stored
+                stored, steps = _transport_tail(held, side, old, new, steps)
+            coefficients[side], moved[f"{side}_steps"] = stored, steps
         return dataclasses.replace(store, tokens=dataclasses.replace(held, **coefficients), **moved)
 
     def _tokens(self, layout: Layout, bases: PaluBases, tokens: Tokens | Taps) -> dict[str, jax.Array]:
@@ -263,19 +271,26 @@ def _side_by_side(basis: jax.Array, tail: int) -> jax.Array:
     return jnp.concatenate([lead, last], axis=-1)[None]
 
 
-def _transport_tail(segment: Coded, side: str, old: jax.Array, new: jax.Array) -> Any:
-    """Coefficients of "k" or "v", to be read in a basis whose last columns have moved from `old` to `new` `[B, J, W, p]`.
+def _transport_tail(segment: Coded, side: str, old: jax.Array, new: jax.Array, steps: Steps | None) -> tuple[Any, Any]:
+    """Coefficients of "k" or "v", to be read in a basis whose last columns have moved from `old` to `new` `[B, J, W, p]`,
+    and what they count in, if in anything.
 
     What the columns at rest hold stays as it is; see `segments.coded.transport`.
     """
-    move = jnp.einsum("bjwr,bjwp->bjrp", old, new)
+    move, rows = jnp.einsum("bjwr,bjwp->bjrp", old, new), jnp.any(old != new, axis=(1, 2, 3))
     tail = move.shape[-1]
+    before = after = None
+    if steps is not None:
+        before = Steps(steps.step[..., -tail:], steps.zero[..., -tail:])
+        after = before.moved(move, rows)
+        steps = Steps(steps.step, jnp.concatenate([steps.zero[..., :-tail], after.zero], axis=-1))
 
     def change(block):
-        last = jnp.einsum("bjsr,bjrp->bjsp", block[..., -tail:], move.astype(block.dtype))
-        return jnp.concatenate([block[..., :-tail], last], axis=-1)
+        last = block[..., -tail:] if before is None else before.widen(block[..., -tail:])
+        last = jnp.einsum("bjsr,bjrp->bjsp", last, move.astype(last.dtype))
+        return jnp.concatenate([block[..., :-tail], last if after is None else after.count(last)], axis=-1)
 
-    return change_tokens(segment, side, change, jnp.any(old != new, axis=(1, 2, 3)))
+    return change_tokens(segment, side, change, rows), steps
 
 
 @jax.jit

@@ -10,23 +10,21 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.spec import AttentionSpec
-from lowrank_kv_jax.codecs.frame import Frame, around, for_tokens
+from lowrank_kv_jax.codecs.frame import Frame
+from lowrank_kv_jax.codecs.frame_attention import attend
 from lowrank_kv_jax.codecs.layer_groups import stride_groups
 from lowrank_kv_jax.codecs.transform_bases import (
     Side,
     TransformBases,
-    Widths,
     decoder,
     errors_of,
     group_bases,
     principal,
-    total_bytes,
 )
 from lowrank_kv_jax.codecs.transform_metrics import METRICS, Metric
 from lowrank_kv_jax.codecs.transform_rungs import largest_rung
-from lowrank_kv_jax.codecs.transform_steps import by_steps, of_each_row, with_steps_of
+from lowrank_kv_jax.codecs.transform_steps import of_each_row, with_steps_of
 from lowrank_kv_jax.codecs.transform_store import (
     SIDES,
     Transformed,
@@ -36,14 +34,13 @@ from lowrank_kv_jax.codecs.transform_store import (
     runs_in,
     with_means_of,
 )
+from lowrank_kv_jax.codecs.widths import Widths, total_bytes
 from lowrank_kv_jax.estimators.bit_allocation import allocate, ladder
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, codes_of
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.segments import coded as coded_tokens
-from lowrank_kv_jax.storage.basis import expand_values, fold_query
+from lowrank_kv_jax.storage.basis import fold_query
 
 
 @register("transform")
@@ -251,27 +248,14 @@ class Transform(TokenCodec):
         return keys, frame.at(positions).rebuild("v", v, layout.spec.kv_heads)
 
     def attend(self, layout, bases, store, q, positions, place):
-        spec, tokens = layout.spec, coded_tokens.cached_tokens(store.tokens)
-        frame = self.frame(bases, store, place.index)
-        common: dict[str, Any] = dict(**spec.logits, q_positions=positions, causal=False, window=place.window)
-        rope = None if self.rope == "post" else spec.rope
-        if rope is None and (frame.k_mean is None or spec.logit_cap is None):
-            folded = by_steps(fold_query(frame.k, q, spec.kv_heads), store.k_step)
-            out, lse = coefficient_attention(folded, tokens, **common)
-            if frame.k_mean is not None:  # one number a query and head: it shifts the logits of all these tokens alike
-                mean = for_tokens(jnp.repeat(frame.k_mean.astype(jnp.float32), spec.group_size, axis=-2))
-                lse = lse + spec.scale * (q.astype(jnp.float32) * mean).sum(-1)
-        else:
-            out, lse = rotary_coefficient_attention(
-                q, tokens, of_each_row(frame, store).at(tokens.positions).k, rope=rope, kv_heads=spec.kv_heads,
-                key_mean=frame.k_mean, **common,
-            )
-        out = expand_values(frame.v, by_steps(out, store.v_step), spec.kv_heads)
-        return AttnPartial(around(out, lse, frame.v_mean), lse)
+        frame = of_each_row(self.frame(bases, store, place.index), store)
+        folds = self.rope == "post" or layout.spec.rope is None
+        tokens = coded_tokens.cached_tokens(store.tokens)
+        return attend(layout.spec, frame, tokens, q, positions, place, folds=folds, rotates=not folds)
 
     def logits(self, layout, bases, store, q, place):
-        spec, frame = layout.spec, self.frame(bases, store, place.index)
+        spec, frame = layout.spec, of_each_row(self.frame(bases, store, place.index), store)
         if frame.k_mean is None and (self.rope == "post" or spec.rope is None):
-            return Logits(by_steps(fold_query(frame.k, q, spec.kv_heads), store.k_step), store.tokens.k)
+            return Logits(fold_query(frame.k, q, spec.kv_heads), store.tokens.k)
         codes = codes_of(store)[0].astype(jnp.float32)
-        return Logits(q, of_each_row(frame, store).keys(spec, self.rope, codes, store.tokens.positions))
+        return Logits(q, frame.keys(spec, self.rope, codes, store.tokens.positions))

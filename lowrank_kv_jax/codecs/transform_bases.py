@@ -8,32 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
-from lowrank_kv_jax.estimators.bit_allocation import Profile, steps_of
+from lowrank_kv_jax.codecs.widths import Widths, with_restored_widths, with_saved_widths
+from lowrank_kv_jax.estimators.bit_allocation import steps_of
 from lowrank_kv_jax.estimators.moments import Moments
-from lowrank_kv_jax.storage.state import state, static
-from lowrank_kv_jax.storage.water_filled import WIDTHS, WidthRuns, bytes_of, components_of
+from lowrank_kv_jax.storage.water_filled import WidthRuns, components_of
 
 LEAST = 1e-5
 """Deviations below this share of a basis' largest count as much: a step must not be zero."""
-
-
-@state
-class Widths:
-    """Numbers of the tree structure, so that groups of one profile share their programs.
-
-    Attributes:
-        layers: G, that the bases serve together.
-        rungs: profiles of this group, the most bits first; one, but where bytes decide. None: components are floats.
-        total: bytes of a token on each rung, keys and values, of one basis of every group of the model.
-    """
-
-    layers: int = static()
-    rungs: tuple[Profile, ...] = static()
-    total: tuple[tuple[int, int], ...] = static()
-
-    def only(self, rung: int) -> "Widths":
-        """With one rung."""
-        return Widths(self.layers, (self.rungs[rung],), (self.total[rung],))
 
 
 class TransformBases(NamedTuple):
@@ -71,26 +52,13 @@ class TransformBases(NamedTuple):
         return self.widths.layers
 
     def saved(self) -> dict[str, jax.Array]:
-        """As arrays by name: the widths as float32 `[1 + rungs, 2, 5]`, G everywhere, then components of each width and
-        total bytes."""
-        rungs = [
-            [[dict(runs).get(bits, 0) for bits in WIDTHS] + [total] for runs, total in zip(profile, totals, strict=True)]
-            for profile, totals in zip(self.widths.rungs, self.widths.total, strict=True)
-        ]
-        widths = np.array([np.full((2, 5), self.layers), *rungs], np.float32)
-        arrays = {name: x for name, x in self._asdict().items() if name != "widths" and x is not None}
-        return arrays | {"widths": jnp.asarray(widths)}
+        """As arrays by name."""
+        return with_saved_widths(self)
 
     @classmethod
     def restored(cls, arrays: dict[str, jax.Array]) -> "TransformBases":
         """What `saved` returned."""
-        first, *rungs = np.asarray(arrays["widths"]).astype(int).tolist()
-
-        def runs(side):
-            return tuple((bits, count) for bits, count in zip(WIDTHS, side[:4], strict=True) if count)
-
-        widths = Widths(first[0][0], tuple((runs(k), runs(v)) for k, v in rungs), tuple((k[4], v[4]) for k, v in rungs))
-        return cls(**dict.fromkeys(cls._fields) | arrays | {"widths": widths})  # type: ignore[arg-type]
+        return cls(**dict.fromkeys(cls._fields) | with_restored_widths(arrays))  # type: ignore[arg-type]
 
 
 class Side(NamedTuple):
@@ -170,12 +138,6 @@ def in_8_bits(basis: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Codes of the shape of `basis` `[J, W, R]`, and the unit of each column `[J, R]`."""
     unit = np.abs(basis).max(axis=1) / 127
     return np.round(basis / np.where(unit > 0, unit, 1.0)[:, None]).astype(np.int8), unit
-
-
-def total_bytes(profiles: Sequence[Profile]) -> tuple[int, int]:
-    """Bytes of keys and of values of a token, of one basis of every group."""
-    k, v = (sum(bytes_of(profile[side]) for profile in profiles) for side in (0, 1))
-    return k, v
 
 
 # ---- as they are read

@@ -4,7 +4,8 @@ import bisect
 from collections.abc import Callable
 from typing import Any
 
-from lowrank_kv_jax.codecs.transform_bases import TransformBases, Widths
+from lowrank_kv_jax.codecs.transform_bases import TransformBases
+from lowrank_kv_jax.codecs.widths import Widths
 from lowrank_kv_jax.estimators.rank_for_bytes import state_bytes
 from lowrank_kv_jax.method import Layout
 from lowrank_kv_jax.method.accounting import full_cache_bytes

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.codecs.transform_bases import TransformBases, by_unit, encoder
 from lowrank_kv_jax.estimators.bit_allocation import Profile
+from lowrank_kv_jax.estimators.row_steps import PRIOR
 from lowrank_kv_jax.method.layout import Layout
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.storage.basis import project
@@ -19,9 +20,6 @@ from lowrank_kv_jax.storage.state import leaf, state, static
 from lowrank_kv_jax.storage.water_filled import WidthRuns, components_of, empty_water_filled
 
 SIDES = ("k", "v")
-
-PRIOR = 32
-"""Tokens that the calibration's means and variances count for beside a prompt's: a short one has no good ones itself."""
 
 
 @state

@@ -7,10 +7,12 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.codecs import xkv_latents
+from lowrank_kv_jax.codecs.component_bits import check_bits, mean_bits, stored_ranks, typical_profile, uniform_bits
+from lowrank_kv_jax.codecs.frame import Frame
+from lowrank_kv_jax.codecs.frame_attention import attend
 from lowrank_kv_jax.codecs.layer_groups import (
     SPLIT_MULTIPLE,
     Ranks,
@@ -20,42 +22,28 @@ from lowrank_kv_jax.codecs.layer_groups import (
     stride_groups,
 )
 from lowrank_kv_jax.codecs.lowrank import tile_for
+from lowrank_kv_jax.codecs.xkv_store import SIDES, XKVStore, in_rows, side_by_side, slots, there
 from lowrank_kv_jax.estimators.rank import check_rank, rank_multiple, resolve_rank
 from lowrank_kv_jax.estimators.rank_for_bytes import largest_rank
+from lowrank_kv_jax.estimators.row_steps import fitted_steps
 from lowrank_kv_jax.estimators.subspace_iteration import gram, leading_subspace
 from lowrank_kv_jax.method import Layout, register
 from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, codes_of, take_tokens_in
 from lowrank_kv_jax.method.group import LayerGroup
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.selections.landmarks import Landmarks
-from lowrank_kv_jax.storage.basis import expand_values, project, reconstruct
+from lowrank_kv_jax.storage.basis import project
 from lowrank_kv_jax.storage.positions import Runs
 from lowrank_kv_jax.storage.quantised import (
     BASIS_STORAGE,
-    TOKEN_BITS,
     ScaledBasis,
     read_basis,
-    read_tokens,
     store_basis,
 )
-from lowrank_kv_jax.storage.state import leaf, state
+from lowrank_kv_jax.storage.steps import plain_steps
+from lowrank_kv_jax.storage.water_filled import empty_water_filled
 
 FEW_COLUMNS = 64  # mean rank below which `smaller` takes any number: a multiple of 8 would leave much of the bytes unused
-
-
-@state
-class XKVStore:
-    """The coded tokens of a group of G layers.
-
-    Attributes:
-        tokens: coefficients `[B, 1, S, R]` that all layers share.
-        k_basis, v_basis: `[B, 1, G * K * D, R]`, layer by layer, the B_l of the paper one below the other.
-    """
-
-    tokens: coded_tokens.Coded
-    k_basis: jax.Array | ScaledBasis = leaf("batch", "kv_heads", "width", "rank", kind="bases")
-    v_basis: jax.Array | ScaledBasis = leaf("batch", "kv_heads", "width", "rank", kind="bases")
 
 
 @register("xkv")
@@ -80,8 +68,9 @@ class XKV(TokenCodec):
             tokens, bases and exact tokens included, is so many times smaller than a 16-bit full one. Further
             room for new tokens, exact in either, is left out; with `recompress` the whole capacity counts.
         sinks, recent: exact tokens at both ends of the prompt.
-        bits: 8, 4 or 2 quantises the coefficients, a scale for each component of every 128 tokens; None keeps them in
-            the cache's dtype.
+        bits: 8, 4 or 2 quantises the coefficients, a scale for each component of every 128 tokens; any other number up to
+            8, say 2.5, is the mean of bits that components get by their variances, 8, 4, 2, 1 or none, in steps that are
+            fitted to the prompt; None keeps them in the cache's dtype.
         basis_dtype: "bfloat16", "float16", "float32", "int8" or "float8_e4m3fn" (the last two with a scale
             for each column); None is the cache's dtype.
         rebuild: of the coded tokens, those that each step rebuilds and attends to: a number, or a fraction (1.0
@@ -103,7 +92,7 @@ class XKV(TokenCodec):
     smaller: float | None = None
     sinks: int = 32
     recent: int = 32
-    bits: int | None = None
+    bits: int | float | None = None
     basis_dtype: str | None = None
     rebuild: int | float | None = None
     rebuild_block: int = 32
@@ -134,8 +123,7 @@ class XKV(TokenCodec):
         if self.rebuild is not None and self.recompress is not None:
             raise ValueError(f"rebuild={self.rebuild!r}, recompress={self.recompress!r}: blocks are laid out once, "
                              "at the prompt; give one of the two")
-        if self.bits is not None and self.bits not in TOKEN_BITS:
-            raise ValueError(f"bits={self.bits!r}: allowed are None, {', '.join(map(str, TOKEN_BITS))}")
+        check_bits(self.bits, by_component=True)
         if self.basis_dtype not in (None, *BASIS_STORAGE):
             raise ValueError(
                 f"basis_dtype={self.basis_dtype!r}: allowed are None, {', '.join(BASIS_STORAGE)}"
@@ -218,30 +206,46 @@ class XKV(TokenCodec):
         return with_rank(found)
 
     def empty(self, layout, bases, size, positions=None):
-        ranks, layers = bases.ranks, bases.layers
+        ranks, layers, dtype = bases.ranks, bases.layers, jnp.dtype(layout.dtype)
         if layout.spec.latent is not None:
             return xkv_latents.empty(layout, layers, ranks.k, size, self.bits, self._basis_dtype(layout))
-        dtype = jnp.dtype(layout.dtype)
-        tile = tile_for(size, positions)
-        tokens = coded_tokens.empty_coded(
-            layout.batch, (1, ranks.k), (1, ranks.v), size, dtype, self.bits, tile, tile, positions,
-            whole_tiles=positions is not None or self.recompress is not None, gaps=1,
-        )
+        bits, steps = mean_bits(self.bits), (None, None)
+        if bits is None:
+            tile = tile_for(size, positions)
+            tokens = coded_tokens.empty_coded(
+                layout.batch, (1, ranks.k), (1, ranks.v), size, dtype, uniform_bits(self.bits), tile, tile, positions,
+                whole_tiles=positions is not None or self.recompress is not None, gaps=1,
+            )
+        else:
+            profile = typical_profile(*ranks, bits)
+            ranks = stored_ranks(profile, ranks)
+            buffers = (empty_water_filled(layout.batch, 1, size, runs) for runs in profile)
+            tokens = coded_tokens.without_tokens(*buffers, positions, gaps=1)
+            steps = tuple(plain_steps((layout.batch, 1, rank), dtype) for rank in ranks)
         width = _width(layout.spec, layers)
         bases = (self._store_basis(layout, jnp.zeros((layout.batch, 1, width, r))) for r in ranks)
-        return XKVStore(tokens, *bases)
+        return XKVStore(tokens, *bases, *steps)
 
     def learn(self, layout, bases, store, taps, lengths, weight):
         if layout.spec.latent is not None:
             return xkv_latents.learn(layout, store, taps, weight, self._basis_dtype(layout))
-        keys, values = (side_by_side([getattr(tap, name) for tap in taps], weight) for name in ("k_pre", "v"))
-        sides = ((keys, store.k_basis), (values, store.v_basis))
-        fitted = [self._store_basis(layout, leading_subspace(gram(x), u.shape[-1])) for x, u in sides]
-        return XKVStore(store.tokens, *fitted)
+        new: dict[str, Any] = {}
+        for side, name in SIDES:
+            x, stored = side_by_side([getattr(tap, name) for tap in taps], weight), getattr(store, f"{side}_basis")
+            found = self._store_basis(layout, leading_subspace(gram(x), stored.shape[-1]))
+            new[f"{side}_basis"] = found
+            if store.k_steps is not None:
+                runs = getattr(store.tokens, side).runs
+                new[f"{side}_steps"] = fitted_steps(project(read_basis(found), x), weight, runs, layout.dtype)
+        return dataclasses.replace(store, **new)
 
     def encode(self, layout, bases, store, tokens):
-        keys, values = (side_by_side([getattr(x, name) for x in tokens]) for name in ("k_pre", "v"))
-        return project(read_basis(store.k_basis), keys), project(read_basis(store.v_basis), values)
+        out = []
+        for side, name in SIDES:
+            x, steps = side_by_side([getattr(one, name) for one in tokens]), getattr(store, f"{side}_steps")
+            x = project(read_basis(getattr(store, f"{side}_basis")), x)
+            out.append(x if steps is None else steps.count(x))
+        return out[0], out[1]
 
     def take_in(self, layout, bases, store, tokens, counts, seen, positions=None):
         if layout.spec.latent is not None:
@@ -255,24 +259,29 @@ class XKV(TokenCodec):
         if not self.refit or self.recompress is None:
             return store
         new: dict[str, Any] = {}
-        held = store.tokens
-        for side, name in (("k", "k_pre"), ("v", "v")):
+        held, rows = store.tokens, jnp.sum(weight, axis=1) > 0
+        for side, name in SIDES:
             x = side_by_side([getattr(one, name) for one in tokens], weight)
-            stored = getattr(store, f"{side}_basis")
-            basis, old = read_basis(stored), _there(held, side)
+            stored, steps = (getattr(store, f"{side}_{what}") for what in ("basis", "steps"))
+            basis, old = read_basis(stored), there(held, side, steps)
             inner = jnp.einsum("bjsr,bjsp->bjrp", old, old)
             moment = jnp.einsum("bjwr,bjrp,bjvp->bjwv", basis, inner, basis) + gram(x)
-            fed = (jnp.sum(weight, axis=1) > 0)[:, None, None, None]
             found = self._store_basis(layout, leading_subspace(moment, basis.shape[-1]))
-            moved = jax.tree.map(lambda now, before: jnp.where(fed, now, before), found, stored)  # noqa: B023
-            new[f"{side}_basis"] = moved
-            held = dataclasses.replace(held, **{side: coded_tokens.transport(held, side, basis, read_basis(moved))})
+            new[f"{side}_basis"] = moved = in_rows(rows, found, stored)
+            after = None
+            if steps is not None:
+                carried = jnp.einsum("bjsr,bjrp->bjsp", old, coded_tokens.change_of_basis(basis, read_basis(moved)))
+                every = jnp.concatenate([carried, project(read_basis(moved), x)], axis=2)
+                counts = jnp.concatenate([slots(held), weight], axis=1).astype(jnp.float32)
+                fitted = fitted_steps(every, counts, getattr(held, side).runs, layout.dtype)
+                new[f"{side}_steps"] = after = in_rows(rows, fitted, steps)
+            codes = coded_tokens.transport(held, side, basis, read_basis(moved), steps, after)
+            held = dataclasses.replace(held, **{side: codes})
         return dataclasses.replace(store, tokens=held, **new)
 
     def decode(self, layout, bases, store, k, v, positions, index):
-        spec = layout.spec
-        k_basis, v_basis = self._of_layer(layout, store, index)
-        k, v = (reconstruct(u, x.astype(jnp.float32), spec.kv_heads) for u, x in ((k_basis, k), (v_basis, v)))
+        spec, frame = layout.spec, self._of_layer(layout, store, index)
+        k, v = (frame.rebuild(side, x.astype(jnp.float32), spec.kv_heads) for side, x in (("k", k), ("v", v)))
         if spec.rope is not None:
             k = rotate(k, *rope_angles(spec.rope, positions.position))
         return k, v
@@ -281,49 +290,25 @@ class XKV(TokenCodec):
         """Keys are rebuilt and rotated by blocks."""
         if layout.spec.latent is not None:
             return xkv_latents.attend(layout, store, q, positions, place)
-        spec, tokens = layout.spec, coded_tokens.cached_tokens(store.tokens)
-        k_basis, v_basis = self._of_layer(layout, store, place.index)
-        out, lse = rotary_coefficient_attention(
-            q, tokens, k_basis, rope=spec.rope, kv_heads=spec.kv_heads, **spec.logits, q_positions=positions,
-            causal=False, window=place.window,
-        )
-        return AttnPartial(expand_values(v_basis, out, spec.kv_heads), lse)
+        frame, tokens = self._of_layer(layout, store, place.index), coded_tokens.cached_tokens(store.tokens)
+        return attend(layout.spec, frame, tokens, q, positions, place, folds=False, rotates=True)
 
     def logits(self, layout, bases, store, q, place):
         k, v = codes_of(store)
         return Logits(q, self.decode(layout, bases, store, k, v, store.tokens.positions, place.index)[0])
 
-    def _of_layer(self, layout: Layout, store: XKVStore, index: int) -> tuple[jax.Array, jax.Array]:
-        """Bases `[B, 1, K * D, R]` of one layer of the group."""
+    def _of_layer(self, layout: Layout, store: XKVStore, index: int) -> Frame:
+        """The frame in which one layer of the group reads what is stored; bases `[B, 1, K * D, R]`."""
         width = layout.spec.kv_heads * layout.spec.head_dim
         begin = index * width
         k, v = (read_basis(u, begin, begin + width) for u in (store.k_basis, store.v_basis))
-        return k, v
+        return Frame(k, v).of_codes(store.k_steps, store.v_steps, layout.spec.kv_heads)
 
     def _basis_dtype(self, layout: Layout) -> str:
         return self.basis_dtype or layout.dtype
 
     def _store_basis(self, layout: Layout, basis: jax.Array) -> jax.Array | ScaledBasis:
         return store_basis(basis, self._basis_dtype(layout))
-
-
-def _there(segment: coded_tokens.Coded, side: str) -> jax.Array:
-    """Stored coefficients float32 `[B, 1, S, R]`, zero in free slots."""
-    x = read_tokens(getattr(segment, side))
-    return jnp.where((jnp.arange(x.shape[2]) < segment.length[:, None])[:, None, :, None], x, 0.0)
-
-
-def side_by_side(parts: list[jax.Array], weight: jax.Array | None = None) -> jax.Array:
-    """Tokens float32 `[B, S, 1, G * K * D]` of tokens `[B, S, K, D]` of G layers, times `weight` `[B, S]` if given.
-
-    Raises:
-        ValueError: the layers differ in shape.
-    """
-    shapes = [x.shape for x in parts]
-    if len(set(shapes)) > 1:
-        raise ValueError(f"the layers of a group must have one shape, got {shapes}: use a smaller group")
-    x = jnp.concatenate([x.reshape(*x.shape[:2], 1, -1) for x in parts], axis=-1).astype(jnp.float32)
-    return x if weight is None else x * weight[:, :, None, None]
 
 
 def _split_multiple(width: int) -> int:

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.spec import LatentSpec, Taps
+from lowrank_kv_jax.codecs.component_bits import mean_bits, typical_runs, uniform_bits
+from lowrank_kv_jax.estimators.row_steps import fitted_steps
 from lowrank_kv_jax.estimators.subspace_iteration import leading_subspace
 from lowrank_kv_jax.estimators.svd import second_moment
 from lowrank_kv_jax.method import Layout, Place
@@ -25,6 +27,8 @@ from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.positions import Runs
 from lowrank_kv_jax.storage.quantised import empty_tokens, read_basis, store_basis
 from lowrank_kv_jax.storage.state import leaf, state
+from lowrank_kv_jax.storage.steps import Steps, plain_steps
+from lowrank_kv_jax.storage.water_filled import empty_water_filled
 
 
 @state
@@ -48,6 +52,7 @@ class LatentStore:
         length: int32 `[B]`, coded tokens of each row.
         positions: where they stood.
         basis: `[B, 1, G * r, R]`, layer by layer.
+        steps: what codes count in where components have bits of their own; None otherwise.
     """
 
     rotary: tuple[RotaryKeys, ...]
@@ -55,31 +60,37 @@ class LatentStore:
     length: jax.Array = leaf("batch", kind="indices")
     positions: Runs
     basis: Any = leaf("batch", "kv_heads", "width", "rank", kind="bases")
+    steps: Steps | None
 
 
 class RebuiltKeys:
     """Keys [rotary | normed latent] of one layer, rebuilt block by block; read by the attention ops."""
 
-    def __init__(self, rotary: jax.Array, codes: Any, basis: jax.Array, latent: LatentSpec):
-        self.rotary, self.codes, self.basis, self.latent = rotary, codes, basis, latent
+    def __init__(self, rotary: jax.Array, codes: Any, basis: jax.Array, latent: LatentSpec, steps: Steps | None):
+        self.rotary, self.codes, self.basis, self.latent, self.steps = rotary, codes, basis, latent, steps
         self.shape = (*rotary.shape[:3], rotary.shape[3] + latent.rank)
 
     def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
         """Tokens `start` to `start + size`, float32 `[B, 1, size, D]`."""
         codes, rotary = (slice_block(x, start, size).astype(jnp.float32) for x in (self.codes, self.rotary))
-        latents = reconstruct(self.basis, codes, 1)
+        latents = reconstruct(self.basis, codes if self.steps is None else self.steps.widen(codes), 1)
         return jnp.concatenate([rotary, self.latent.normalise(latents)], axis=-1)
 
 
-def empty(layout: Layout, layers: int, rank: int, size: int, bits: int | None, basis_dtype: str) -> LatentStore:
+def empty(layout: Layout, layers: int, rank: int, size: int, bits: float | None, basis_dtype: str) -> LatentStore:
     """An empty store with room for `size` tokens, coefficients in `bits` bits or the cache's dtype."""
     spec, dtype = layout.spec, jnp.dtype(layout.dtype)
     assert spec.latent is not None
     rotary = RotaryKeys(jnp.zeros((layout.batch, 1, size, spec.head_dim - spec.latent.rank), dtype))
     none, gaps = jnp.zeros((layout.batch,), jnp.int32), jnp.zeros((layout.batch, 2), jnp.int32)
-    codes = empty_tokens((layout.batch, 1, size, rank), bits, dtype)
+    if (mean := mean_bits(bits)) is None:
+        codes, steps = empty_tokens((layout.batch, 1, size, rank), uniform_bits(bits), dtype), None
+    else:
+        codes = empty_water_filled(layout.batch, 1, size, typical_runs(rank, mean))
+        rank = codes.shape[-1]
+        steps = plain_steps((layout.batch, 1, rank), dtype)
     basis = store_basis(jnp.zeros((layout.batch, 1, layers * spec.latent.rank, rank)), basis_dtype)
-    return LatentStore((rotary,) * layers, codes, none, Runs(gaps, gaps), basis)
+    return LatentStore((rotary,) * layers, codes, none, Runs(gaps, gaps), basis, steps)
 
 
 def learn(
@@ -88,7 +99,11 @@ def learn(
     """Fit one basis to the group's latents."""
     latents = _latents(layout, [tap.k_pre for tap in taps])
     basis = leading_subspace(second_moment(latents, weight), store.codes.shape[-1])
-    return dataclasses.replace(store, basis=store_basis(basis, basis_dtype))
+    basis, steps = store_basis(basis, basis_dtype), None
+    if store.steps is not None:
+        found = project(read_basis(basis), latents.astype(jnp.float32))
+        steps = fitted_steps(found, weight, store.codes.runs, layout.dtype)
+    return dataclasses.replace(store, basis=basis, steps=steps)
 
 
 def fill(
@@ -101,11 +116,13 @@ def fill(
         return jnp.pad(x[:, :, :size], ((0, 0), (0, 0), (0, max(size - x.shape[2], 0)), (0, 0)))
 
     codes = project(read_basis(store.basis), _latents(layout, [one.k_pre for one in tokens]).astype(jnp.float32))
+    codes = codes if store.steps is None else store.steps.count(codes)
     rotary = tuple(
         RotaryKeys(narrow(room(one.k[..., :rotary_dim].swapaxes(1, 2)), own.k.dtype))
         for one, own in zip(tokens, store.rotary, strict=True)
     )
-    return LatentStore(rotary, fill_tokens(store.codes, codes, counts), counts, positions, store.basis)
+    filled = fill_tokens(store.codes, codes, counts)
+    return dataclasses.replace(store, rotary=rotary, codes=filled, length=counts, positions=positions)
 
 
 def attend(layout: Layout, store: LatentStore, q: jax.Array, positions: jax.Array, place: Place) -> AttnPartial:
@@ -114,7 +131,7 @@ def attend(layout: Layout, store: LatentStore, q: jax.Array, positions: jax.Arra
     assert latent is not None
     begin = place.index * latent.rank
     basis = read_basis(store.basis, begin, begin + latent.rank)
-    keys: Any = RebuiltKeys(store.rotary[place.index].k, store.codes, basis, latent)
+    keys: Any = RebuiltKeys(store.rotary[place.index].k, store.codes, basis, latent, store.steps)
     tokens = CachedTokens(keys, keys, store.length, store.positions)
     return coefficient_attention(
         q, tokens, **layout.spec.logits, q_positions=positions, causal=False, window=place.window

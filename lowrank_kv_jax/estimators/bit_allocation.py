@@ -61,6 +61,15 @@ def runs_of(widths: Int[np.ndarray, " W"], wide: int = 0) -> WidthRuns:
     return tuple(runs) or ((1, min(8, total)),)
 
 
+def at_most(runs: WidthRuns, components: int) -> WidthRuns:
+    """The first of so many components: a profile that layers of a larger rank chose, too."""
+    out, left = [], components
+    for bits, count in runs:
+        out.append((bits, min(count, left)))
+        left -= out[-1][1]
+    return tuple((bits, count) for bits, count in out if count)
+
+
 def steps_of(runs: WidthRuns) -> Float64[np.ndarray, " R"]:
     """Step of each component that has bits in units of its deviation, float64 `[R]`."""
     return np.concatenate([np.full(count, STEP[bits]) for bits, count in runs])

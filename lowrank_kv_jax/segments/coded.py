@@ -24,6 +24,7 @@ from lowrank_kv_jax.storage.quantised import (
     read_tokens,
 )
 from lowrank_kv_jax.storage.state import leaf, state
+from lowrank_kv_jax.storage.steps import Steps
 from lowrank_kv_jax.storage.water_filled import WaterFilled
 
 Stored = jax.Array | QuantisedTokens | PackedTokens | WaterFilled
@@ -125,21 +126,43 @@ def cached_tokens(segment: Coded) -> CachedTokens:
     return CachedTokens(segment.k, segment.v, segment.length, segment.positions)
 
 
-def transport(segment: Any, side: str, old: jax.Array, new: jax.Array) -> Any:
+def transport(
+    segment: Any, side: str, old: jax.Array, new: jax.Array, steps: Steps | None = None, after: Steps | None = None
+) -> Any:
     """Coefficients of "k" or "v", to be read in a basis that has moved: C <- C U_old^T U_new; bases `[B, J, W, R]`.
 
     What the old basis had kept and the new one does not is lost; nothing is silently reinterpreted. Block by block in
     place up to the longest row: O(length) work, and no second copy of the cache. A row whose basis has not moved keeps
     its coefficients. Quantised ones of a row that did are quantised anew, which adds half a step of error each time:
     negligible in 8 bits, not in 4 or 2.
+
+    Args:
+        steps, after: what codes count in, before and behind the move; None where coefficients are stored as they are.
+    """
+    move = change_of_basis(old, new)
+
+    def change(x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32) if steps is None else steps.widen(x)
+        moved = jnp.einsum("bjsr,bjrp->bjsp", wide, move)
+        return moved if after is None else after.count(moved)
+
+    return change_tokens(segment, side, change, moved_rows(segment, old, new))
+
+
+def moved_rows(segment: Any, old: jax.Array, new: jax.Array) -> jax.Array:
+    """Rows whose basis has moved, bool `[B]`."""
+    return jnp.broadcast_to(jnp.any(old != new, axis=(1, 2, 3)), segment.length.shape)
+
+
+def change_of_basis(old: jax.Array, new: jax.Array) -> jax.Array:
+    """What takes coefficients in one basis `[B, J, W, R]` to those in another, float32 `[B, J, R, R]`.
+
+    Bases are rounded to the dtype that they are stored in, after which U^T U is not quite 1, an error that would grow
+    with every refresh: the least-squares coefficients divide by it, here by one Newton step.
     """
     old, new = old.astype(jnp.float32), new.astype(jnp.float32)
-    # Bases are rounded to the dtype that they are stored in, after which U^T U is not quite 1, an error that would grow
-    # with every refresh: the least-squares coefficients divide by it, here by one Newton step.
     correction = 2 * jnp.eye(new.shape[-1]) - jnp.einsum("bjwr,bjwp->bjrp", new, new)
-    move = jnp.einsum("bjwr,bjwp,bjpq->bjrq", old, new, correction)
-    moved = jnp.broadcast_to(jnp.any(old != new, axis=(1, 2, 3)), segment.length.shape)
-    return change_tokens(segment, side, lambda x: jnp.einsum("bjsr,bjrp->bjsp", x.astype(jnp.float32), move), moved)
+    return jnp.einsum("bjwr,bjwp,bjpq->bjrq", old, new, correction)
 
 
 def change_tokens(segment: Any, side: str, change: Callable[[jax.Array], jax.Array], rows: jax.Array) -> Any:

@@ -149,7 +149,7 @@ def test_configurations_that_a_model_does_not_suit(spec, message):
         ("xkv:rank=1.5", "rank=1.5"),
         ("xkv:rank_k=3", "give both"),
         ("xkv:rank=none", "give rank"),
-        ("xkv:bits=3", "bits=3"),
+        ("xkv:bits=9", "bits=9"),
         ("xkv:basis_dtype=int3", "basis_dtype='int3'"),
         ("xkv:sinks=-1", "sinks=-1"),
         ("xkv:recompress=0", "recompress=0"),

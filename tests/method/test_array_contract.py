@@ -19,6 +19,7 @@ from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.generation.forward import make_layout
 from lowrank_kv_jax.method import REGISTRY, Place
 from lowrank_kv_jax.methods import machine_of
+from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.storage.state import map_leaves, walk
 
 SPEC, BLOCKS, ROWS = PLAIN.attention, 3, 2
@@ -27,10 +28,20 @@ TOLERANCE = 2e-5  # of outputs of order 1, at full rank and budget, in float32
 
 # run by hand: the same parts as another method's, with other defaults
 ALIKE = {"eigen-n", "eigenattention", "osp-static", "pyramidkv", "scissorhands", "sliding-window", "snapkv", "static-pca-h"}
-every_method = pytest.mark.parametrize("name", [
+NAMES = [
     pytest.param(name, marks=[pytest.mark.xdist_group(f"arrays-{name}"), *([pytest.mark.slow] if name in ALIKE else [])])
     for name in sorted(REGISTRY)
-])
+]
+BY_COMPONENT = [  # coefficients whose components have bits of their own
+    pytest.param(f"{spec},sinks=4,recent=8", marks=[pytest.mark.xdist_group(f"arrays-{spec}"), pytest.mark.slow][: 1 + slow])
+    for spec, slow in (
+        ("ojakv:bits=2.5", False), ("ojakv:bits=2.5,estimator=covariance", True), ("static-pca:bits=2.5", True),
+        ("palu:bits=2.5", True), ("streamingkv:bits=2.5", True), ("single-svd:bits=2.5", True), ("xkv:bits=2.5,group=2", True),
+        ("xkv:bits=2.5,recompress=8", True), ("xkv:bits=2.5,rebuild=24,rebuild_block=8", True),
+    )
+]
+every_method = pytest.mark.parametrize("name", NAMES)
+every_method_and_bits = pytest.mark.parametrize("name", [*NAMES, *BY_COMPONENT])
 
 
 def activations(seed: int, tokens: int, layers: int, starts=(0, 0), rereads: bool = False) -> tuple[Taps, ...]:
@@ -74,8 +85,8 @@ class Case(NamedTuple):
 
 @functools.cache
 def case(name: str, full: bool) -> Case:
-    """The method at full rank and budget, or compressing."""
-    part = (exact_configuration if full else small_configuration)(REGISTRY[name])
+    """The method at full rank and budget, or compressing; or what a spec says."""
+    part = parse_method(name) if ":" in name else (exact_configuration if full else small_configuration)(REGISTRY[name])
     machine, layout = machine_of(part), make_layout(PLAIN, ROWS, PROMPT, CAPACITY, BLOCK, jnp.float32)
     groups = machine.layer_groups(SPEC)
     which = max(range(len(groups)), key=lambda i: (len(groups[i]), i))
@@ -132,15 +143,15 @@ def test_full_rank_and_budget_are_exact_attention(name, lengths):
     np.testing.assert_allclose(out, exact_outputs(prompt, taps, lengths), atol=TOLERANCE, rtol=0)
 
 
-@every_method
+@every_method_and_bits
 def test_compression_is_finite_and_shows(name):
     prompt, taps, _, _, out = case(name, False).run()
     assert np.isfinite(out).all() and np.isfinite(case(name, False).run(lengths=(1, 6))[-1]).all()
-    if case(name, False).machine != case(name, True).machine:
+    if ":" in name or case(name, False).machine != case(name, True).machine:
         assert np.abs(out - exact_outputs(prompt, taps, (PROMPT, 61))).max() > 100 * TOLERANCE  # the test above can fail
 
 
-@every_method
+@every_method_and_bits
 def test_nothing_passes_from_prompt_to_prompt_or_from_row_to_row(name):
     """Nor from the padding: the second row's is other numbers in the second run."""
     small = case(name, False)
@@ -164,7 +175,7 @@ def test_nothing_passes_from_prompt_to_prompt_or_from_row_to_row(name):
     np.testing.assert_allclose(np.asarray(out)[:, 1], first[:, 1], atol=TOLERANCE)
 
 
-@every_method
+@every_method_and_bits
 def test_rows_that_wait_stay_as_they_are(name):
     counts = np.ones((BLOCKS, BLOCK, ROWS), np.int32)
     counts[1:, :, 1] = 0
@@ -175,7 +186,7 @@ def test_rows_that_wait_stay_as_they_are(name):
         np.testing.assert_array_equal(three, one)
 
 
-@every_method
+@every_method_and_bits
 def test_leaves_are_declared_and_keep_the_shapes_of_init(name):
     small = case(name, False)
     empty = jax.eval_shape(functools.partial(small.machine.init, small.layout), small.bases)
@@ -188,7 +199,7 @@ def test_leaves_are_declared_and_keep_the_shapes_of_init(name):
     assert map_leaves(lambda info, x: x.nbytes, state) is not None
 
 
-@every_method
+@every_method_and_bits
 def test_a_step_works_in_place(name):
     """The state is donated, and no leaf of it is copied, be the capacity a hundred times the prompt."""
     small = case(name, False)

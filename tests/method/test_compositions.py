@@ -88,6 +88,12 @@ def test_what_composes_keeps_its_promises(config, codec, selection, summary):
     pytest.param("transform:bits=2,heads=per_head,rope=post,steps=prompt,sinks=2,recent=4+adakv:keep=0.5,recent=8", marks=pytest.mark.slow),
     pytest.param("transform:smaller=2,group=2,steps=prompt,sinks=2,recent=4", marks=pytest.mark.slow),
     pytest.param("transform:bits=2,group=2,steps=prompt,sinks=2,recent=4+kvzip:keep=0.5,recent=8+moments", marks=pytest.mark.slow),
+    *(pytest.param(f"{codec}:bits=2.5,sinks=2,recent=4{rule}", marks=pytest.mark.slow)
+      for codec in ("ojakv", "static-pca", "palu", "streamingkv", "single-svd", "xkv")
+      for rule in ("", "+snapkv:keep=0.5,recent=8", "+h2o:keep=0.5,recent=8+moments", "+quest:keep=0.5,page=8")
+      if not rule.startswith("+quest") or codec in ("ojakv", "xkv")),
+    *(pytest.param(f"{codec}bits=2.5,sinks=2,recent=4+adakv:keep=0.5,recent=8+moments", marks=pytest.mark.slow)
+      for codec in ("ojakv:", "static-pca:", "streamingkv:head_group=1,rank=0.5,")),
 ])
 def test_codes_with_bits_of_their_own_keep_their_promises(spec):
     keeps_its_promises(lkv.parse_method(spec), FEW)

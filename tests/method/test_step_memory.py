@@ -71,9 +71,13 @@ def made_of_whole_buffers(text, cache):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", *(pytest.param(d, marks=pytest.mark.slow) for d in ("float16", "float32"))])
-@pytest.mark.parametrize(
-    "spec", list(methods())
-)
+@pytest.mark.parametrize("spec", [
+    *methods(), "ojakv:bits=2.5",
+    *(pytest.param(spec, marks=pytest.mark.slow) for spec in (
+        "static-pca:bits=2.5", "eigenattention:bits=2.5", "palu:bits=2.5", "streamingkv:bits=2.5", "single-svd:bits=2.5",
+        "xkv:bits=2.5", "xkv:bits=2.5,recompress=8",
+    )),
+])
 def test_a_step_neither_widens_nor_copies_a_whole_buffer(spec, dtype):
     compiled, cache = step_of_a_layer(spec, dtype)
     assert not made_of_whole_buffers(compiled.as_text(), cache)

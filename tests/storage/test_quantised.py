@@ -170,5 +170,5 @@ def test_coefficients_in_eight_bits_stay_close(spec):
 
 
 def test_bits_stay_in_their_range():
-    with pytest.raises(ValueError, match="bits=3: allowed are None, 2, 4, 8"):
-        parse_method("ojakv:bits=3")
+    with pytest.raises(ValueError, match="bits=9: allowed are None, 2, 4, 8"):
+        parse_method("ojakv:bits=9")
