@@ -222,6 +222,6 @@ def test_a_step_works_in_place(name):
     assert memory.alias_size_in_bytes >= held
     # attention reads, and rebuilds, blocks of up to 2048 of the 16384 tokens; keys or values copied would be a half. A cache
     # of a few bits is smaller than what is rebuilt of a block: three blocks of floats, be the capacity what it will.
-    blocks = 3 * ROWS * 2048 * SPEC.kv_heads * SPEC.head_dim * 4
+    blocks = 3 * ROWS * 2048 * SPEC.kv_heads * SPEC.head_dim * 4 + (1 << 16)  # and a step's own
     allowed = max(0.32 * held / small.layers + (1 << 19), blocks)
     assert memory.temp_size_in_bytes <= allowed, f"{memory.temp_size_in_bytes} of {held}"

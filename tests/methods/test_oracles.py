@@ -336,7 +336,7 @@ def test_random_bases_are_orthonormal_and_of_the_asked_ranks():
     method = REGISTRY["ojakv"](rank_k=3, rank_v=0.5)
     for basis in bases_for(method):
         assert basis.k.shape == (4, 8, 3) and basis.v.shape == (4, 8, 4)
-        for u in basis:
+        for u in basis[:2]:
             np.testing.assert_allclose(
                 np.einsum("jwr,jwp->jrp", u, u),
                 np.broadcast_to(np.eye(u.shape[-1]), (4, u.shape[-1], u.shape[-1])),
