@@ -28,7 +28,7 @@ def parse_bytes(name: str, value: int | str) -> int:
     """
     found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([KMG]?i?B)\s*", value) if isinstance(value, str) else None
     if isinstance(value, str) and (found is None or found[2] not in UNITS):
-        raise ValueError(f"{name}={short(value)}: must be a number of bytes, such as '256MiB'; units are "
+        raise ValueError(f"{name}={short(value)}: must be a number and its unit, such as '256MiB'; units are "
                          f"{', '.join(UNITS)}")
     number = value if found is None else round(float(found[1]) * UNITS[found[2]])
     check_int(name, number, 1, MOST_BYTES)

@@ -148,7 +148,7 @@ def test_a_refused_command_leaves_no_file(capsys, tmp_path):
     (["bench", "saves", "--rounds", "0"], "--rounds 0: must be at least 1"),
     (["bench", "saves", "--folder", "no such folder"], "--folder no such folder: is no directory"),
     (["bench", "serve", "--asked", "0"], "--asked 0: must be at least 1"),
-    (["bench", "serve", "--memory", "much"], "--memory='much': must be a number of bytes, such as '256MiB'"),
+    (["bench", "serve", "--memory", "much"], "--memory='much': must be a number and its unit, such as '256MiB'"),
     (["roofline", "--batch", "0"], "--batch 0: must be at least 1"),
 ))
 def test_mistakes_are_told_before_a_model_is_loaded(capsys, monkeypatch, argv, message):
