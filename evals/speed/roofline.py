@@ -128,7 +128,7 @@ def white_bases(spec: AttentionSpec, method: Part, dtype: Any) -> Any:
     wide, heads = eye(layers, kv * dim), eye(layers, kv, dim)
     votes, ones = np.broadcast_to(np.linspace(1, 0, 16), (layers, 16)), np.ones((layers, kv, dim))
     across = {group: Across(*3 * [eye(len(group) * kv * dim)]) for group in groups if len(group) > 1}
-    moments = Moments(1, wide, wide, wide, heads, heads, fisher=Fisher(wide, wide, 1), votes=votes,
+    moments = Moments(1, wide, wide, wide, heads, heads, fisher=Fisher(wide, wide, 1, np.ones((layers, 2))), votes=votes,
                       sensitivity=Sensitivity(ones, ones, ones), across=across)
     fitted = method.fit(fitted_to, moments._replace(sampled=moments))
     fitted = fitted * spec.num_layers if alone else fitted  # all layers are alike

@@ -58,29 +58,30 @@ def collect_fisher(
             for side, found in _of_sequence(model.config, model.params, jnp.asarray(rows[index : index + 1])).items():
                 finite = np.isfinite(found).all(axis=(1, 2))
                 if not finite.all():
-                    raise ValueError(f"Fisher information: the gradient by W_{side} of layer {int(np.argmin(finite))} is "
+                    raise ValueError(f"Fisher information: the gradient by W_{side[0]} of layer {int(np.argmin(finite))} is "
                                      "not finite")
                 sums.add(side, found)
             sums.save(index + 1)
             bar.advance()
-    return Fisher(sums.arrays["k"] / len(rows), sums.arrays["v"] / len(rows), len(rows))
+    roots = [np.sqrt(sums.arrays[f"{side}_squares"] / len(rows)).mean(axis=(1, 2)) for side in PROJECTIONS]
+    return Fisher(sums.arrays["k"] / len(rows), sums.arrays["v"] / len(rows), len(rows), np.stack(roots, axis=-1))
 
 
 def _of_sequence(config: ModelConfig, params: Any, tokens: jax.Array) -> dict[str, np.ndarray]:
-    """G^T G of every layer, float64 `[L, W, W]` by side."""
+    """Of every layer, float64, by side: G^T G `[L, W, W]`, and as `side_squares` the squares of G `[L, H, W]`."""
     streams = residual_streams(config, params, tokens)
     cotangent = loss_gradient(config, params, streams.pop(), tokens[:, 1:])
-    out: dict[str, list[np.ndarray]] = {side: [] for side in PROJECTIONS}
+    out: dict[str, list[np.ndarray]] = {}
     for own, window, layer in zip(config.by_layer[::-1], config.windows[::-1], params["layers"][::-1], strict=True):
         cotangent, squares = _backward(own, window, layer, streams.pop(), cotangent)
-        for side, square in squares.items():
-            out[side].append(to_host(square).astype(np.float64))
+        for name, square in squares.items():
+            out.setdefault(name, []).append(to_host(square).astype(np.float64))
     return {side: np.stack(found[::-1]) for side, found in out.items()}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _backward(config: ModelConfig, window: int | None, layer: Any, x: jax.Array, cotangent: jax.Array):
-    """Gradient by the layer's input, and G^T G of its projections."""
+    """Gradient by the layer's input, and of its projections G^T G and the squares of G."""
     kernels = {side: layer["attention"][name]["kernel"] for side, name in PROJECTIONS.items()}
     attend = functools.partial(attend_exactly, config, window)
 
@@ -96,4 +97,5 @@ def _backward(config: ModelConfig, window: int | None, layer: Any, x: jax.Array,
         g = g.astype(jnp.float32)
         return jnp.matmul(g.T, g, precision=jax.lax.Precision.HIGHEST)
 
-    return by_x, {side: square(g) for side, g in by_kernels.items()}
+    squares = {f"{side}_squares": jnp.square(g.astype(jnp.float32)) for side, g in by_kernels.items()}
+    return by_x, {side: square(g) for side, g in by_kernels.items()} | squares

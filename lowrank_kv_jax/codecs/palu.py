@@ -13,13 +13,13 @@ from lowrank_kv_jax.codecs.component_bits import by_component, check_widths, mea
 from lowrank_kv_jax.codecs.frame import Frame
 from lowrank_kv_jax.codecs.lowrank import LowRank
 from lowrank_kv_jax.codecs.widths import Widths, with_restored_widths, with_saved_widths
-from lowrank_kv_jax.estimators.moments import Moments, head_blocks
+from lowrank_kv_jax.estimators.moments import Fisher, Moments, head_blocks
 from lowrank_kv_jax.estimators.rank import rank_for_energy
-from lowrank_kv_jax.estimators.rank_allocation import allocate_ranks
+from lowrank_kv_jax.estimators.rank_allocation import allocate_ranks, nearest_ranks
 from lowrank_kv_jax.estimators.whitening import truncate
 from lowrank_kv_jax.method import register
 
-RANK_BY = ("uniform", "fisher", "fisher-sqrt")
+RANK_BY = ("uniform", "fisher", "fisher-sqrt", "fisher-roots")
 MEAN_PAYS = 0.05
 """Share of the truncation loss that means must save for `mean=None` to keep them."""
 SIDES = ("k", "v")
@@ -75,8 +75,9 @@ class GroupedProjections(LowRank):
         head_group: kv heads that share a latent: 1 is M-LRD, all kv heads J-LRD, a divisor between them G-LRD. None is
             the largest divisor up to 4 (the paper's group size).
         rank_by: "uniform"; or ranks in proportion to the Fisher information of each layer's W_k and W_v ("fisher"), or
-            to its root ("fisher-sqrt"), whose mean over all of them is the rank asked for. Neither is Palu's rule: the
-            information is a sum of squared gradients, and Palu's code takes the mean of the roots of its entries.
+            to its root ("fisher-sqrt"), whose mean over all of them is the rank asked for; or as Palu's code does, to
+            the mean over a matrix' entries of the roots of theirs ("fisher-roots"), rounded to the nearest multiple, so
+            that the mean is near the rank asked for.
         rank_multiple: of all ranks that Fisher information decides.
         mean: code around the calibrated mean token (Qwen2's bias); None decides by whether it saves at least 5% of the
             truncation loss.
@@ -166,8 +167,7 @@ class GroupedProjections(LowRank):
             if moments.fisher is None:
                 raise ValueError(f"rank_by={self.rank_by!r}: these moments hold no Fisher information; calibrate with "
                                  "`calibrate`, or add that of `fisher.collect_fisher`")
-            information = moments.fisher.information
-            information = np.sqrt(information) if self.rank_by == "fisher-sqrt" else information
+            information = self._importance(moments.fisher)
         table = self._rank_table(spec, information)
         groups, taps = self.basis_heads(spec), {"k": "k_pre" if self.rope == "pre" else "k", "v": "v"}
         moment = {side: getattr(moments, tap) / moments.tokens for side, tap in taps.items()}
@@ -187,6 +187,15 @@ class GroupedProjections(LowRank):
         bits = mean_bits(self.bits)
         return tuple(out) if bits is None else by_component(self, spec, moments, out, bits)
 
+    def _importance(self, fisher: Fisher) -> np.ndarray:
+        """Of the matrices `[L, 2]`, what their ranks are in proportion to."""
+        if self.rank_by == "fisher-roots":
+            if fisher.roots is None:
+                raise ValueError(f"rank_by={self.rank_by!r}: this Fisher information has no roots of single entries; "
+                                 "collect it with `fisher.collect_fisher`")
+            return fisher.roots
+        return np.sqrt(fisher.information) if self.rank_by == "fisher-sqrt" else fisher.information
+
     def _rank_table(self, spec: AttentionSpec, information: np.ndarray | None) -> np.ndarray | None:
         """Ranks `[L, 2]` of keys and values; None where `energy` decides."""
         if self.energy is not None:
@@ -197,6 +206,9 @@ class GroupedProjections(LowRank):
         width = self.width(spec)
         if (uniform == width).all():
             return uniform
+        if self.rank_by == "fisher-roots":
+            groups = self.basis_heads(spec)
+            return nearest_ranks(information, groups * int(uniform.sum()), self.rank_multiple, width, groups)
         return allocate_ranks(information, int(uniform.sum()), self.rank_multiple, width)
 
     def _rank_of(self, values: np.ndarray, table: np.ndarray | None, layer: int, side: str) -> int:
@@ -244,12 +256,12 @@ class GroupedProjections(LowRank):
 class Palu(GroupedProjections):
     """Whitened truncations of W_k and W_v, fixed after calibration.
 
-    The preset `palu:paper` keeps no token exact and takes ranks by the root of the Fisher information, which is not quite
-    the paper's rule (see `rank_by`). The prompt attends exactly here, in the paper through the projections.
+    The preset `palu:paper` keeps no token exact and takes ranks by the rule of the paper's code, all groups of a layer
+    alike. The prompt attends exactly here, in the paper through the projections.
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "paper": {"sinks": 0, "recent": 0, "rank_by": "fisher-sqrt", "rank_multiple": 32}
+        "paper": {"sinks": 0, "recent": 0, "rank_by": "fisher-roots", "rank_multiple": 32}
     }
 
     def frame(self, spec, bases, store):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _PRINTED = {
     "form": "encoder", "step": 10, "scale": "sum", "frozen_outputs": True, "update": "joint", "learn_from": "token",
-    "rank_by": "fisher-sqrt", "sinks": 0, "recent": 0,
+    "rank_by": "fisher-roots", "rank_multiple": 32, "sinks": 0, "recent": 0,
 }
 
 

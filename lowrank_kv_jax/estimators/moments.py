@@ -19,11 +19,14 @@ class Fisher(NamedTuple):
     Attributes:
         k, v: float64 `[L, W, W]`. Their traces are the information of a whole matrix, the sum of squared gradients.
         samples: sequences.
+        roots: of each matrix, keys first, float64 `[L, 2]`: the mean over its entries of the root of their mean squared
+            gradient, which is what Palu's code goes by; None where only G^T G is known.
     """
 
     k: np.ndarray
     v: np.ndarray
     samples: int
+    roots: np.ndarray | None = None
 
     @property
     def information(self) -> np.ndarray:

@@ -20,9 +20,7 @@ def allocate_ranks(
     Raises:
         ValueError: an importance or a total that cannot be met.
     """
-    weights = np.asarray(importance, np.float64)
-    if not np.isfinite(weights).all() or (weights < 0).any() or not weights.sum() > 0:
-        raise ValueError("Fisher information: must be finite and at least 0, and not zero everywhere")
+    weights = _weights(importance)
     if multiple < 1 or most % multiple:
         raise ValueError(f"rank_multiple={multiple}: must divide the width of the bases, {most}")
     low, high = weights.size * multiple, weights.size * most
@@ -37,6 +35,45 @@ def allocate_ranks(
             break
         ranks[index] += ranks[index] < cap
     return (ranks * multiple).reshape(weights.shape)
+
+
+def nearest_ranks(
+    importance: Real[np.ndarray, "*matrices"], total: int, multiple: int, most: int, groups: int = 1
+) -> Int[np.ndarray, "*matrices"]:
+    """Ranks of each group of heads as Palu's code allots them (`rank_search.py`, `fisher_uniform`).
+
+    Shares of whole matrices are rounded down and cut off at the width, what is missing is handed out one by one, the
+    smallest remainders first, and each group's part is rounded to the nearest multiple, one at the least. So their sum is
+    `total` only about.
+
+    Args:
+        importance: as of `allocate_ranks`.
+        total: of all matrices, over all of their groups.
+        multiple: of every rank, and at most `most`.
+        most: largest rank of a group: its width.
+        groups: of heads in a matrix, which share its rank evenly.
+
+    Raises:
+        ValueError: an importance or a total that cannot be met.
+    """
+    weights = _weights(importance)
+    if not 0 < total <= weights.size * groups * most:
+        raise ValueError(f"a total rank of {total} over {weights.size} matrices of {groups * most} columns: must lie in "
+                         f"1..{weights.size * groups * most}")
+    shares = total * weights.ravel() / weights.sum()
+    ranks = np.minimum(np.floor(shares), groups * most).astype(int)
+    order = np.argsort(shares - ranks, kind="stable")
+    while (left := total - int(ranks.sum())) > 0:
+        ranks[order[ranks[order] < groups * most][:left]] += 1
+    each = np.maximum(np.round(ranks // groups / multiple), 1).astype(int) * multiple
+    return np.minimum(each, most).reshape(weights.shape)
+
+
+def _weights(importance: np.ndarray) -> np.ndarray:
+    weights = np.asarray(importance, np.float64)
+    if not np.isfinite(weights).all() or (weights < 0).any() or not weights.sum() > 0:
+        raise ValueError("Fisher information: must be finite and at least 0, and not zero everywhere")
+    return weights
 
 
 def _shares(weights: np.ndarray, units: int, cap: int) -> np.ndarray:

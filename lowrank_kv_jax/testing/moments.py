@@ -40,7 +40,7 @@ def random_moments(
     information = None
     if fisher:
         weight, eye = rng.uniform(0.5, 2.0, (2, layers, 1, 1)), np.eye(kv * dim)
-        information = Fisher(weight[0] * eye, weight[1] * eye, 1)
+        information = Fisher(weight[0] * eye, weight[1] * eye, 1, np.sqrt(weight[:, :, 0, 0]).T)
     squares = rng.uniform(0.1, 2.0, (3, layers, 1, 1)) * np.linspace(0.2, 2.0, dim) * np.ones((kv, 1))
     of_layers = Moments(64, k, k_pre, v, q, q_pre, *sums[:3], fisher=information, votes=votes,
                         sensitivity=Sensitivity(*squares))

@@ -19,7 +19,7 @@ from lowrank_kv_jax.calibration.fisher import collect_fisher
 from lowrank_kv_jax.codecs.folding import fold_layer
 from lowrank_kv_jax.codecs.palu import hadamard_blocks
 from lowrank_kv_jax.estimators.moments import Fisher
-from lowrank_kv_jax.estimators.rank_allocation import allocate_ranks
+from lowrank_kv_jax.estimators.rank_allocation import allocate_ranks, nearest_ranks
 from lowrank_kv_jax.estimators.whitening import LARGEST_JITTER, truncate, whiten
 from lowrank_kv_jax.evals.speed.roofline import white_bases
 from lowrank_kv_jax.evals.studies.streaming.fisher_overlap import fisher_overlap, plot_overlap
@@ -183,6 +183,44 @@ def test_fisher_information_decides_the_ranks_of_layers_and_sides():
         parse_method("palu:rank_by=fisher").fit(PLAIN.attention, random_moments(PLAIN))
 
 
+def palus_code(fisher, total, multiple, width, groups):
+    """`fisher_uniform` of Palu's rank_search.py, step by step."""
+    target, ranks = total, [min(groups * width, int(total * f // sum(fisher))) for f in fisher]
+    order = sorted(range(len(fisher)), key=lambda i: target * fisher[i] / sum(fisher) - ranks[i])
+    missing = target - sum(ranks)
+    while missing > 0:
+        for i in order:
+            if ranks[i] == groups * width:
+                continue
+            ranks[i] += 1
+            missing -= 1
+            if missing == 0:
+                break
+    return [min(max(1, round((rank // groups) / multiple)) * multiple, width) for rank in ranks]
+
+
+@pytest.mark.parametrize("total, multiple, groups", [(300, 8, 1), (1000, 32, 2), (1500, 32, 2), (2304, 16, 3), (1, 8, 1)])
+def test_nearest_ranks_are_those_of_palus_code(total, multiple, groups):
+    rng = np.random.default_rng(total)
+    for spread in (0.1, 1.0, 3.0):
+        fisher = rng.lognormal(0, spread, (6, 2))
+        found = nearest_ranks(fisher, total, multiple, 64, groups)
+        assert found.ravel().tolist() == palus_code(fisher.ravel().tolist(), total, multiple, 64, groups)
+    with pytest.raises(ValueError, match=r"must lie in 1\.\.768"):
+        nearest_ranks(fisher, 769, 8, 64)
+
+
+def test_the_papers_preset_takes_any_rank_of_any_depth():
+    deep = dataclasses.replace(PLAIN, num_layers=36, windows=(None,) * 36)
+    parse_method("palu:paper,rank=0.7").validate(deep.attention)
+    fisher = Fisher(*2 * [np.ones((3, 32, 32))], 1, np.array([[1.0, 4.0], [1.0, 1.0], [2.0, 3.0]]))
+    moments = random_moments(PLAIN)._replace(fisher=fisher)
+    bases = parse_method("palu:paper,rank=16,rank_multiple=4").fit(PLAIN.attention, moments)
+    assert [(b.k.shape[-1], b.v.shape[-1]) for b in bases] == [(8, 32), (8, 8), (16, 24)]
+    with pytest.raises(ValueError, match="no roots of single entries"):
+        parse_method("palu:paper").fit(PLAIN.attention, moments._replace(fisher=fisher._replace(roots=None)))
+
+
 def test_layers_of_different_ranks_decode():
     white = white_bases(PLAIN.attention, parse_method("palu:rank=20,rank_by=fisher"), jnp.float32)  # 40 a layer: no
     assert sorted(u.shape[-1] for b in white for u in b[:2]) == [16, 16, 16, 24, 24, 24]  # multiple of 8 in each
@@ -216,6 +254,8 @@ def test_fisher_information_is_that_of_grad_through_the_whole_model():
             expected = sum(x.T @ x for x in g) / 2
             np.testing.assert_allclose(found[side][layer], expected, rtol=2e-4, atol=1e-6 * np.abs(expected).max())
             np.testing.assert_allclose(found.information[layer, side], sum((x**2).sum() for x in g) / 2, rtol=1e-4)
+            roots = np.sqrt(sum(x**2 for x in g) / 2)
+            np.testing.assert_allclose(found.roots[layer, side], roots.mean(), rtol=1e-4)
 
 
 def plain_attention(q, k, v):
@@ -422,7 +462,7 @@ def test_a_killed_calibration_goes_on_where_it_stopped(tmp_path, monkeypatch):
         ("palu:head_group=3", "head_group=3: must divide the model's 4 kv heads: 1, 2, 4"),
         ("palu:head_group=0", "head_group=0: must be an int of at least 1"),
         ("palu:heads=joint", "give head_group"),
-        ("palu:rank_by=magic", "rank_by='magic': allowed are uniform, fisher, fisher-sqrt"),
+        ("palu:rank_by=magic", "rank_by='magic': allowed are uniform, fisher, fisher-sqrt, fisher-roots"),
         ("palu:jitter=0.5", r"jitter=0.5: must lie in \[0, 0.01\]"),
         ("palu:rank=0.5,rank_by=fisher,rank_multiple=5", "rank_multiple=5: must divide the width of the bases, 32"),
         ("palu:rank=7,rank_by=fisher", "total rank of 42 over 6 matrices in multiples of 8"),

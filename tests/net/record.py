@@ -52,6 +52,9 @@ NAMED_CHANGES: dict[str, str] = {
         "together, while a cache was laid out and weighed for a choice by each group"
         for codec in ("palu", "streamingkv") for selection in ("h2o", "scissorhands", "snapkv")
     },
+    **dict.fromkeys(
+        ("kv8 palu:paper,*", "kv8 streamingkv:paper,*", "kv8 streamingkv:longbench-*", "kv8 streamingkv:ruler-*"),
+        "presets take ranks by the rule of Palu's code; by the root of a sum of squared gradients before"),
 }
 """Patterns of cases (as of --only) that differ from the record on purpose, and why."""
 
