@@ -58,8 +58,8 @@ def collect_fisher(
             for side, found in _of_sequence(model.config, model.params, jnp.asarray(rows[index : index + 1])).items():
                 finite = np.isfinite(found).all(axis=(1, 2))
                 if not finite.all():
-                    raise ValueError(f"Fisher information: the gradient by W_{side[0]} of layer {int(np.argmin(finite))} is "
-                                     "not finite")
+                    raise ValueError(f"Fisher information: the gradient by W_{side[0]} of layer {int(np.argmin(finite))} "
+                                     "is not finite")
                 sums.add(side, found)
             sums.save(index + 1)
             bar.advance()
