@@ -8,7 +8,7 @@ from lowrank_kv_jax.cli.options import add_model_options, append_records
 from lowrank_kv_jax.cli.tables import print_table
 
 HELP = "what eviction costs and saves, and what the moments of the evicted recover"
-STUDIES = ("error", "ablation", "bytes", "ojakv", "speed")
+STUDIES = ("error", "precision", "ablation", "bytes", "ojakv", "speed")
 THOUSANDTHS = "{:.3f}".format
 
 
@@ -17,8 +17,9 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "eviction", help=HELP,
         description="error: ||f - f_R|| / ||f|| in each layer, and what is left of it with moments (MomentKV, figures 2 "
-                    "and 3). ablation: perplexity and needles of MomentKV without and with its parts. bytes: rules at "
-                    "equal bytes, statistics counted. ojakv: table 6 of OjaKV. speed: decode steps and attention alone.",
+                    "and 3). precision: moments in 16 bits after many evictions. ablation: perplexity and needles of "
+                    "MomentKV without and with its parts. bytes: rules at equal bytes, with statistics. ojakv: table 6 "
+                    "of OjaKV. speed: decode steps and attention alone.",
     )
     add_model_options(parser)
     parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES), help="(all)")
@@ -26,6 +27,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--budgets", nargs="+", type=int, default=[64, 128, 256, 512], metavar="N",
                         help="tokens a kv head keeps (64 128 256 512)")
     parser.add_argument("--windows", type=int, default=4, help="texts for errors and perplexity (%(default)s)")
+    parser.add_argument("--evictions", nargs="+", type=int, default=[512, 4096, 100_000], metavar="N",
+                        help="tokens evicted when the precision is measured (512 4096 100000)")
     parser.add_argument("--depths", type=int, default=4, help="of needles (%(default)s)")
     parser.add_argument("--samples", type=int, default=2, help="needles at each depth, 0 for none (%(default)s)")
     parser.add_argument("--timed-length", type=int, default=4096, metavar="N",
@@ -49,11 +52,13 @@ def run(args: argparse.Namespace) -> int:
 
     settings = eviction.Settings(args.length, tuple(args.budgets), args.windows, depths=args.depths,
                                  samples=args.samples, seed=args.seed)
-    check_numbers(args, timed_length=1, timed_budget=1, rounds=1, seed=0)
+    check_numbers(args, evictions=1, timed_length=1, timed_budget=1, rounds=1, seed=0)
     check_outputs(args)
     model = load_from(args)
     if "error" in args.studies:
         _errors(args, model, settings)
+    if "precision" in args.studies:
+        _precision(args, model, settings)
     scored = {study: eviction.study_specs(model, study, settings) for study in args.studies if study in eviction.SCORED}
     if scored:  # in one go: a prompt is prefilled once for all methods of all studies
         specs = [spec for own in scored.values() for spec in own]
@@ -84,6 +89,16 @@ def _errors(args, model, settings) -> None:
     print_table(f"eviction error by layer, budget {min(settings.budgets)}", ("method", "layer", *columns),
                 lines([row for row in rows if row.spec in least], lambda row: (row.spec, str(row.layer))))
     _append(args, "eviction-error", settings.length, settings.windows, map(dataclasses.asdict, rows))
+
+
+def _precision(args, model, settings) -> None:
+    from lowrank_kv_jax.evals.studies.eviction import run as eviction
+
+    rows = eviction.precision_table(model, settings, args.evictions, progress=sys.stderr.isatty())
+    print_table("moments in 16 bits against float32, means over layers, heads and queries",
+                ("dtype", "order", "evictions", "|log Z^ - log Z^_32|", "||f^ - f^_32|| / ||f^_32||"),
+                [(row.dtype, row.order, str(row.evictions), f"{row.lse:.4f}", f"{row.output:.4f}") for row in rows])
+    _append(args, "eviction-precision", max(args.evictions), 1, map(dataclasses.asdict, rows))
 
 
 def _print_scores(study: str, rows) -> None:

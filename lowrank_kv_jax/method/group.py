@@ -27,7 +27,7 @@ class GroupState:
     store: Any
     near_votes: jax.Array | None = leaf("batch", "kv_heads", "tokens", kind="indices")
     far_votes: jax.Array | None = leaf("batch", "kv_heads", "tokens", kind="indices")
-    gone: tuple[moment_summary.MomentSums, ...]
+    gone: tuple[moment_summary.EvictedMoments, ...]
     marks: tuple[Any, ...] = ()
 
 

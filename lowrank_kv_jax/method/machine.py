@@ -261,7 +261,7 @@ class Machine(KVMethod):
         rule = self.selection
         return rule is not None and rule.decoding == "evict" and not rule.keeps_none
 
-    def _empty_moments(self, layout: Layout) -> moment_summary.MomentSums:
+    def _empty_moments(self, layout: Layout) -> moment_summary.EvictedMoments:
         assert self._order is not None
         dtype = jnp.dtype("float32" if self.standing is None else self.standing.dtype)
         return moment_summary.empty_moments(layout.batch, layout.spec.kv_heads, layout.spec.head_dim, self._order, dtype)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from lowrank_kv_jax.summaries.moments import ORDERS
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Summary:
 
     Attributes:
         order: "0", "1" or "gaussian", see `summaries.moments`.
-        dtype: of the sums, "float32" or "bfloat16".
+        dtype: of the means, "float32", "bfloat16" or "float16".
     """
 
     order: str = "1"

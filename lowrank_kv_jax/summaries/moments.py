@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.state import leaf, state
 
 ORDERS = ("0", "1", "gaussian")
@@ -11,39 +12,42 @@ TINY = 1e-6  # entries of S~ below it in magnitude are noise and become 0 (appen
 
 
 @state
-class MomentSums:
-    """Sums over the evicted tokens of each kv head; additive, so independent of order and mergeable (equation 22).
+class EvictedMoments:
+    """Means over the evicted tokens of each kv head, and how many they are; independent of order and mergeable.
+
+    The paper keeps sums (equation 22). Means say the same and do not grow, so that 16 bits hold them: a sum that is many
+    times a token's share no longer changes when the share is added. Products are around the means for the same reason.
 
     Attributes:
         count: n_e, float32 `[B, K]`.
-        keys, values: s_k, s_v `[B, K, D]`.
-        products: S = sum v k^T `[B, K, D, D]`; None for order 0.
-        squares: sum k k^T `[B, K, D, D]`; only of "gaussian".
+        k_mean, v_mean: k_bar, v_bar `[B, K, D]`.
+        covariance: S~ / n_e, the mean of (v - v_bar) (k - k_bar)^T `[B, K, D, D]`; None for order 0.
+        k_covariance: the mean of (k - k_bar) (k - k_bar)^T `[B, K, D, D]`; only of "gaussian".
         longest: max ||k||, float32 `[B, K]`; only of "gaussian".
     """
 
     count: jax.Array = leaf("batch", "kv_heads", kind="moments")
-    keys: jax.Array = leaf("batch", "kv_heads", "head_dim", kind="moments")
-    values: jax.Array = leaf("batch", "kv_heads", "head_dim", kind="moments")
-    products: jax.Array | None = leaf("batch", "kv_heads", "head_dim", None, kind="moments")
-    squares: jax.Array | None = leaf("batch", "kv_heads", "head_dim", None, kind="moments")
+    k_mean: jax.Array = leaf("batch", "kv_heads", "head_dim", kind="moments")
+    v_mean: jax.Array = leaf("batch", "kv_heads", "head_dim", kind="moments")
+    covariance: jax.Array | None = leaf("batch", "kv_heads", "head_dim", None, kind="moments")
+    k_covariance: jax.Array | None = leaf("batch", "kv_heads", "head_dim", None, kind="moments")
     longest: jax.Array | None = leaf("batch", "kv_heads", kind="moments")
 
 
-def empty_moments(batch: int, kv_heads: int, head_dim: int, order: str, dtype=jnp.float32) -> MomentSums:
-    """Statistics of nothing. Sums are of `dtype`; counts and lengths are float32 always."""
+def empty_moments(batch: int, kv_heads: int, head_dim: int, order: str, dtype=jnp.float32) -> EvictedMoments:
+    """Statistics of nothing. Means are of `dtype`; counts and lengths are float32 always."""
     def zeros(*shape, of=dtype):
         return jnp.zeros((batch, kv_heads, *shape), of)
 
     square = (head_dim, head_dim)
     gaussian = order == "gaussian"
-    return MomentSums(
+    return EvictedMoments(
         zeros(of=jnp.float32), zeros(head_dim), zeros(head_dim), None if order == "0" else zeros(*square),
         zeros(*square) if gaussian else None, zeros(of=jnp.float32) if gaussian else None,
     )
 
 
-def update(moments: MomentSums, k: jax.Array, v: jax.Array, weight: jax.Array) -> MomentSums:
+def update(moments: EvictedMoments, k: jax.Array, v: jax.Array, weight: jax.Array) -> EvictedMoments:
     """Take in evicted tokens (equation 25).
 
     Args:
@@ -51,49 +55,64 @@ def update(moments: MomentSums, k: jax.Array, v: jax.Array, weight: jax.Array) -
         weight: `[B, K, T]`, 1 for each token that head k evicts, else 0.
     """
     k, v, weight = (x.astype(jnp.float32) for x in (k, v, weight))
-    k, v = (jnp.where(weight[..., None] > 0, x, 0.0) for x in (k, v))  # slots that hold nothing may hold anything
-    high = jax.lax.Precision.HIGHEST
+    there = weight[..., None] > 0
+    k, v = (jnp.where(there, x, 0.0) for x in (k, v))  # slots that hold nothing may hold anything
+    count, high = weight.sum(-1), jax.lax.Precision.HIGHEST
+    each = 1 / jnp.maximum(count, 1.0)[..., None]
+    keys, values = k.sum(2) * each, v.sum(2) * each
+    k_off, v_off = (jnp.where(there, x - mean[:, :, None], 0.0) for x, mean in ((k, keys), (v, values)))
 
     def outer(x, y):
-        return jnp.einsum("bktd,bkte->bkde", x, y, precision=high)
+        return jnp.einsum("bktd,bkte->bkde", x, y, precision=high) * each[..., None]
 
-    def add(old, new):
-        return None if old is None else (old.astype(jnp.float32) + new).astype(old.dtype)
-
-    lengths = jnp.max(jnp.linalg.norm(k, axis=-1), axis=-1, initial=0.0)
-    return MomentSums(
-        moments.count + weight.sum(-1), add(moments.keys, k.sum(2)), add(moments.values, v.sum(2)),
-        add(moments.products, outer(v, k)), None if moments.squares is None else add(moments.squares, outer(k, k)),
-        None if moments.longest is None else jnp.maximum(moments.longest, lengths),
-    )
+    return combine(moments, EvictedMoments(
+        count, keys, values, None if moments.covariance is None else outer(v_off, k_off),
+        None if moments.k_covariance is None else outer(k_off, k_off),
+        None if moments.longest is None else jnp.max(jnp.linalg.norm(k, axis=-1), axis=-1, initial=0.0),
+    ))
 
 
-def combine(a: MomentSums, b: MomentSums) -> MomentSums:
-    """Statistics of the union of two disjoint sets."""
+def combine(a: EvictedMoments, b: EvictedMoments) -> EvictedMoments:
+    """Statistics of the union of two disjoint sets, in the dtypes of the first (Chan, Golub and LeVeque, 1983)."""
+    count = a.count + b.count
+    share = (b.count / jnp.maximum(count, 1.0))[..., None]
+    off = {name: _float32(getattr(b, name)) - _float32(getattr(a, name)) for name in ("k_mean", "v_mean")}
+
+    def mean(name: str) -> jax.Array:
+        own = getattr(a, name)
+        return narrow(_float32(own) + share * off[name], own.dtype)
+
+    def around(name: str, x: str, y: str) -> jax.Array | None:
+        own, other = getattr(a, name), getattr(b, name)
+        if own is None or other is None:
+            return None
+        between = off[x][..., :, None] * off[y][..., None, :]
+        part = share[..., None]
+        return narrow((1 - part) * (_float32(own) + part * between) + part * _float32(other), own.dtype)
+
     longest = None if a.longest is None or b.longest is None else jnp.maximum(a.longest, b.longest)
-    sums = {}
-    for name in ("count", "keys", "values", "products", "squares"):
-        x, y = getattr(a, name), getattr(b, name)
-        sums[name] = None if x is None or y is None else x + y
-    return MomentSums(**sums, longest=longest)
+    return EvictedMoments(count, mean("k_mean"), mean("v_mean"), around("covariance", "v_mean", "k_mean"),
+                          around("k_covariance", "k_mean", "k_mean"), longest)
 
 
-def affine_model(moments: MomentSums, scale: float) -> tuple[jax.Array, jax.Array | None]:
+def affine_model(moments: EvictedMoments, scale: float) -> tuple[jax.Array, jax.Array | None]:
     """v_bar `[B, K, D]` and S~ / (n_e sqrt d) `[B, K, D, D]` (equation 24), zero where nothing was evicted."""
-    count = jnp.maximum(moments.count, 1.0)[..., None]
-    mean = moments.values.astype(jnp.float32) / count
-    if moments.products is None:
+    mean = _float32(moments.v_mean)
+    if moments.covariance is None:
         return mean, None
-    centred = moments.products.astype(jnp.float32) - mean[..., :, None] * moments.keys.astype(jnp.float32)[..., None, :]
-    centred = jnp.where(jnp.abs(centred) < TINY, 0.0, centred)
-    return mean, centred * (scale / count[..., None])
+    slope = _float32(moments.covariance)
+    return mean, jnp.where(jnp.abs(slope) * moments.count[..., None, None] < TINY, 0.0, slope) * scale
 
 
-def partial(moments: MomentSums, q: jax.Array, scale: float) -> AttnPartial:
+def _float32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def partial(moments: EvictedMoments, q: jax.Array, scale: float) -> AttnPartial:
     """Attention over the evicted tokens, approximated: f^_E of equation 9 with Z^_E of equation 11, in the log domain.
 
-    With `squares`: log Z^ = log n_e + q.k_bar / sqrt d + q^T Sigma q / (2 d), at most log n_e + ||q|| max ||k|| / sqrt d,
-    exact for jointly Gaussian keys and values.
+    With `k_covariance`: log Z^ = log n_e + q.k_bar / sqrt d + q^T Sigma q / (2 d), at most
+    log n_e + ||q|| max ||k|| / sqrt d, exact for jointly Gaussian keys and values.
 
     Args:
         q: `[B, T, N, D]`, after RoPE.
@@ -108,10 +127,10 @@ def partial(moments: MomentSums, q: jax.Array, scale: float) -> AttnPartial:
     q = q.swapaxes(1, 2).reshape(batch, kv_heads, -1, dim)
     count = jnp.maximum(moments.count, 1.0)[..., None]
     mean, slope = affine_model(moments, scale)
-    lse = jnp.einsum("bkmd,bkd->bkm", q, moments.keys.astype(jnp.float32)) * (scale / count)
-    if moments.squares is not None and moments.longest is not None:
-        second = jnp.einsum("bkmd,bkde,bkme->bkm", q, moments.squares.astype(jnp.float32) / count[..., None], q)
-        variance = jnp.maximum(second * scale**2 - lse**2, 0.0)
+    lse = jnp.einsum("bkmd,bkd->bkm", q, _float32(moments.k_mean)) * scale
+    if moments.k_covariance is not None and moments.longest is not None:
+        second = jnp.einsum("bkmd,bkde,bkme->bkm", q, _float32(moments.k_covariance), q)
+        variance = jnp.maximum(second * scale**2, 0.0)
         most = jnp.linalg.norm(q, axis=-1) * moments.longest[..., None] * scale
         lse = jnp.minimum(lse + variance / 2, most)
     out = jnp.broadcast_to(mean[:, :, None], q.shape)

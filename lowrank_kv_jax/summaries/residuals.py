@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.summaries.moments import MomentSums, affine_model
+from lowrank_kv_jax.summaries.moments import EvictedMoments, affine_model
 
 
 def residual_norms(
-    moments: MomentSums, k: jax.Array, v: jax.Array, owners: jax.Array | None, scale: float
+    moments: EvictedMoments, k: jax.Array, v: jax.Array, owners: jax.Array | None, scale: float
 ) -> jax.Array:
     """||v_j - v_bar - S~ k_j / (n_e sqrt d)|| (equation 10); ||v_j|| where nothing was evicted yet.
 

@@ -96,7 +96,8 @@ def _partials(method: Any, layout: Layout, bases: Any, state: Any, prompt: Taps,
     scale = layout.spec.scale
     full = coefficient_attention(q, everything, **layout.spec.logits, q_positions=positions, causal=False, window=None)
     sums = state.gone[0]
-    orders = {"0": {"products": None, "squares": None, "longest": None}, "1": {"squares": None, "longest": None}}
+    first = {"k_covariance": None, "longest": None}
+    orders = {"0": {"covariance": None} | first, "1": first}
     retained = machine_of(method).retained(layout, bases, state, q, positions, Place())
     found = {"full": full, "retained": retained}
     return {name: with_sink(part, prompt.sink_logits) for name, part in found.items()} | {

@@ -12,6 +12,7 @@ from lowrank_kv_jax.evals.asking.methods import parse_methods
 from lowrank_kv_jax.evals.needle.grid import evaluate_needles
 from lowrank_kv_jax.evals.perplexity.run import evaluate_perplexity, total_perplexity
 from lowrank_kv_jax.evals.studies.eviction.error import LayerError, average, eviction_errors, mean_error
+from lowrank_kv_jax.evals.studies.eviction.precision import PrecisionError, precision_errors
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, make_layout
 from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.saving.saved_cache import abstract_cache
@@ -73,6 +74,15 @@ def error_table(model: Any, settings: Settings) -> list[LayerError]:
         model.tokenizer, corpus.texts, settings.length + DEFAULT_BLOCK, settings.windows, settings.seed)
     methods = parse_methods(error_specs(settings.budgets))
     return average([eviction_errors(model, methods, np.asarray(text), DEFAULT_BLOCK) for text in texts])
+
+
+def precision_table(
+    model: Any, settings: Settings, evictions: Sequence[int], progress: bool = False
+) -> list[PrecisionError]:
+    """Moments of both orders in 16 bits after so many evictions; see `precision_errors`."""
+    count = -(-max(evictions) // settings.length)
+    windows = token_windows(model.tokenizer, load_corpus(settings.text).texts, settings.length, count, settings.seed)
+    return precision_errors(model, windows, evictions, progress=progress)
 
 
 def means(rows: Sequence[LayerError]) -> dict[str, LayerError]:

@@ -108,6 +108,17 @@ def test_bytes_are_those_foretold_and_times_are_there():
 
 
 @pytest.mark.slow
+def test_moments_in_16_bits_are_measured_after_whole_windows():
+    """Measured after whole windows; a longer mantissa errs less."""
+    windows = np.asarray(prompts(rows=3, length=64))
+    rows = eviction.precision_errors(Loaded(), windows, (10, 100))
+    assert [(row.dtype, row.evictions) for row in rows] == [
+        (dtype, count) for count in (64, 128) for dtype in ("bfloat16", "float16")]
+    assert all(0 < row.lse < 0.1 and 0 < row.output < 0.1 for row in rows)
+    bfloat16, float16 = rows[2:]
+    assert float16.lse < bfloat16.lse and float16.output < bfloat16.output
+
+
 def test_the_command_prints_and_records(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(options, "load_from", lambda args: Loaded())
     monkeypatch.setattr(eviction, "ablation_specs", lambda budget: [f"momentkv:budget={budget}"])
