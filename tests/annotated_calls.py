@@ -91,6 +91,7 @@ def on_the_host():
     rank.rank_for_energy(np.arange(8.0, 0.0, -1.0), 0.9)
     spread(token_windows(character_tokenizer.Characters(), ["a text" * 9], 8, 2), 4, 2)
     rank_allocation.allocate_ranks(np.array([[1.0, 2.0], [4.0, 1.0]]), 64, 8, 64)
+    rank_allocation.nearest_ranks(np.array([[1.0, 2.0], [4.0, 1.0]]), 64, 8, 64)
 
 
 def talk():

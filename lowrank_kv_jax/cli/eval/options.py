@@ -19,21 +19,26 @@ def add_suite_options(parser: argparse.ArgumentParser, seed: int) -> None:
 
 def add_method_options(parser: argparse.ArgumentParser) -> None:
     """Model and methods, how they are run, and where the records go."""
+    add_methods(parser)
+    parser.add_argument("--rows", type=int, default=5, help="contexts that share a batch (%(default)s)")
+    parser.add_argument("--mesh", metavar="AXES",
+                        help="lay the model and the caches out over devices, e.g. data=2,model=4: contexts of a batch "
+                             "over data, heads over model")
+
+
+def add_methods(parser: argparse.ArgumentParser) -> None:
+    """Model and methods, and where the records go."""
     from lowrank_kv_jax.cli.options import add_model_options
     from lowrank_kv_jax.storage.cache_dtype import CACHE_DTYPES, default_cache_dtype
 
     add_model_options(parser)
     parser.add_argument("--methods", nargs="+", metavar="SPEC",
                         help="e.g. full ojakv:rank=0.5, or `all`; by default a short list")
-    parser.add_argument("--rows", type=int, default=5, help="contexts that share a batch (%(default)s)")
     parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, default=default_cache_dtype(),
                         help="(%(default)s)")
     parser.add_argument("--calibrate", nargs="+", metavar="TEXT",
                         help="what bases are fitted to: files, built-in names, hub datasets; by default the "
                              "first half of Python's language reference")
-    parser.add_argument("--mesh", metavar="AXES",
-                        help="lay the model and the caches out over devices, e.g. data=2,model=4: contexts of a batch "
-                             "over data, heads over model")
     parser.add_argument("--json", metavar="FILE",
                         help="append each record as soon as it is known; with a file that holds some "
                              "already, go on there")
