@@ -6,6 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Float32
 
+SQUARINGS = 8
+"""Of a matrix, until the largest eigenvalue outweighs the others."""
+_HIGHEST = jax.lax.Precision.HIGHEST
+
 
 def one_by_one(factorise: Callable[..., jax.Array], *matrices: jax.Array) -> jax.Array:
     """`factorise` of each matrix `[..., M, N]` of a batch; on a CPU one after the other.
@@ -40,12 +44,44 @@ def cholesky(matrix: Float[jax.Array, "*lead W W"]) -> Float[jax.Array, "*lead W
     return one_by_one(jnp.linalg.cholesky, matrix)
 
 
-def orthonormalise(basis: Float[jax.Array, "*lead W R"]) -> Float32[jax.Array, "*lead W R"]:
-    """Orthonormal columns of the same span `[..., W, R]`, float32; the triangular factor has a positive diagonal."""
+def largest_eigenvalue(matrix: Float[jax.Array, "*lead W W"]) -> Float32[jax.Array, "*lead"]:
+    """Of symmetric positive semidefinite `[..., W, W]`, float32 `[...]`, at most 2% too low.
 
-    def qr(x):
-        q, r = jnp.linalg.qr(x)
-        sign = jnp.where(jnp.diagonal(r, axis1=-2, axis2=-1) < 0, -1.0, 1.0)
-        return q * sign[..., None, :]
+    tr(M P) / tr(P) with P = M^256, by squaring: matrix products alone, where a decomposition is a serial call for each
+    matrix on a GPU. It is exact where the largest stands apart, or all are alike.
+    """
+    matrix = matrix.astype(jnp.float32)
+    power = matrix
+    for _ in range(SQUARINGS):
+        power = power / _trace_or_one(power)
+        power = jnp.matmul(power, power, precision=_HIGHEST)
+    image = jnp.sum(matrix * power, axis=(-2, -1))
+    return image / _trace_or_one(power)[..., 0, 0]
 
-    return one_by_one(qr, basis.astype(jnp.float32))
+
+def _trace_or_one(x: jax.Array) -> jax.Array:
+    trace = jnp.trace(x, axis1=-2, axis2=-1)[..., None, None]
+    return jnp.where(trace > 0, trace, 1.0)
+
+
+def orthonormalise(basis: Float[jax.Array, "*lead W R"], passes: int = 3) -> Float32[jax.Array, "*lead W R"]:
+    """Orthonormal columns of the same nested spans as those of `basis` `[..., W, R]`, by shifted Cholesky QRs.
+
+    The triangular factor has a positive diagonal. All of it is matrix products and R x R factorisations, where
+    Householder's QR is twenty times slower on a CPU and a serial call for each matrix on a GPU. Columns may differ in
+    scale; their condition after scaling must stay below about 1e7. Fewer than three `passes` only bound the condition of
+    the result.
+    """
+    x = basis.astype(jnp.float32)
+    norm = jnp.linalg.norm(x, axis=-2, keepdims=True)
+    x = x / jnp.where(norm == 0, 1.0, norm)
+    eye = jnp.eye(x.shape[-1], dtype=x.dtype)
+    for shift in (1e-6 * x.shape[-1], 1e-7, 0.0)[:passes]:
+        gram = jnp.matmul(x.mT, x, precision=_HIGHEST)
+        x = one_by_one(_solve_right, cholesky(gram + shift * eye), x)
+    return x
+
+
+def _solve_right(factor: jax.Array, x: jax.Array) -> jax.Array:
+    """X L^-T."""
+    return jax.lax.linalg.triangular_solve(factor, x, left_side=False, lower=True, transpose_a=True)

@@ -8,7 +8,7 @@ from jaxtyping import Float, Float32
 
 from lowrank_kv_jax.estimators.estimator import SizedEstimator, check_batch, register_estimator
 from lowrank_kv_jax.estimators.gha import start_columns
-from lowrank_kv_jax.estimators.linalg import eigenvalues, orthonormalise
+from lowrank_kv_jax.estimators.linalg import eigenvalues, largest_eigenvalue, orthonormalise
 from lowrank_kv_jax.storage.state import leaf, state
 
 NORMALIZATIONS = ("median", "largest", "residual", "token", "none")
@@ -49,21 +49,28 @@ def oja_update(
     weights = weight.astype(jnp.float32)[:, None, :, None]
     if normalize == "token":
         weights = weights / jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    y = x @ u
+    y = _mm(x, u)
     weighted = y * weights
-    step = x.swapaxes(2, 3) @ weighted
-    inner = y.swapaxes(2, 3) @ weighted
+    step = _mm(x.mT, weighted)
+    inner = _mm(y.mT, weighted)
     if normalize in ("residual", "token", "none"):
-        step = step - u @ inner
+        step = step - _mm(u, inner)
     if normalize not in ("token", "none"):
-        spectrum = eigenvalues(inner)
-        scale = jnp.median(spectrum, axis=-1) if normalize == "median" else spectrum[..., -1]
-        # a batch smaller than the rank has a median of zero: its step is bounded by its own largest eigenvalue
-        scale = jnp.maximum(scale, spectrum[..., -1] * 1e-3)
+        scale = _median(inner) if normalize == "median" else largest_eigenvalue(inner)
         step = step / jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)[..., None, None]
     moved = orthonormalise(u + eta * step)
     fed = jnp.sum(weight, axis=1) > 0
     return jnp.where(fed[:, None, None, None], moved, u)
+
+
+def _median(inner: jax.Array) -> jax.Array:
+    """Median eigenvalue; a batch smaller than the rank has zero, and its own largest one bounds its step."""
+    spectrum = eigenvalues(inner)
+    return jnp.maximum(jnp.median(spectrum, axis=-1), spectrum[..., -1] * 1e-3)
+
+
+def _mm(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
 
 
 @state
@@ -76,8 +83,9 @@ class Subspace:
 @register_estimator("oja")
 @dataclasses.dataclass(frozen=True)
 class Oja(SizedEstimator):
-    """A basis moved by `oja_update`. W R numbers are kept; an update costs 2 T W R multiplications, a QR of W x R and,
-    where it is normalised by a spectrum, the eigenvalues of an R x R matrix.
+    """A basis moved by `oja_update`. W R numbers are kept; an update costs 2 T W R multiplications, an
+    orthonormalisation of W x R and, where it is normalised by a spectrum, one of an R x R matrix: its largest eigenvalue
+    by matrix products, its median by a decomposition.
 
     A step with a positive multiple of the identity is an orthogonal iteration, whose leading columns do not depend on
     those after them: a basis of lower rank is the leading columns. ("residual", "token" and "none" move the subspace

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Float32
 
-from lowrank_kv_jax.estimators.linalg import cholesky, one_by_one
+from lowrank_kv_jax.estimators.linalg import orthonormalise
 from lowrank_kv_jax.estimators.svd import principal_subspace
 
 ITERATIONS = 2
@@ -61,35 +61,13 @@ def leading_subspace(
     basis = jax.random.normal(jax.random.key(0), (width, tried), jnp.float32)
     basis = jnp.broadcast_to(basis, (*moment.shape[:-2], width, tried))
     # between two steps well-conditioned columns are enough: two passes, and three at the end
-    basis = cholesky_orthonormalise(jnp.matmul(moment, basis, precision=_HIGHEST), passes=2)
+    basis = orthonormalise(jnp.matmul(moment, basis, precision=_HIGHEST), passes=2)
     for step in range(iterations):
         image = jnp.matmul(moment, basis, precision=_HIGHEST)
         # a root of the iteration's polynomial in the middle of the unwanted spectrum: twice as fast as powers
         energy, norm = (jnp.sum(basis * x, axis=-2, keepdims=True) for x in (image, basis))
         unwanted = jnp.min(energy / norm, axis=-1, keepdims=True)
         passes = 3 if step + 1 == iterations else 2
-        basis = cholesky_orthonormalise(image - 0.5 * unwanted * basis, passes)
+        basis = orthonormalise(image - 0.5 * unwanted * basis, passes)
     within = jnp.matmul(basis.mT, jnp.matmul(moment, basis, precision=_HIGHEST), precision=_HIGHEST)
     return jnp.matmul(basis, principal_subspace(within, rank), precision=_HIGHEST)
-
-
-def cholesky_orthonormalise(x: Float[jax.Array, "*lead W R"], passes: int = 3) -> Float[jax.Array, "*lead W R"]:
-    """Orthonormal columns of the same nested spans as those of `x` `[..., W, R]`, by shifted Cholesky QRs.
-
-    All of it is matrix products and R x R factorisations, where Householder's QR is twenty times slower on a
-    CPU. Columns may differ in scale; their condition after scaling must stay below about 1e7. Fewer than
-    three `passes` only bound the condition of the result.
-    """
-    norm = jnp.linalg.norm(x, axis=-2, keepdims=True)
-    x = x / jnp.where(norm == 0, 1.0, norm)
-    eye = jnp.eye(x.shape[-1], dtype=x.dtype)
-    for shift in (1e-6 * x.shape[-1], 1e-7, 0.0)[:passes]:
-        gram = jnp.matmul(x.mT, x, precision=_HIGHEST)
-        factor = cholesky(gram + shift * eye)
-        x = one_by_one(_solve_right, factor, x)
-    return x
-
-
-def _solve_right(factor: jax.Array, x: jax.Array) -> jax.Array:
-    """X L^-T."""
-    return jax.lax.linalg.triangular_solve(factor, x, left_side=False, lower=True, transpose_a=True)

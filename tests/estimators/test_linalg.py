@@ -37,6 +37,18 @@ def test_every_matrix_of_a_batch(name, batch):
     np.testing.assert_allclose(jax.jit(ours)(jnp.asarray(x, jnp.float32)), theirs(x), atol=1e-4)
 
 
+DECOMPOSED = {"osp": {"syevd"}}
+"""Whose refresh decomposes: a chunk that opens takes the principal directions of what came before, in order."""
+
+
+@pytest.mark.parametrize("spectrum", [[1.0, 0.5, 0.1], [1.0] * 64, [1.0] + [0.99] * 127, [3e4, 1.0], [1e-30, 1e-31], [0.0, 0.0]])
+def test_the_largest_eigenvalue_is_at_most_2_percent_too_low(spectrum):
+    q, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(len(spectrum), len(spectrum))))
+    matrix = jnp.asarray((q * spectrum) @ q.T, jnp.float32)
+    found = float(jax.jit(linalg.largest_eigenvalue)(matrix[None])[0])
+    assert 0.98 * spectrum[0] <= found <= 1.0001 * spectrum[0]
+
+
 def lapack_batches(hlo: str) -> list[int]:
     """Matrices in each LAPACK call of a compiled program."""
     calls = re.findall(r"= \(?\w+\[([\d,]*)\].* custom-call\(.*custom_call_target=\"lapack_", hlo)
@@ -52,7 +64,10 @@ def test_a_refresh_waits_for_no_thread(name):
     bases = bases_for(method, PLAIN)
     group = bases[0] if bases is not None else None
     state = jax.eval_shape(lambda: machine_of(method).init(layout, group))
-    assert set(lapack_batches(refresh_group.lower(method, layout, group, state).compile().as_text())) <= {1}
+    hlo = refresh_group.lower(method, layout, group, state).compile().as_text()
+    assert set(lapack_batches(hlo)) <= {1}
+    serial = set(re.findall(r"lapack_s(syevd|geqrf|orgqr)", hlo))  # what a GPU does for one matrix after the other
+    assert serial <= DECOMPOSED.get(name, set())
 
 
 @needs_one_cpu
