@@ -3,21 +3,25 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.generation.forward import decode_step, refresh
+from lowrank_kv_jax.generation.forward import decode_step, extend, refresh
 from lowrank_kv_jax.generation.generate import ingest
 from lowrank_kv_jax.method import Part
-from lowrank_kv_jax.method.cache import Cache, take_rows
+from lowrank_kv_jax.method.cache import Cache, fork, take_rows
 from lowrank_kv_jax.storage.sharding import to_host
+
+Enough = Callable[[int, str], bool]
+"""Called with a row and its answer so far, once for each token; the row ends when it says so."""
 
 
 def answer(
     method: Part, model: Any, cache: Cache, questions: Sequence[Sequence[int]], max_new_tokens: int, *,
-    bases: Any = None, enough: Callable[[int, str], bool] | None = None,
-    on_fewer_rows: Callable[[], None] | None = None, nonempty: Sequence[bool] = (),
-) -> list[str]:
+    bases: Any = None, enough: Enough | None = None, on_fewer_rows: Callable[[], None] | None = None,
+    nonempty: Sequence[bool] = (), drafts: Sequence[Sequence[int]] | None = None,
+) -> list[list[int]]:
     """Ingest one question a row and decode greedily.
 
     The steps are dispatched layer by layer: no program of the whole model has to be compiled for each method. Rows leave
@@ -27,45 +31,118 @@ def answer(
         cache: consumed; `fork` it first to keep it for other questions.
         questions: ids for each row.
         max_new_tokens: at most so many a row; end-of-sequence tokens end a row before.
-        enough: called with a row and its answer so far; a row ends when it says so.
+        enough: see `Enough`.
         on_fewer_rows: called before the first step of a smaller batch.
         nonempty: for each row, whether its first token can neither end it nor be a line break.
+        drafts: what each row may answer. A row reads its draft a block at a time, as a speculative decoder does, and
+            goes on step by step from the block in which it leaves it.
 
     Returns:
-        The text of each row's answer.
+        The ids of each row's answer.
     """
     config, params = model.config, model.params
     cache, logits = ingest(method, config, params, cache, questions, bases=bases)
     if any(nonempty):
         line_break = model.tokenizer("\n", add_special_tokens=False).input_ids[-1]
         logits = logits.at[np.ix_(np.flatnonzero(nonempty), [*config.eos_ids, line_break])].set(-jnp.inf)
-    ids: list[list[int]] = [[] for _ in questions]
-    texts = [""] * len(questions)
-    rows, done = np.arange(len(questions)), np.zeros(len(questions), bool)  # of the batch, which shrinks
-    for step in range(max_new_tokens):
-        token = to_host(jnp.argmax(logits, axis=-1).astype(jnp.int32))
-        for place in np.flatnonzero(~done):
-            row = int(rows[place])
-            if token[place] in config.eos_ids:
-                done[place] = True
-                continue
-            ids[row].append(int(token[place]))
-            texts[row] = model.tokenizer.decode(ids[row])
-            done[place] = enough is not None and enough(row, texts[row])
-        if done.all() or step + 1 == max_new_tokens:
+    if drafts is None:
+        drawn = [_Row(model, number, enough) for number in range(len(questions))]
+        return _decode(method, model, cache, logits, drawn, 0, max_new_tokens, bases, on_fewer_rows)
+    if on_fewer_rows is not None:
+        on_fewer_rows()
+    found = []
+    for number, draft in enumerate(drafts):
+        row = _Row(model, number, enough)
+        own = take_rows(cache, [number])
+        found += _decode(method, model, *follow(method, model, own, logits[number : number + 1], row, draft,
+                                                max_new_tokens, bases), max_new_tokens, bases, None)
+    return found
+
+
+class _Row:
+    """What a row has answered.
+
+    Attributes:
+        ids: of its tokens.
+        done: whether it ends there.
+    """
+
+    def __init__(self, model: Any, number: int, enough: Enough | None):
+        self.model, self.number, self.enough = model, number, enough
+        self.ids: list[int] = []
+        self.done = False
+
+    def take(self, token: int) -> None:
+        """One more token, which may end the row."""
+        if token in self.model.config.eos_ids:
+            self.done = True
+            return
+        self.ids.append(token)
+        self.done = self.enough is not None and self.enough(self.number, self.model.tokenizer.decode(self.ids))
+
+
+def follow(
+    method: Part, model: Any, cache: Cache, logits: jax.Array, row: _Row, draft: Sequence[int], most: int, bases: Any
+) -> tuple[Cache, jax.Array, list[_Row], int]:
+    """Read a draft as long as the row, alone in its cache, would have answered it.
+
+    Returns:
+        The cache and logits `[1, V]` where the last block begins, the row, and how many of its tokens the cache holds.
+    """
+    block, at = cache.layout.block, 0
+    while not row.done and (piece := draft[at : min(at + block, most)]):
+        padded = np.zeros((1, block), np.int32)
+        padded[0, : len(piece)] = piece
+        ahead, found = extend(method, model.config, model.params, fork(cache), jnp.asarray(padded),
+                              jnp.asarray([len(piece)], jnp.int32), bases=bases, all_logits=True)
+        likeliest = to_host(jnp.argmax(jnp.concatenate([logits[:, None], found], axis=1)[0], axis=-1))
+        for token, drafted in zip(likeliest.tolist(), [*piece, None], strict=False):
+            whole = drafted is None and len(piece) == block and at + block < most
+            if whole or row.done or len(row.ids) == most:
+                break
+            row.take(token)
+            if token != drafted:
+                return cache, logits, [row], at
+        if len(piece) < block:
             break
-        if step and step % cache.layout.block == 0:
+        cache, logits, at = refresh(method, ahead, bases=bases), found[:, block - 1], at + block
+    return cache, logits, [row], at
+
+
+def _decode(
+    method: Part, model: Any, cache: Cache, logits: jax.Array, rows: list[_Row], at: int, most: int, bases: Any,
+    on_fewer_rows: Callable[[], None] | None,
+) -> list[list[int]]:
+    """Decode step by step until every row is done or has `most` tokens.
+
+    Args:
+        rows: one for each of the cache's.
+        at: tokens of every row that the cache holds, whole blocks; those behind them are decoded again.
+    """
+    places = np.arange(len(rows))  # of the batch, which shrinks
+    for step in range(at, most):
+        drawn = [rows[place].ids[step] if step < len(rows[place].ids) else None for place in places]
+        token = np.array(to_host(jnp.argmax(logits, axis=-1).astype(jnp.int32)))
+        for i, place in enumerate(places):
+            if drawn[i] is not None:
+                token[i] = drawn[i]
+            elif not rows[place].done:
+                rows[place].take(int(token[i]))
+        done = np.array([rows[place].done for place in places])
+        if done.all() or step + 1 == most:
+            break
+        if step > at and step % cache.layout.block == 0:
             cache = refresh(method, cache, bases=bases)
         size = _batch_size(done, cache)
         if size < len(done):
             kept = np.argsort(done, kind="stable")[:size]
-            cache, rows, done, token = take_rows(cache, kept.tolist()), rows[kept], done[kept], token[kept]
+            cache, places, done, token = take_rows(cache, kept.tolist()), places[kept], done[kept], token[kept]
             if on_fewer_rows is not None:
                 on_fewer_rows()
         cache, logits = decode_step(
-            method, config, params, cache, jnp.asarray(token), bases=bases, active=jnp.asarray(~done)
+            method, model.config, model.params, cache, jnp.asarray(token), bases=bases, active=jnp.asarray(~done)
         )
-    return texts
+    return [row.ids for row in rows]
 
 
 def _batch_size(done: np.ndarray, cache: Cache) -> int:

@@ -35,8 +35,11 @@ class Reply(NamedTuple):
 class Asker:
     """Asks batches; remembers which programs are compiled, since a time that includes compiling says nothing."""
 
-    def __init__(self, model: Any, bases: Mapping[str, Any], dtype: Any = None, mesh: Any = None):
-        self.model, self.bases, self.dtype, self.mesh = model, bases, dtype, mesh
+    def __init__(
+        self, model: Any, bases: Mapping[str, Any], dtype: Any = None, mesh: Any = None, draft: bool = False
+    ):
+        """`draft`: whether what the full cache answers is what the others read first; their answers are not timed."""
+        self.model, self.bases, self.dtype, self.mesh, self.draft = model, bases, dtype, mesh, draft
         self.warm: set[tuple[str | bool, int, int]] = set()
         self.sizes: dict[tuple[str, int, int], Size] = {}
 
@@ -57,7 +60,8 @@ class Asker:
         on_step(None)
         twice = any(method.rereads for method in methods.values())
         layers = (twice, batch.width, batch.capacity)
-        for spec, method in methods.items():
+        drafts: dict[int, list[list[int]]] = {}
+        for spec, method in sorted(methods.items(), key=lambda item: item[1].name != "full"):
             cache = caches.pop(spec)
             shape = (spec, batch.width, batch.capacity)
             if shape not in self.sizes:
@@ -67,7 +71,7 @@ class Asker:
                 asked = cache if last else fork(cache)
                 known = {layers, shape} <= self.warm and twice == method.rereads
                 prefill_s = clock.alone(spec) if known else None
-                yield from self._turn(batch, turn, spec, method, asked, prefill_s, len(methods))
+                yield from self._turn(batch, turn, spec, method, asked, prefill_s, len(methods), drafts)
             self.warm.add(shape)
             on_step(spec)
             if drop_programs_if_many():
@@ -75,18 +79,27 @@ class Asker:
         self.warm.add(layers)
 
     def _turn(
-        self, batch: Batch, turn: int, spec: str, method: Part, cache: Cache, prefill_s: float | None, sharing: int
+        self, batch: Batch, turn: int, spec: str, method: Part, cache: Cache, prefill_s: float | None, sharing: int,
+        drafts: dict[int, list[list[int]]],
     ) -> Iterator[Reply]:
-        """Asks the `turn`-th question of every context; contexts that have fewer are asked nothing that counts."""
+        """Asks the `turn`-th question of every context; contexts that have fewer are asked nothing that counts.
+
+        Args:
+            drafts: by turn, what the full cache has answered; it adds its own.
+        """
         entries = [row[turn] if turn < len(row) else None for row in batch.questions]
         filler = next(entry for entry in entries if entry is not None)
         clock = Clock([None if entry is None else entry[0] for entry in entries])
-        texts = answer(
+        found = answer(
             method, self.model, cache, [(entry or filler)[1] for entry in entries],
             max(entry[0].new_tokens for entry in entries if entry is not None), bases=self.bases.get(spec),
             enough=clock.enough, on_fewer_rows=clock.stop,
             nonempty=[entry is not None and entry[0].nonempty for entry in entries],
+            drafts=drafts.get(turn) if self.draft else None,
         )
+        if method.name == "full":
+            drafts.setdefault(turn, found)
+        texts = [self.model.tokenizer.decode(ids) for ids in found]
         size, times = self.sizes[spec, batch.width, batch.capacity], clock.times(prefill_s)
         for row, entry in enumerate(entries):
             if entry is not None:

@@ -37,6 +37,8 @@ class Suite:
         rows: contexts that share a batch.
         dtype: of the caches; None is the library's default.
         settings: whatever else decides the results; kept in every record and compared when a run goes on.
+        draft: other methods read what the full cache answers, a block at a time, and decode from where they differ: the
+            same answers but for rounding, sooner, and not timed.
     """
 
     command: str
@@ -47,6 +49,7 @@ class Suite:
     rows: int = 5
     dtype: str | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    draft: bool = False
 
     def __post_init__(self):
         if self.protocol not in PROTOCOLS:
@@ -102,6 +105,8 @@ def evaluate(
             file that holds the same questions under other conditions.
     """
     check_methods(model, methods, suite.command)
+    if suite.draft and not any(method.name == "full" for method in methods.values()):
+        raise ValueError(f"draft=True: needs `full` among the methods {', '.join(methods)}, whose answers are the drafts")
     batches = make_batches(
         model.tokenizer, suite.questions, suite.protocol, suite.style, suite.rows, model.config.context
     )
@@ -110,7 +115,7 @@ def evaluate(
     if pending:
         needed = {spec: method for spec, method in methods.items()
                   if any(spec in left for _, left in pending)}
-        asker = Asker(model, dict(bases(needed)) if bases else {}, suite.cache_dtype, mesh)
+        asker = Asker(model, dict(bases(needed)) if bases else {}, suite.cache_dtype, mesh, suite.draft)
         total = sum(_prefill_work(batch) + len(left) * _answer_work(batch) for batch, left in pending)
         with ProgressBar(suite.command, total, progress) as bar:
             for batch, left in pending:

@@ -30,7 +30,7 @@ def evaluate_ruler(
     questions: Mapping[str, str | os.PathLike] | None = None, json: str | os.PathLike | None = None,
     style: str = "base", rows: int = 5, dtype: str | None = None, calibrate: Corpus | None = None,
     progress: bool = False,
-    mesh: Any = None,
+    mesh: Any = None, draft: bool = False,
 ) -> list[dict[str, Any]]:
     """Score methods on RULER.
 
@@ -49,6 +49,7 @@ def evaluate_ruler(
         calibrate: what bases are fitted to, by default the first half of Python's language reference.
         progress: show progress bars.
         mesh: see `evaluate`.
+        draft: see `Suite`.
 
     Returns:
         One record for each sample and method.
@@ -57,7 +58,7 @@ def evaluate_ruler(
         ValueError, OSError: as `expand_tasks`, `check_lengths`, `generate`, `read_samples`, `evaluate`.
     """
     suite = make_suite(model, tasks, lengths, samples, protocol, seed, data=data, haystack=haystack,
-                       questions=questions, style=style, rows=rows, dtype=dtype)
+                       questions=questions, style=style, rows=rows, dtype=dtype, draft=draft)
     return evaluate_calibrated(model, methods, suite, calibrate, json=json, progress=progress, mesh=mesh)
 
 
@@ -66,7 +67,7 @@ def make_suite(
     protocol: str = "query-agnostic", seed: int = SEED, *, data: str | os.PathLike | None = None,
     haystack: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
     questions: Mapping[str, str | os.PathLike] | None = None, style: str = "base", rows: int = 5,
-    dtype: str | None = None,
+    dtype: str | None = None, draft: bool = False,
 ) -> Suite:
     """What is asked; the arguments are those of `evaluate_ruler`."""
     names = expand_tasks(tuple(tasks))
@@ -79,7 +80,8 @@ def make_suite(
         drawn, source = draw_samples(model.tokenizer, names, lengths or (1024,), samples, seed, haystack,
                                      questions)
     asked = tuple(question_of(sample, length) for length, sample in drawn)
-    return Suite(COMMAND, asked, protocol, style, seed, rows, dtype, source)
+    source |= {"draft": True} if draft else {}
+    return Suite(COMMAND, asked, protocol, style, seed, rows, dtype, source, draft)
 
 
 def draw_samples(

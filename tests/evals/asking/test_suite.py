@@ -67,6 +67,15 @@ def test_sharing_changes_no_answer(whole):
             assert match["prediction"] == record["prediction"]
 
 
+def test_drafts_of_the_full_cache_change_no_record_but_its_times(whole):
+    drafted = evaluate(Loaded(), METHODS, dataclasses.replace(some(), draft=True), bases=fit)
+    assert without_times(drafted) == without_times(whole)
+    assert all(r["ttft_s"] is None for r in drafted if r["method"] != "full")
+    without = {spec: method for spec, method in METHODS.items() if spec != "full"}
+    with pytest.raises(ValueError, match="draft=True: needs `full` among the methods"):
+        evaluate(Loaded(), without, dataclasses.replace(some(), draft=True), bases=fit)
+
+
 def test_one_prefill_serves_all_questions_and_methods(monkeypatch):
     prefilled = []
     original = ask.prefill_many

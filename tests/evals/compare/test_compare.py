@@ -161,14 +161,39 @@ def test_answers_are_what_generate_says(model):
     )
     got = answer(Full(), model, cache, questions, 24)
     prompts = [c + q for c, q in zip(contexts, questions, strict=True)]
-    assert got == generate(model, Full(), prompts, max_new_tokens=24, dtype=jnp.float32).texts
+    assert texts(model, got) == generate(model, Full(), prompts, max_new_tokens=24, dtype=jnp.float32).texts
+
+
+def texts(model, answers):
+    return [model.tokenizer.decode(ids) for ids in answers]
+
+
+@pytest.mark.parametrize("spec", ["full", "single-svd:rank=8", "h2o:budget=32,recent=8"])
+def test_drafts_change_no_answer(model, spec):
+    """Right to the end, left at once, in the first block or behind it, too short, too long, or none."""
+    method, rng = parse_methods([spec])[spec], np.random.default_rng(0)
+    context, question = (list(rng.integers(32, 127, n)) for n in (70, 5))
+
+    def ask(rows, drafts, most=40, enough=None):
+        tokens, lengths = pad_rows([context] * rows, 80)
+        cache, _ = prefill(method, model.config, model.params, tokens, lengths, capacity=160, block=16, dtype=jnp.float32)
+        return answer(method, model, cache, [question] * rows, most, drafts=drafts, enough=enough)
+
+    (whole,) = ask(1, None)
+    wrong = [(token + 1) % 127 for token in whole]
+    drafts = [whole, wrong, whole[:3] + wrong[3:], whole[:20] + wrong[20:], whole[:10], whole[:16], whole * 2, []]
+    assert ask(len(drafts), drafts) == [whole] * len(drafts)
+    assert ask(2, [whole, wrong], most=16) == [whole[:16]] * 2
+    seen = []
+    assert ask(2, [whole, whole[:18] + wrong], enough=lambda row, text: seen.append(row) or len(text) >= 20) == [whole[:20]] * 2
+    assert seen == [0] * 20 + [1] * 20  # once for each token
 
 
 def test_an_answer_ends_when_it_is_enough(model):
     tokens, lengths = pad_rows([list(range(40, 90))], 64)
     cache, _ = prefill(Full(), model.config, model.params, tokens, lengths, capacity=128)
-    (text,) = answer(Full(), model, cache, [[50, 51]], 30, enough=lambda row, text: len(text) >= 3)
-    assert len(text) == 3
+    (ids,) = answer(Full(), model, cache, [[50, 51]], 30, enough=lambda row, text: len(text) >= 3)
+    assert len(ids) == 3
 
 
 @pytest.mark.parametrize("method", [pytest.param(Full(), marks=pytest.mark.slow), SingleSVD(rank=8)])
@@ -188,7 +213,7 @@ def test_rows_that_are_done_leave_the_batch(model, method):
 
     together = ask([0, 1, 2, 3], sizes)
     assert len(sizes) == 2  # 4 -> 2 -> 1
-    assert together == [text for row in range(4) for text in ask([row], [])]
+    assert together == [ids for row in range(4) for ids in ask([row], [])]
 
 
 # ---- perplexity ----------------------------------------------------------------------------------
