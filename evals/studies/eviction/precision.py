@@ -42,7 +42,8 @@ def precision_errors(
     """Evict the tokens of texts, one after the other and a block at a time, from every layer.
 
     Args:
-        windows: int32 `[n, S]`; the last `QUERIES` tokens of the last one attend to what was evicted.
+        windows: int32 `[n, S]`, read again from the first where they are too few; the last `QUERIES` tokens of each one
+            that is measured behind attend to what was evicted.
         evictions: when to measure; in whole windows, the next one that is not before.
         order: of the moments, see `summaries.moments.ORDERS`.
     """
@@ -53,8 +54,9 @@ def precision_errors(
     ]
     length, found = windows.shape[1] // DEFAULT_BLOCK * DEFAULT_BLOCK, []
     due = sorted({-(-count // length) for count in evictions})
-    with ProgressBar("evicting", len(windows) * config.num_layers, progress) as bar:
-        for number, window in enumerate(windows, 1):
+    with ProgressBar("evicting", due[-1] * config.num_layers, progress) as bar:
+        for number in range(1, due[-1] + 1):
+            window = windows[(number - 1) % len(windows)]
             errors: dict[str, list[tuple[float, float]]] = {dtype: [] for dtype in dtypes}
             for layer, taps in enumerate(iterate_taps(config, model.params, window[None, :length])):
                 for dtype, own in held[layer].items():
@@ -68,8 +70,6 @@ def precision_errors(
             if number in due:
                 found += [PrecisionError(dtype, order, number * length, *map(float, np.mean(own, axis=0)))
                           for dtype, own in errors.items()]
-            if number == due[-1]:
-                break
     return found
 
 

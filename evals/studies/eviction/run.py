@@ -22,6 +22,8 @@ NOMINAL = {"full": 1.0, "snapkv:keep=0.5,decoding=keep": 0.5, "ojakv:rank=0.6": 
            "ojakv:rank=0.6+snapkv:keep=0.5,decoding=keep": 0.3}
 """The caches of OjaKV's table 6, with the share of the bytes that rank and budget alone stand for."""
 SCORED = ("ablation", "bytes", "ojakv")
+MOST_WINDOWS = 16
+"""Different texts that are evicted; further ones are the same again."""
 TOGETHER = 12
 """Methods that share a prefill."""
 
@@ -80,7 +82,7 @@ def precision_table(
     model: Any, settings: Settings, evictions: Sequence[int], progress: bool = False
 ) -> list[PrecisionError]:
     """Moments of both orders in 16 bits after so many evictions; see `precision_errors`."""
-    count = -(-max(evictions) // settings.length)
+    count = min(-(-max(evictions) // settings.length), MOST_WINDOWS)
     windows = token_windows(model.tokenizer, load_corpus(settings.text).texts, settings.length, count, settings.seed)
     return precision_errors(model, windows, evictions, progress=progress)
 
