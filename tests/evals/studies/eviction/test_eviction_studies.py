@@ -107,7 +107,6 @@ def test_bytes_are_those_foretold_and_times_are_there():
     assert rows[1].cache_bytes != rows[0].cache_bytes
 
 
-@pytest.mark.slow
 def test_moments_in_16_bits_are_measured_after_whole_windows():
     """Measured after whole windows; a longer mantissa errs less."""
     windows = np.asarray(prompts(rows=3, length=64))
@@ -119,6 +118,7 @@ def test_moments_in_16_bits_are_measured_after_whole_windows():
     assert float16.lse < bfloat16.lse and float16.output < bfloat16.output
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_records(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(options, "load_from", lambda args: Loaded())
     monkeypatch.setattr(eviction, "ablation_specs", lambda budget: [f"momentkv:budget={budget}"])
