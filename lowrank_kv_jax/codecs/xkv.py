@@ -102,6 +102,9 @@ class XKV(TokenCodec):
     exact_at: ClassVar[Mapping[str, Any] | None] = {"rank": 1.0, "sinks": 4, "recent": 8}
     small: ClassVar[Mapping[str, Any]] = {"sinks": 4, "recent": 8}
     latents: ClassVar[bool] = True
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {  # 512 and 768 of the 4,096 columns of four Llama layers
+        "paper": {"group": 4, "rank_k": 0.125, "rank_v": 0.1875, "sinks": 0, "recent": 0},
+    }
 
     def __post_init__(self):
         for field, least in (("group", 1), ("sinks", 0), ("recent", 0), ("rebuild_block", 1), ("recompress", 1)):

@@ -25,6 +25,14 @@ FOUR = dataclasses.replace(PLAIN, num_layers=4, windows=(None,) * 4)
 
 subspace = jax.jit(leading_subspace, static_argnames="rank")
 
+
+def test_the_papers_preset_has_its_ranks():
+    """Of Llama-3.1-8B: 512 and 768 columns of 4 layers of 8 heads of 128."""
+    llama = dataclasses.replace(FOUR, q_heads=32, kv_heads=8, head_dim=128)
+    (group,) = parse_method("xkv:paper").default_bases(llama.attention)
+    assert group.layers == 4 and tuple(group.ranks) == (512, 768)
+
+
 # ---- the fit -----------------------------------------------------------------------------------------------
 
 

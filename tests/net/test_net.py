@@ -40,13 +40,17 @@ def test_a_case_is_as_recorded(name):
         pytest.skip(f"{verdict.word}: {verdict.detail}")  # no failure, but to be read
 
 
+NEWER = {"xkv": {"paper"}}
+"""Presets that came after the record."""
+
+
 def test_every_case_is_recorded_and_every_method_is_among_them():
     assert list(RECORDED) == cases()
     assert set(QUICK) <= set(RECORDED) and not any("error" in RECORDED[case] for case in QUICK)
     specs = [case.split(" ", 1)[1] for case in RECORDED]
     for name, spec in DEFAULTS.items():  # what came after the record is not in it
         assert f"kv3 {spec}" in RECORDED and f"kv8 {spec}" in RECORDED
-        for preset in REGISTRY[name].presets:
+        for preset in set(REGISTRY[name].presets) - NEWER.get(name, set()):
             assert fnmatch.filter(specs, f"{name}:{preset}*"), f"{name}:{preset}"
 
 
