@@ -9,6 +9,7 @@ from jaxtyping import Float32, Int
 
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.method.layout import Layout
+from lowrank_kv_jax.method.neighbours import Neighbours
 from lowrank_kv_jax.method.part import Part
 from lowrank_kv_jax.method.votes import total_attention
 from lowrank_kv_jax.summaries.component import Summary
@@ -47,6 +48,12 @@ class Selection(Part):
 
     alpha = 0.0
     """Share of the budget that every head is sure of."""
+
+    voters = None
+    """Last queries of a prompt that vote; None: all of them."""
+
+    neighbours: ClassVar[Neighbours | None] = None
+    """How neighbours share the votes of a prompt that comes in chunks; None: they do not."""
 
     decay = 1.0
     """Share of the votes that survives a refresh."""

@@ -29,6 +29,10 @@ class Scissorhands(Budgeted):
         if not 0 <= self.decay <= 1:
             raise ValueError(f"decay={self.decay!r}: must lie in [0, 1]")
 
+    @property
+    def voters(self):
+        return self.history
+
     def prompt_scores(self, layout, tap, lengths):
         return prompt_votes(
             tap.q, tap.k, lengths, above_average, self.history, sink_logits=tap.sink_logits, **layout.spec.logits
