@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jaxtyping import Bool, Float, Int
 
 from lowrank_kv_jax.attention.spec import Taps
+from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.generation.chunks import read_chunk, settled
 from lowrank_kv_jax.generation.groups import compress_group, refresh_group
 from lowrank_kv_jax.generation.layers import (
@@ -78,6 +79,8 @@ def prefill(
     Raises:
         ValueError: shapes, lengths, capacity, method or bases do not fit; see `make_layout`.
     """
+    if chunk is not None:
+        check_int("chunk", chunk, 1)
     tokens, lengths = _checked_tokens(tokens, lengths, config.vocab_size)
     batch, width = tokens.shape
     layout = make_layout(config, batch, width, capacity, block, dtype, mesh)
@@ -89,6 +92,8 @@ def prefill(
         states, x = _compressed(method, config, params, layout, bases, tokens, lengths)
         cache = Cache(states, jnp.copy(lengths), limit, jnp.int32(0), method, layout)  # donated, unlike the caller's
         return cache, last_logits(config, params, x, lengths)
+    if method.rereads:
+        check_context(config, width, min(first, CHUNK))
     begun = jnp.minimum(lengths, first)
     states, x = _compressed(method, config, params, layout, bases, tokens[:, :first], begun, goes_on=True)
     cache, last = Cache(states, begun, limit, jnp.int32(0), method, layout), last_hidden(x, begun)
@@ -139,12 +144,16 @@ def start_reading(
     if not twice:
         positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), tokens.shape)
         return Reading(embed_tokens(config, params, tokens), positions, None)
-    needed = width + min(width, CHUNK)
-    if needed > config.context:
-        raise ValueError(f"a prompt of {width} tokens, read twice, needs {needed} positions; the model's context has "
-                         f"{config.context}")
+    check_context(config, width, min(width, CHUNK))
     tokens, positions = prompt_twice(tokens, lengths)
     return Reading(embed_tokens(config, params, tokens, positions), positions, lengths)
+
+
+def check_context(config: ModelConfig, width: int, copies: int) -> None:
+    """Raise ValueError where a prompt of `width` tokens, of which so many are read twice at a time, has no positions."""
+    if width + copies > config.context:
+        raise ValueError(f"a prompt of {width} tokens, read twice, needs {width + copies} positions; the model's context "
+                         f"has {config.context}")
 
 
 def read_layer(config: ModelConfig, params: Any, layer: int, reading: Reading) -> tuple[Reading, Taps]:

@@ -9,6 +9,7 @@ from jax.core import Tracer
 from jaxtyping import Float, Int
 
 from lowrank_kv_jax.generation.groups import read_chunk, step_group
+from lowrank_kv_jax.generation.rereading import read_chunk_twice
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import block_output, block_prefill, block_taps, embed, unembed
 from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention
@@ -59,6 +60,14 @@ def layer_read(config, method, layout, place, layer, bases, state, x, positions,
     taps = block_taps(config, layer, x, positions)
     partial, seen = read_chunk(method, layout, place, bases, state, taps, positions, counts)
     return block_output(config, layer, x, partial.out), taps._replace(q=taps.q[..., :0], x=None), seen
+
+
+@functools.partial(jax.jit, static_argnames=("config", "method", "layout", "place"))
+def layer_read_twice(config, method, layout, place, layer, bases, state, x, positions, counts):
+    """The same for a chunk `[B, T, H]` with a copy behind it, `[B, 2 T, H]`; taps of the chunk."""
+    taps = block_taps(config, layer, x, positions)
+    out, taps, seen = read_chunk_twice(method, layout, place, bases, state, taps, positions, counts)
+    return block_output(config, layer, x, out), taps._replace(q=taps.q[..., :0], x=None), seen
 
 
 embed_tokens = jax.jit(embed, static_argnums=0)

@@ -347,12 +347,17 @@ class Machine(KVMethod):
         Returns:
             The partial, a model's sink logits merged behind it, and the votes of the queries, if they have any.
         """
+        past = self.past(layout, bases, state, taps.q, positions, place)
         bases, taps = self.of_group(bases), half_split(layout.spec, taps)
-        parts = self._parts(layout, bases, state, taps.q, positions, place, whole=True)
-        total = with_sink(merge([*parts, chunk.attend(layout, taps, place.window)]), taps.sink_logits)
+        total = with_sink(merge([past, chunk.attend(layout, taps, place.window)]), taps.sink_logits)
         if state.near_votes is None:
             return total, None
         return total, voting.of_chunk(self, layout, bases, state, taps, total.lse, positions, counts, place)
+
+    def past(self, layout, bases, state, q, positions, place):
+        """Attention of a chunk's queries over all that the cache holds."""
+        q = half_split_channels(layout.spec.rope, q)
+        return merge(self._parts(layout, self.of_group(bases), state, q, positions, place, whole=True))
 
     def ingest(self, layout, bases, state, taps, seen, positions, counts, *, of_prompt):
         """The state of a group with a chunk that `read_chunk` has read in each of its layers; see `method.chunk`."""
