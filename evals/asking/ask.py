@@ -35,8 +35,10 @@ class Reply(NamedTuple):
 class Asker:
     """Asks batches; remembers which programs are compiled, since a time that includes compiling says nothing."""
 
-    def __init__(self, model: Any, bases: Mapping[str, Any], dtype: Any = None, mesh: Any = None):
-        self.model, self.bases, self.dtype, self.mesh = model, bases, dtype, mesh
+    def __init__(
+        self, model: Any, bases: Mapping[str, Any], dtype: Any = None, mesh: Any = None, prefill_chunk: int | None = None
+    ):
+        self.model, self.bases, self.dtype, self.mesh, self.prefill_chunk = model, bases, dtype, mesh, prefill_chunk
         self.warm: set[tuple[str | bool, int, int]] = set()
         self.sizes: dict[tuple[str, int, int], Size] = {}
 
@@ -52,10 +54,10 @@ class Asker:
         tokens, lengths = pad_rows(batch.contexts, batch.width)
         caches, _ = prefill_many(
             methods, model.config, model.params, tokens, lengths, bases=self.bases, capacity=batch.capacity,
-            dtype=self.dtype, mesh=self.mesh, clock=clock,
+            dtype=self.dtype, mesh=self.mesh, clock=clock, chunk=self.prefill_chunk,
         )
         on_step(None)
-        twice = any(method.rereads for method in methods.values())
+        twice = self.prefill_chunk is None and any(method.rereads for method in methods.values())
         layers = (twice, batch.width, batch.capacity)
         for spec, method in methods.items():
             cache = caches.pop(spec)
@@ -65,7 +67,7 @@ class Asker:
             for turn in range(batch.rounds):
                 last = turn + 1 == batch.rounds
                 asked = cache if last else fork(cache)
-                known = {layers, shape} <= self.warm and twice == method.rereads
+                known = {layers, shape} <= self.warm and (self.prefill_chunk is not None or twice == method.rereads)
                 prefill_s = clock.alone(spec) if known else None
                 yield from self._turn(batch, turn, spec, method, asked, prefill_s, len(methods))
             self.warm.add(shape)

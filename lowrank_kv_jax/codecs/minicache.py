@@ -183,8 +183,8 @@ class MiniCache(Codec):
         gone, room = store.length + counts - keep, merged.k.shape[2]
         sides = {name: write_tokens(getattr(merged, name), _picked(x, rest[:, :room]), merged.length, gone)
                  for name, x in self._directions(found).items()}
-        before = merged.positions.position[:, None, :, None]
-        where = write_tokens(before, jnp.take_along_axis(at, rest[:, :room], axis=1)[:, None, :, None], merged.length, gone)
+        before, new = merged.positions.position, jnp.take_along_axis(at, rest[:, :room], axis=1)
+        where = write_tokens(before[:, None, :, None], new[:, None, :, None], merged.length, gone)
         merged = Merged(**sides, length=merged.length + gone, positions=Listed(where[:, 0, :, 0]))
         return MergedStore(held, keep, listed, merged)
 

@@ -204,7 +204,9 @@ class ShadowKV(Codec):
         """Of all tokens that there is room for."""
         return -(-store.tokens.k.shape[2] // self.page)
 
-    def _take_more(self, layout: Layout, store: ShadowStore, tokens: tuple[Tokens, ...], counts: jax.Array) -> ShadowStore:
+    def _take_more(
+        self, layout: Layout, store: ShadowStore, tokens: tuple[Tokens, ...], counts: jax.Array
+    ) -> ShadowStore:
         """A further chunk of the prompt, in a basis for the stored keys, which are carried over, and the new ones."""
         (one,), held, start = tokens, store.tokens, store.tokens.length
         weight = (jnp.arange(one.k.shape[1])[None] < counts[:, None]).astype(jnp.float32)
@@ -230,7 +232,8 @@ class ShadowKV(Codec):
         unlike, pages = outlier_pages(keys, jnp.maximum(counts - ahead, 0), page, most, there)
         new = [_tokens_of(x.swapaxes(1, 2), jnp.minimum(pages, there - 1), page).astype(old.k.dtype) for x in (k, v)]
         pages = jnp.where(pages < there, pages + first[:, None, None], there)
-        before = jnp.where(old.pages < there, unlikeness(_array(old.k).reshape(*old.k.shape[:2], most, page, -1)), -jnp.inf)
+        before = unlikeness(_array(old.k).reshape(*old.k.shape[:2], most, page, -1))
+        before = jnp.where(old.pages < there, before, -jnp.inf)
         score, chosen = jax.lax.top_k(jnp.concatenate([before, unlike], axis=2), most)
 
         def picked(x: jax.Array, y: jax.Array) -> jax.Array:

@@ -62,7 +62,9 @@ def read_chunk(
             taps.append(tap)
             seen.append(found)
         state = ingest_group(
-            method, layout.of_layer(group[0]), own, state, tuple(taps), tuple(seen), positions[:, :width], counts, of_prompt)
+            method, layout.of_layer(group[0]), own, state, tuple(taps), tuple(seen), positions[:, :width], counts,
+            of_prompt,
+        )
         x, state = together(x, state)
         states.append(state)
     found = last_hidden(x[:, :width], counts)

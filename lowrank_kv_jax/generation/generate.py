@@ -230,7 +230,8 @@ def generate(
     max_new_tokens: int = 64, temperature: float = 0.0, top_k: int | None = None, top_p: float = 1.0,
     seeds: Sequence[int] | int = 0, stop_at_eos: bool = True, cache: Cache | Generation | None = None,
     batch: int | None = None, block: int | None = None, capacity: int | None = None, prefill_chunk: int | None = None,
-    dtype: Any = None, mesh: jax.sharding.Mesh | None = None, on_tokens: Callable[[Int[np.ndarray, "B n"]], None] | None = None,
+    dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
+    on_tokens: Callable[[Int[np.ndarray, "B n"]], None] | None = None,
 ) -> Generation:
     """Generate from a compressed cache.
 

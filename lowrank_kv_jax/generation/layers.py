@@ -16,7 +16,6 @@ from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention
 from lowrank_kv_jax.selections.reread import attend_twice
 
 
-
 @functools.partial(jax.jit, static_argnames=("config", "window"))
 def layer_prefill(config: ModelConfig, window: int | None, layer: Any, x: jax.Array, positions: jax.Array):
     """Exact causal attention within the prompt: the residual stream after the layer and its taps."""

@@ -20,8 +20,8 @@ class Neighbours(NamedTuple):
     chunk: int = 1
 
     def shared(
-        self, votes: Float32[jax.Array, "B J S"], position: Int[jax.Array, "B J S"], owner: Int[jax.Array, "B 1 S"] | None,
-        valid: Bool[jax.Array, "B J S"],
+        self, votes: Float32[jax.Array, "B J S"], position: Int[jax.Array, "B J S"],
+        owner: Int[jax.Array, "B 1 S"] | None, valid: Bool[jax.Array, "B J S"],
     ) -> Float32[jax.Array, "B J S"]:
         """Scores `[B, J, S]` from votes of candidates in order of their positions, packed ones head after head."""
         votes = jnp.where(valid, votes, 0.0)

@@ -15,7 +15,11 @@ from lowrank_kv_jax.storage.block_reads import BLOCK, block_slots, slice_block
 def causal_attention(q, k, v, sink_logits, *, scale, window, cap=None):
     """Half the work of the masked square, and the logits of one pair of blocks at a time."""
     attend = _of_queries(q, k, v, scale, window, cap)
-    return _block_by_block(q.shape[1], lambda begin, width: with_sink(attend(begin, width), sink_logits).out.astype(q.dtype))
+
+    def answer(begin, width):
+        return with_sink(attend(begin, width), sink_logits).out.astype(q.dtype)
+
+    return _block_by_block(q.shape[1], answer)
 
 
 def causal_partial(q, k, v, *, scale, window, cap=None) -> AttnPartial:

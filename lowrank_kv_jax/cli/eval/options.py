@@ -26,6 +26,8 @@ def add_method_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--methods", nargs="+", metavar="SPEC",
                         help="e.g. full ojakv:rank=0.5, or `all`; by default a short list")
     parser.add_argument("--rows", type=int, default=5, help="contexts that share a batch (%(default)s)")
+    parser.add_argument("--prefill-chunk", type=int, metavar="N",
+                        help="read contexts N tokens at a time and compress between them; by default as a whole")
     parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, default=default_cache_dtype(),
                         help="(%(default)s)")
     parser.add_argument("--calibrate", nargs="+", metavar="TEXT",
@@ -65,8 +67,8 @@ def suite_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
     return {
         "protocol": args.protocol, "style": args.prompt, "seed": args.seed, "rows": args.rows,
-        "dtype": args.cache_dtype, "json": args.json, "progress": sys.stderr.isatty(),
-        "calibrate": load_corpus(corpus_of(args.calibrate, "pydoc:first")),
+        "dtype": args.cache_dtype, "prefill_chunk": args.prefill_chunk, "json": args.json,
+        "progress": sys.stderr.isatty(), "calibrate": load_corpus(corpus_of(args.calibrate, "pydoc:first")),
     }
 
 
