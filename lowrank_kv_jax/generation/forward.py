@@ -85,28 +85,43 @@ def prefill(
     batch, width = tokens.shape
     layout = make_layout(config, batch, width, capacity, block, dtype, mesh)
     method.validate(config.attention)
-    given, bases = bases, bases_of_group(method, config.attention, replicate(layout.mesh, bases))
+    bases, first = replicate(layout.mesh, bases), width if chunk is None else min(chunk, width)
     tokens, lengths = shard_rows(layout.mesh, tokens, lengths)
-    limit, first = machine_of(method).limit(layout, lengths), width if chunk is None else min(chunk, width)
-    if first == width:
-        states, x = _compressed(method, config, params, layout, bases, tokens, lengths)
-        cache = Cache(states, jnp.copy(lengths), limit, jnp.int32(0), method, layout)  # donated, unlike the caller's
-        return cache, last_logits(config, params, x, lengths)
-    if method.rereads:
+    whole = first == width
+    if method.rereads and not whole:
         check_context(config, width, min(first, CHUNK))
-    begun = jnp.minimum(lengths, first)
-    states, x = _compressed(method, config, params, layout, bases, tokens[:, :first], begun, goes_on=True)
-    cache, last = Cache(states, begun, limit, jnp.int32(0), method, layout), last_hidden(x, begun)
+    cache, last = begin_prefill(
+        method, config, params, layout, tokens[:, :first], lengths, bases=bases, goes_on=not whole)
     for begin in range(first, width, first):
         piece = tokens[:, begin : begin + first]
         piece = jnp.pad(piece, ((0, 0), (0, first - piece.shape[1])))  # one program for all chunks
         counts = jnp.clip(lengths - begin, 0, first)
-        cache, last = read_chunk(method, config, params, cache, piece, counts, last, bases=given, of_prompt=True)
-    return settled(cache), logits_of(config, params, last)[:, 0]
+        cache, last = read_chunk(method, config, params, cache, piece, counts, last, bases=bases, of_prompt=True)
+    return cache if whole else settled(cache), logits_of(config, params, last)[:, 0]
 
 
-def _compressed(method, config, params, layout: Layout, bases, tokens, lengths, goes_on: bool = False):
-    """The states of all groups of a prompt, or of its first chunk where it `goes_on`, and its residual stream."""
+def begin_prefill(
+    method: Part, config: ModelConfig, params: Any, layout: Layout, tokens: Int[jax.Array, "B T"],
+    lengths: Int[jax.Array, " B"], *, bases: Any = None, goes_on: bool = False,
+) -> tuple[Cache, Float[jax.Array, "B 1 H"]]:
+    """Prefill prompts, or the first T tokens of prompts that go on; unchecked.
+
+    Args:
+        layout: of the cache, with room for the whole prompts.
+        lengths: int32 `[B]`, of the whole prompts.
+        goes_on: whether `generation.chunks.read_chunk` reads the rest, before `settled`.
+
+    Returns:
+        The cache, and the residual stream `[B, 1, H]` at each row's last token.
+    """
+    limit, begun = machine_of(method).limit(layout, lengths), jnp.minimum(lengths, tokens.shape[1])
+    bases = bases_of_group(method, config.attention, bases)
+    states, x = _compressed(method, config, params, layout, bases, tokens, begun, goes_on)
+    return Cache(states, begun, limit, jnp.int32(0), method, layout), last_hidden(x, begun)
+
+
+def _compressed(method, config, params, layout: Layout, bases, tokens, lengths, goes_on: bool):
+    """The states of all groups, and the residual stream."""
     reading = start_reading(config, params, tokens, lengths, twice=method.rereads)
     states = []
     for group, group_bases in zip(method.layer_groups(config.attention), bases, strict=True):

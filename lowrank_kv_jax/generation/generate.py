@@ -131,7 +131,7 @@ def _ingest(
     layout, longest = cache.layout, max(len(row) for row in tokens)
     cache, last = refresh(method, cache, bases=bases), None
     if chunk is not None:
-        size = min(chunk, -(-longest // layout.block) * layout.block)  # turns of similar length share their programs
+        size = width_of_turn(longest, chunk, layout.block)
         for piece in _pieces(tokens, size):
             cache, last = read_chunk(method, config, params, cache, *piece, last, bases=bases, of_prompt=False)
         return cache, logits_of(config, params, last)[:, 0]
@@ -141,6 +141,15 @@ def _ingest(
         last = logits if last is None else jnp.where((piece[1] > 0)[:, None], logits, last)
     assert last is not None
     return cache, last
+
+
+def width_of_turn(tokens: int, chunk: int, block: int) -> int:
+    """Tokens that a turn of so many is read at a time: `block`, doubled until they fit, `chunk` at the most, so that
+    turns of similar length share their programs."""
+    width = block
+    while width < min(tokens, chunk):
+        width *= 2
+    return min(width, chunk)
 
 
 def _pieces(rows: Sequence[Sequence[int]], size: int) -> Iterator[tuple[jax.Array, jax.Array]]:

@@ -40,8 +40,14 @@ def with_votes(machine: Any, layout: Layout, state: Any) -> Any:
 
 
 def settled(machine: Any, state: Any) -> Any:
-    """A state whose prompt is complete: without votes that nothing will read."""
-    return state if machine.votes else dataclasses.replace(state, near_votes=None, far_votes=None)
+    """A state whose prompt is complete: without votes that nothing will read, and those of the window for itself."""
+    if not machine.votes or state.near_votes is None:
+        return dataclasses.replace(state, near_votes=None, far_votes=None)
+    if machine.selection.neighbours is None:
+        return state
+    sinks = state.ends[0].positions.start[:, :1]
+    mine = jnp.arange(state.near_votes.shape[2]) < sinks
+    return dataclasses.replace(state, near_votes=jnp.where(mine[:, None], state.near_votes, 0.0))
 
 
 def ingest(
