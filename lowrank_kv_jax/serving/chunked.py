@@ -102,7 +102,8 @@ class Filling:
 
 def filling_bytes(parts: Any, layout: Layout, chunk: int) -> int:
     """Of the rows that are being filled, of a layout."""
-    tokens, lengths = jnp.zeros((layout.batch, min(chunk, layout.prompt)), jnp.int32), jnp.ones((layout.batch,), jnp.int32)
+    tokens = jnp.zeros((layout.batch, min(chunk, layout.prompt)), jnp.int32)
+    lengths = jnp.ones((layout.batch,), jnp.int32)
     shape = jax.eval_shape(lambda: begin_prefill(
         parts.method, parts.config, parts.params, layout, tokens, lengths, bases=parts.bases, goes_on=True)[0])
     return cache_bytes(shape).total
