@@ -25,15 +25,13 @@ class ChunkMemory(NamedTuple):
 
     Attributes:
         cache: of all layers, made for the whole prompt.
-        chunk: temporaries and results of the largest program of a chunk, beside weights and cache: attending in a layer,
-            or compressing a group of layers.
-        taps: keys, values and the residual stream of a chunk that wait for the last layer of their group.
-        whole: `chunk` and `taps` together where the prompt is read as a whole; None where that was not compiled.
+        chunk: the most that a chunk takes beside weights and cache: of attending in a layer, or of compressing a group of
+            layers, temporaries, results, and what waits for the last layer of its group.
+        whole: the same of the whole prompt, read as one; None where that was not compiled.
     """
 
     cache: int
     chunk: int
-    taps: int
     whole: int | None
 
 
@@ -60,9 +58,9 @@ def chunk_memory(method: Part, tokens: int, chunk: int, *, whole: bool = True) -
     reading = layer_read.lower(config.by_layer[0], method, layout, Place(), *args)
     _, taps, seen = jax.eval_shape(lambda *args: layer_read(config.by_layer[0], method, layout, Place(), *args), *args)
     coding = ingest_group.lower(method, layout, bases, state, (taps,) * size, (seen,) * size, positions, counts, True)
-    most = max(_beside(program) for program in (reading, coding))
-    cache, waiting = _bytes(state) * LAYERS // size, size * _bytes((taps, seen))
-    return ChunkMemory(cache, most, waiting, _whole(method, config, layout, bases, tokens) if whole else None)
+    most = _most(reading, coding, size, _bytes((taps, seen)))
+    cache = _bytes(state) * LAYERS // size
+    return ChunkMemory(cache, most, _whole(method, config, layout, bases, tokens) if whole else None)
 
 
 def _begun(method: Part, config: Any, layout: Layout, bases: Any, tokens: int) -> Any:
@@ -86,7 +84,12 @@ def _whole(method: Part, config: Any, layout: Layout, bases: Any, tokens: int) -
     reread = shape((1, spec.kv_heads, tokens), jnp.float32) if method.rereads else None
     all_taps = (taps._replace(reread=reread),) * spec.num_layers
     coding = compress_group.lower(method, layout, bases, all_taps, shape((1,), jnp.int32))
-    return max(map(_beside, (reading, coding))) + _bytes(all_taps)
+    return _most(reading, coding, spec.num_layers, _bytes(all_taps[0]))
+
+
+def _most(reading: Any, coding: Any, layers: int, taps: int) -> int:
+    """Bytes of the larger of two programs, where each layer of a group leaves `taps` bytes for its last one."""
+    return max(_beside(reading) + (layers - 1) * taps, _beside(coding) + layers * taps)
 
 
 def _beside(lowered: Any) -> int:

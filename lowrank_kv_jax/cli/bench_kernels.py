@@ -123,14 +123,14 @@ def run_prefill(args: argparse.Namespace) -> int:
     check_outputs(args)
     rows = []
     for spec, tokens, found in chunk_memories(methods, args.lengths, args.prefill_chunk, whole=args.whole):
-        sizes = (found.cache, found.chunk, found.taps, found.whole)
+        sizes = (found.cache, found.chunk, found.whole)
         rows.append((str(tokens), spec, *("" if size is None else f"{size / 2**20:.1f}" for size in sizes)))
         append_records(args, "bench prefill", [{"spec": spec, **found._asdict()}], length=tokens,
                        prefill_chunk=args.prefill_chunk)
-    heads = ("tokens", "method", "cache, MiB", "chunk, MiB", "taps, MiB", "whole, MiB")
+    heads = ("tokens", "method", "cache, MiB", "chunk, MiB", "whole, MiB")
     print_table(f"Llama 3.1 8B, one row, bfloat16, {args.prefill_chunk} tokens at a time", heads, rows, texts=2)
-    print("cache: of all layers; chunk: beside weights and cache; taps: that wait for the last layer of a group; whole: "
-          "chunk and taps of the prompt as one")
+    print("cache: of all layers; chunk: what is needed beside weights and cache; whole: the same where the prompt is "
+          "read as one")
     return 0
 
 

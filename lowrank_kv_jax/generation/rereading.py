@@ -17,13 +17,13 @@ from lowrank_kv_jax.selections.reread import SINKS, Past, reread_attention
 
 
 def read_chunk_twice(
-    method: Part, layout: Layout, place: Place, bases: Any, state: Any, taps: Taps, positions: Int[jax.Array, "B 2*T"],
+    method: Part, layout: Layout, place: Place, bases: Any, state: Any, taps: Taps, positions: Int[jax.Array, "B S"],
     counts: Int[jax.Array, " B"],
 ) -> tuple[jax.Array, Taps, Seen]:
     """Attend from a chunk and its copy to both and to a layer's cache, which stays as it is; not compiled by itself.
 
     Args:
-        taps: of the chunk and, behind it, of its copies, 2 T tokens, at `positions` of `start` and `reread_positions`.
+        taps: of the chunk and, behind it, of its copies, S = 2 T tokens at `positions` `[B, S]`.
         counts: int32 `[B]`, how many of the T there are.
 
     Returns:
