@@ -10,7 +10,7 @@ from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.rope import half_split_channels
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.method import Layout, Part, Place
-from lowrank_kv_jax.method.voting import Seen
+from lowrank_kv_jax.method.voting import Seen, alone
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.segments import exact as exact_tokens
 from lowrank_kv_jax.selections.reread import SINKS, Past, reread_attention
@@ -40,9 +40,8 @@ def read_chunk_twice(
     out, votes = reread_attention(
         copies.q, taps.k, taps.v, counts, **spec.logits, window=place.window, sink_logits=taps.sink_logits, past=past
     )
-    near, far = (jnp.zeros_like(x) if x is not None else jnp.zeros(()) for x in (state.near_votes, state.far_votes))
     whole = jnp.concatenate([part.out, out.astype(part.out.dtype)], axis=1)
-    return whole, first, Seen(near, far, votes)
+    return whole, first, alone(state, votes)
 
 
 def _silent(state: Any) -> Any:

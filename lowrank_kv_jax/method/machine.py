@@ -352,6 +352,9 @@ class Machine(KVMethod):
         total = with_sink(merge([past, chunk.attend(layout, taps, place.window)]), taps.sink_logits)
         if state.near_votes is None:
             return total, None
+        rule = self.selection
+        if rule is not None and not rule.by_votes:
+            return total, voting.alone(state, rule.prompt_scores(layout, taps, counts))
         return total, voting.of_chunk(self, layout, bases, state, taps, total.lse, positions, counts, place)
 
     def past(self, layout, bases, state, q, positions, place):

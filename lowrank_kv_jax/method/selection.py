@@ -49,6 +49,10 @@ class Selection(Part):
     alpha = 0.0
     """Share of the budget that every head is sure of."""
 
+    by_votes: ClassVar[bool] = False
+    """Whether `prompt_scores` are votes of the prompt's queries: of a prompt in chunks each chunk's queries then `vote`
+    for what the cache holds, too. Otherwise every chunk is scored by itself, and its tokens' scores stay."""
+
     voters = None
     """Last queries of a prompt that vote; None: all of them."""
 

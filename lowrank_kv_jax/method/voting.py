@@ -78,6 +78,12 @@ class Seen(NamedTuple):
     fresh: jax.Array
 
 
+def alone(state: Any, scores: jax.Array) -> Seen:
+    """Scores `[B, K, T]` of a chunk's own tokens, which say nothing of others."""
+    near, far = (jnp.zeros_like(x) if x is not None else jnp.zeros(()) for x in (state.near_votes, state.far_votes))
+    return Seen(near, far, scores)
+
+
 def share_that_stays(rule: Any, counts: jax.Array) -> jax.Array:
     """Of the votes so far, float32 `[B, 1, 1]`, once the last of `counts` `[B]` more queries vote.
 

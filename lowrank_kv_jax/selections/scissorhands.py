@@ -1,6 +1,7 @@
 """Scissorhands: tokens that were important stay important."""
 
 import dataclasses
+from typing import ClassVar
 
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.method.votes import above_average, prompt_votes
@@ -21,6 +22,8 @@ class Scissorhands(Budgeted):
     recent: int | None = 10
     history: int = 400
     decay: float = 0.9
+
+    by_votes: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

@@ -58,6 +58,8 @@ class Windowing(Budgeted):
         """Length of the observation window."""
         return self.window if self.window is not None else self.recent or 0
 
+    by_votes: ClassVar[bool] = True
+
     @property
     def neighbours(self):
         return Neighbours(self.pool, self.kernel, self.chunk)

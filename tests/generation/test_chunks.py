@@ -28,6 +28,7 @@ from lowrank_kv_jax.generation.groups import ingest_group
 from lowrank_kv_jax.generation.layers import layer_read
 from lowrank_kv_jax.method.neighbours import Neighbours
 from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.selections.budgeted import Budgeted
 from lowrank_kv_jax.selections.reread import SINKS, Past, reread_attention, reread_positions
 from lowrank_kv_jax.selections.window_scores import chunked, pooled
 from lowrank_kv_jax.storage.state import walk
@@ -117,6 +118,25 @@ def test_votes_add_up_to_those_of_the_whole_prompt(spec):
         x, y = (np.asarray(getattr(state, name)) for state in (one, other))
         held = np.arange(x.shape[2]) < np.asarray(length)[:, None, None]
         np.testing.assert_allclose(np.where(held, x, 0), np.where(held, y, 0), atol=1e-4, err_msg=name)
+
+
+@dataclasses.dataclass(frozen=True)
+class LongValues(Budgeted):
+    """Scores that no query has a part in."""
+
+    decoding: str = "keep"
+    name = "long-values"
+
+    def prompt_scores(self, layout, tap, lengths):
+        return (tap.v**2).sum(-1).swapaxes(1, 2)
+
+
+def test_a_rule_without_queries_chooses_the_same_tokens_chunk_by_chunk():
+    method = LongValues(budget=30, sinks=4, recent=8)
+    (whole, _), (parts, _) = (prefilled(method, ONE, chunk) for chunk in (None, CHUNK))
+    assert shapes_of(whole) == shapes_of(parts)
+    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
 
 
 @pytest.mark.parametrize("pool, kernel, chunk", [("avg", 5, 1), ("max", 4, 1), ("none", 1, 4), ("avg", 3, 4)])
