@@ -196,7 +196,8 @@ def _choose(machine, layout, bases, state, held, lines, rule: Leaving, seen, cou
         near = share * state.near_votes + sum(own.near for own in found)
         slots = near.shape[2]
         line = jnp.pad(near[:, :, : rule.first + rule.room], ((0, 0), (0, 0), (0, found[0].fresh.shape[2])))
-        line = write_tokens(line[..., None], sum(own.fresh for own in found)[..., None], before, counts)[..., 0]
+        fresh = sum((own.fresh for own in found[1:]), found[0].fresh)
+        line = write_tokens(line[..., None], fresh[..., None], before, counts)[..., 0]
         front, rest = line[:, :, : rule.first], line[:, :, rule.first :]
         votes = rest[:, :, :most]
         rest = take_tokens(rest[..., None], leaving, slots - rule.first)[..., 0]

@@ -137,6 +137,7 @@ def reread_attention(
         weights, rest = _shares(logits, others)
         out = jnp.einsum("bktgs,bskd->btkgd", weights.astype(q.dtype), values, preferred_element_type=jnp.float32)
         if past is not None:
+            assert others is not None
             lse = lse_before[:, i, ..., None]
             mine = jnp.where(jnp.isneginf(lse), 0.0, jnp.exp(lse - others) * rest)
             out = out + jnp.swapaxes(mine * out_before[:, i], 1, 2)

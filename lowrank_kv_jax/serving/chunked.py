@@ -59,6 +59,7 @@ class Filling:
         if not prefix:
             return
         if fresh:
+            assert self.cache is not None
             self.cache = refresh(parts.method, self.cache, bases=parts.bases)
             keep(self.cache)
             yield True
