@@ -44,8 +44,10 @@ SPECS = (
 
 
 def serve(method, bases, params, tokens, more):
-    """A ragged batch: prompts, a block, a refresh, a step, and the cache on lanes."""
-    cache, logits = lkv.prefill(method, PLAIN, params, tokens, jnp.array([96, 70]), bases=bases, capacity=128, block=8)
+    """A ragged batch: prompts, as a whole and in chunks, a block, a refresh, a step, and the cache on lanes."""
+    given = {"bases": bases, "capacity": 128, "block": 8}
+    lkv.prefill(method, PLAIN, params, tokens, jnp.array([96, 70]), chunk=40, **given)
+    cache, logits = lkv.prefill(method, PLAIN, params, tokens, jnp.array([96, 70]), **given)
     cache, _ = lkv.extend(method, PLAIN, params, cache, more, jnp.array([4, 3]), bases=bases, all_logits=True)
     cache = lkv.refresh(method, cache, bases=bases)
     cache = lkv.with_token_layout(cache, "lanes")

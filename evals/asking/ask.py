@@ -36,10 +36,12 @@ class Asker:
     """Asks batches; remembers which programs are compiled, since a time that includes compiling says nothing."""
 
     def __init__(
-        self, model: Any, bases: Mapping[str, Any], dtype: Any = None, mesh: Any = None, draft: bool = False
+        self, model: Any, bases: Mapping[str, Any], dtype: Any = None, mesh: Any = None, prefill_chunk: int | None = None,
+        draft: bool = False,
     ):
         """`draft`: whether what the full cache answers is what the others read first; their answers are not timed."""
-        self.model, self.bases, self.dtype, self.mesh, self.draft = model, bases, dtype, mesh, draft
+        self.model, self.bases, self.dtype, self.mesh = model, bases, dtype, mesh
+        self.prefill_chunk, self.draft = prefill_chunk, draft
         self.warm: set[tuple[str | bool, int, int]] = set()
         self.sizes: dict[tuple[str, int, int], Size] = {}
 
@@ -55,10 +57,10 @@ class Asker:
         tokens, lengths = pad_rows(batch.contexts, batch.width)
         caches, _ = prefill_many(
             methods, model.config, model.params, tokens, lengths, bases=self.bases, capacity=batch.capacity,
-            dtype=self.dtype, mesh=self.mesh, clock=clock,
+            dtype=self.dtype, mesh=self.mesh, clock=clock, chunk=self.prefill_chunk,
         )
         on_step(None)
-        twice = any(method.rereads for method in methods.values())
+        twice = self.prefill_chunk is None and any(method.rereads for method in methods.values())
         layers = (twice, batch.width, batch.capacity)
         drafts: dict[int, list[list[int]]] = {}
         for spec, method in sorted(methods.items(), key=lambda item: item[1].name != "full"):
@@ -69,7 +71,7 @@ class Asker:
             for turn in range(batch.rounds):
                 last = turn + 1 == batch.rounds
                 asked = cache if last else fork(cache)
-                known = {layers, shape} <= self.warm and twice == method.rereads
+                known = {layers, shape} <= self.warm and (self.prefill_chunk is not None or twice == method.rereads)
                 prefill_s = clock.alone(spec) if known else None
                 yield from self._turn(batch, turn, spec, method, asked, prefill_s, len(methods), drafts)
             self.warm.add(shape)

@@ -13,6 +13,7 @@ from lowrank_kv_jax.generation.forward import (
     compress_group,
     last_logits,
     make_layout,
+    prefill,
     read_layer,
     start_reading,
 )
@@ -28,30 +29,40 @@ def prefill_many(
     methods: Mapping[str, Part], config: ModelConfig, params: Any, tokens: jax.Array,
     lengths: jax.Array | None = None, *, bases: Mapping[str, Any], capacity: int | None = None,
     block: int = DEFAULT_BLOCK, dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
-    clock: PrefillClock | None = None,
-) -> tuple[dict[str, Cache], jax.Array]:
+    clock: PrefillClock | None = None, chunk: int | None = None,
+) -> tuple[dict[str, Cache], dict[str, jax.Array]]:
     """What `prefill` returns, for several methods at the price of one prefill and their compressions.
 
-    Every layer runs once; its taps live until each method has compressed the group of layers that holds it.
+    Every layer runs once; its taps live until each method has compressed the group of layers that holds it. With `chunk`
+    every method prefills by itself, since what a chunk attends to is the method's own.
 
     Args:
         methods: by any name.
         config, params: the model.
-        tokens, lengths, capacity, block, dtype, mesh: as for `prefill`.
+        tokens, lengths, capacity, block, dtype, mesh, chunk: as for `prefill`.
         bases: of the calibrated methods, by the same names.
         clock: is told what took how long; a method that reads the prompt twice makes the layers slower for all.
 
     Returns:
-        The caches by name, and float32 logits `[B, V]` at the last token of each row, which all methods
-        share.
+        The caches and float32 logits `[B, V]` at the last token of each row, by name; without `chunk` all methods
+        share these.
     """
+    clock = PrefillClock() if clock is None else clock
+    if chunk is not None:
+        caches, logits = {}, {}
+        for name, method in methods.items():
+            with clock.method(name):
+                caches[name], logits[name] = jax.block_until_ready(prefill(
+                    method, config, params, tokens, lengths, bases=bases.get(name), capacity=capacity, block=block,
+                    dtype=dtype, mesh=mesh, chunk=chunk,
+                ))
+        return caches, logits
     layout = make_layout(config, *tokens.shape, capacity, block, dtype, mesh)
     lengths = jnp.full((tokens.shape[0],), tokens.shape[1], jnp.int32) if lengths is None else lengths
     tokens, lengths = shard_rows(layout.mesh, tokens, lengths)
     compressors = {name: _Compressor(m, layout, bases.get(name), lengths) for name, m in methods.items()}
     twice = any(method.rereads for method in methods.values())
     reading = start_reading(config, params, jnp.asarray(tokens, jnp.int32), lengths, twice=twice)
-    clock = PrefillClock() if clock is None else clock
     # Dispatch is asynchronous: without waiting, the taps of many layers would be alive at once.
     for layer in range(len(params["layers"])):
         with clock.layer():
@@ -63,7 +74,7 @@ def prefill_many(
     caches = {name: compressor.cache() for name, compressor in compressors.items()}
     with clock.layer():
         logits = jax.block_until_ready(last_logits(config, params, reading.x[:, : tokens.shape[1]], lengths))
-    return caches, logits
+    return caches, dict.fromkeys(caches, logits)
 
 
 class _Compressor:

@@ -37,6 +37,7 @@ class Suite:
         rows: contexts that share a batch.
         dtype: of the caches; None is the library's default.
         settings: whatever else decides the results; kept in every record and compared when a run goes on.
+        prefill_chunk: `chunk` of `prefill`.
         draft: other methods read what the full cache answers, a block at a time, and decode from where they differ: the
             same answers but for rounding, sooner, and not timed.
     """
@@ -49,6 +50,7 @@ class Suite:
     rows: int = 5
     dtype: str | None = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prefill_chunk: int | None = None
     draft: bool = False
 
     def __post_init__(self):
@@ -67,7 +69,8 @@ class Suite:
 
     def conditions(self, method: Part | None) -> dict[str, Any]:
         """What a record of a method holds beside its key; records of other conditions are not this run's."""
-        return {"style": self.style, "cache_dtype": self.cache_dtype, **conditions_of(self.settings, method)}
+        return {"style": self.style, "cache_dtype": self.cache_dtype, "prefill_chunk": self.prefill_chunk,
+                **conditions_of(self.settings, method)}
 
     def key(self, model: Any, spec: str, question: Question) -> Key:
         return (self.command, model.fingerprint, spec, question.task, question.length, question.index,
@@ -115,7 +118,7 @@ def evaluate(
     if pending:
         needed = {spec: method for spec, method in methods.items()
                   if any(spec in left for _, left in pending)}
-        asker = Asker(model, dict(bases(needed)) if bases else {}, suite.cache_dtype, mesh, suite.draft)
+        asker = Asker(model, dict(bases(needed)) if bases else {}, suite.cache_dtype, mesh, suite.prefill_chunk, suite.draft)
         total = sum(_prefill_work(batch) + len(left) * _answer_work(batch) for batch, left in pending)
         with ProgressBar(suite.command, total, progress) as bar:
             for batch, left in pending:

@@ -236,7 +236,7 @@ def _timings(model, methods, bases, settings: Settings, on_step: Step) -> dict[s
     on_step("times", _prefill_work(1, length))
     for spec, method in methods.items():
         cache, given = caches.pop(spec), bases.get(spec)
-        for _ in decode(method, model.config, model.params, cache, logits, 1 + settings.steps, bases=given):
+        for _ in decode(method, model.config, model.params, cache, logits[spec], 1 + settings.steps, bases=given):
             pass
         on_step(f"times {spec}", _COMPILE_WORK)
     contenders = {

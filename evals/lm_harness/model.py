@@ -33,7 +33,7 @@ class LowRankKV(TemplateLM):
         self, model: Any = "smollm2-135m", method: str = "full", bases: Any = None,
         calibrate: str | None = None, cache_dtype: str | None = None, dtype: str | None = None,
         batch_size: int | str = 8, max_length: int | None = None, mesh: Any = None, progress: bool = True,
-        max_batch_size: Any = None, device: Any = None,
+        max_batch_size: Any = None, device: Any = None, prefill_chunk: int | str | None = None,
     ):
         """Load a model and the bases of its method.
 
@@ -50,6 +50,7 @@ class LowRankKV(TemplateLM):
             mesh: see `forward.prefill`.
             max_batch_size, device: of lm-eval's command line; only batch sizes in numbers and JAX's own device are
                 known here.
+            prefill_chunk: `chunk` of `prefill`.
 
         Raises:
             ValueError, OSError: as `load_model`, `parse_method`, `load_bases`.
@@ -58,6 +59,9 @@ class LowRankKV(TemplateLM):
         del max_batch_size, device
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise ValueError(f"batch_size={batch_size}: must be a number of contexts, at least 1")
+        if prefill_chunk is not None and (not str(prefill_chunk).isdecimal() or int(prefill_chunk) < 1):
+            raise ValueError(f"prefill_chunk={prefill_chunk}: must be a number of tokens, at least 1")
+        self.prefill_chunk = None if prefill_chunk is None else int(prefill_chunk)
         self.method = parse_method(method.replace(";", ","))
         self.loaded = load_model(model, dtype) if isinstance(model, str) else model
         if self.loaded.tokenizer is None:
@@ -69,7 +73,7 @@ class LowRankKV(TemplateLM):
         self.tokenizer, self.max_length = self.loaded.tokenizer, max_length or context
         self.rows, self.mesh, self.cache_dtype, self.progress = int(batch_size), mesh, cache_dtype, progress
         self.bases = self._bases(bases, calibrate, progress)
-        self.asker = Asker(self.loaded, {"": self.bases}, cache_dtype, mesh)
+        self.asker = Asker(self.loaded, {"": self.bases}, cache_dtype, mesh, self.prefill_chunk)
         self.scored: dict[tuple[str, str], Scored] = {}
         """By (context, continuation)."""
         self.warm: set[tuple[int, int]] = set()
@@ -128,7 +132,7 @@ class LowRankKV(TemplateLM):
         with ProgressBar("lm-eval", len(pairs), self.progress and not disable_tqdm) as bar:
             scored = score_pairs(
                 self.loaded, self.method, pairs, bases=self.bases, rows=self.rows, dtype=self.cache_dtype,
-                mesh=self.mesh, on_scored=bar.advance, warm=self.warm,
+                mesh=self.mesh, on_scored=bar.advance, warm=self.warm, prefill_chunk=self.prefill_chunk,
             )
         for (texts, _, _), one in zip(requests, scored, strict=True):
             if texts is not None:

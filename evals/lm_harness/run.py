@@ -29,7 +29,7 @@ def evaluate_lm_eval(
     model: Any, methods: Mapping[str, Part], tasks: Sequence[str] = TASKS, samples: int | None = None,
     fewshot: int | None = None, seed: int = SEED, *, data: str | os.PathLike | None = None,
     json: str | os.PathLike | None = None, rows: int = 8, dtype: str | None = None, calibrate: Corpus | None = None,
-    progress: bool = False, mesh: Any = None,
+    progress: bool = False, mesh: Any = None, prefill_chunk: int | None = None,
 ) -> list[dict[str, Any]]:
     """Score methods on tasks of lm-eval.
 
@@ -53,7 +53,8 @@ def evaluate_lm_eval(
     loaded = load_tasks(tasks, None if data is None else Path(data), fewshot, seed)
     documents = {name: list(task.eval_docs)[:samples] for name, task in loaded.items()}
     corpus, dtype = calibrate or load_corpus("pydoc:first"), dtype or default_cache_dtype()
-    conditions = {"fewshot": fewshot, "cache_dtype": dtype, **calibration_settings(corpus, methods)}
+    conditions = {"fewshot": fewshot, "cache_dtype": dtype, "prefill_chunk": prefill_chunk,
+                  **calibration_settings(corpus, methods)}
     wanted: dict[Key, dict[str, Any]] = {
         _key(model, spec, task, index, seed): conditions_of(conditions, method) | {"document_sha256": _digest(document)}
         for task, rest in documents.items() for index, document in enumerate(rest) for spec, method in methods.items()
@@ -67,7 +68,7 @@ def evaluate_lm_eval(
     bases = bases_of(model, needed, corpus, dtype=dtype, progress=progress)
     with ProgressBar(COMMAND, sum(map(len, pending.values())), progress) as bar:
         for spec, method in needed.items():
-            adapter = _adapter(model, method, bases.get(spec), dtype, rows, mesh)
+            adapter = _adapter(model, method, bases.get(spec), dtype, rows, mesh, prefill_chunk)
             for task in (task for other, task in pending if other == spec):
                 left = pending[spec, task]
                 for begin in range(0, len(left), CHUNK):
@@ -91,11 +92,13 @@ def require_lm_eval() -> None:
     check_extra("lm_eval", "eval lm-eval")
 
 
-def _adapter(model: Any, method: Part, bases: Any, dtype: str, rows: int, mesh: Any) -> Any:
+def _adapter(
+    model: Any, method: Part, bases: Any, dtype: str, rows: int, mesh: Any, prefill_chunk: int | None
+) -> Any:
     from lowrank_kv_jax.evals.lm_harness.model import LowRankKV
 
     return LowRankKV(model, spell_method(method), bases, cache_dtype=dtype, batch_size=rows, mesh=mesh,
-                     progress=False)
+                     progress=False, prefill_chunk=prefill_chunk)
 
 
 def _score(adapter: Any, task: Any, name: str, chunk: list[int]) -> Iterator[dict[str, Any]]:

@@ -68,7 +68,7 @@ def make_pair(context: Sequence[int], continuation: Sequence[int], longest: int)
 def score_pairs(
     model: Any, method: Part, pairs: Sequence[Pair], *, bases: Any = None, rows: int = 8, dtype: Any = None,
     mesh: jax.sharding.Mesh | None = None, on_scored: Callable[[int], None] = lambda count: None,
-    warm: set[tuple[int, int]] | None = None,
+    warm: set[tuple[int, int]] | None = None, prefill_chunk: int | None = None,
 ) -> list[Scored]:
     """Score continuations; those of one context share its prefill and its compressed cache.
 
@@ -78,6 +78,7 @@ def score_pairs(
         dtype: of the caches.
         on_scored: called with the number of pairs that each batch has finished.
         warm: shapes that are compiled; others are added to it.
+        prefill_chunk: `chunk` of `prefill`.
 
     Returns:
         One for each pair, in order.
@@ -97,7 +98,7 @@ def score_pairs(
         clock = PrefillClock()
         caches, logits = prefill_many(
             {"": method}, model.config, model.params, tokens, lengths, bases={"": bases}, capacity=capacity,
-            dtype=dtype, mesh=mesh, clock=clock,
+            dtype=dtype, mesh=mesh, clock=clock, chunk=prefill_chunk,
         )
         ttft_s = clock.alone("") if (width, capacity) in warm else None
         warm.add((width, capacity))
@@ -108,7 +109,7 @@ def score_pairs(
             chosen = [row[turn] if turn < len(row) else row[-1] for row in asked]
             tails = [pairs[i].tail for i in chosen]
             tails += [tails[-1]] * (rows - len(real))
-            scores = score_rows(method, model, cache if last else fork(cache), logits, tails, bases=bases)
+            scores = score_rows(method, model, cache if last else fork(cache), logits[""], tails, bases=bases)
             for i, (nll, greedy) in zip(chosen, scores, strict=False):
                 count = pairs[i].scored
                 found[i] = Scored(-float(nll[-count:].sum()), bool(greedy[-count:].all()), size, ttft_s)

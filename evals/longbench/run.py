@@ -23,6 +23,7 @@ def evaluate_longbench(
     protocol: str = "query-agnostic", *, data: str | os.PathLike | None = None, max_length: int | None = None,
     json: str | os.PathLike | None = None, style: str = "base", rows: int = 2, dtype: str | None = None,
     calibrate: Corpus | None = None, progress: bool = False, seed: int = 0, mesh: Any = None,
+    prefill_chunk: int | None = None,
 ) -> list[dict[str, Any]]:
     """Score methods on LongBench.
 
@@ -34,8 +35,8 @@ def evaluate_longbench(
         data: see `load_samples`.
         max_length: tokens that longer prompts are cut down to, out of the middle; by default what the model's
             context leaves after `RESERVED`.
-        protocol, style, rows, dtype: see `Suite`. With the style "chat" few-shot and code tasks keep the base
-            prompt.
+        protocol, style, rows, dtype, prefill_chunk: see `Suite`. With the style "chat" few-shot and code tasks keep
+            the base prompt.
         json, progress, mesh: see `evaluate`.
         calibrate: what bases are fitted to, by default the first half of Python's language reference.
         seed: kept in the records; nothing here is random.
@@ -52,7 +53,7 @@ def evaluate_longbench(
     names = list(dict.fromkeys(find_task(name).name for name in tasks)) if tasks else list(all_tasks())
     loaded = [sample for name in names for sample in load_samples(name, data, samples)]
     questions = tuple(make_question(model.tokenizer, sample, limit) for sample in loaded)
-    suite = Suite(COMMAND, questions, protocol, style, seed, rows, dtype)
+    suite = Suite(COMMAND, questions, protocol, style, seed, rows, dtype, prefill_chunk=prefill_chunk)
     return evaluate_calibrated(model, methods, suite, calibrate, json=json, progress=progress, mesh=mesh)
 
 

@@ -19,6 +19,7 @@ def evaluate_needles(
     samples: int = 2, protocol: str = "query-agnostic", seed: int = 0, *,
     json: str | os.PathLike | None = None, style: str = "base", rows: int = 5, dtype: str | None = None,
     calibrate: Corpus | None = None, progress: bool = False, mesh: Any = None,
+    prefill_chunk: int | None = None,
 ) -> list[dict[str, Any]]:
     """Score methods on needles in noise.
 
@@ -42,7 +43,7 @@ def evaluate_needles(
         for length in lengths for place in range(depths) for i in range(samples)
     )
     settings = {"depths": depths, "samples_per_depth": samples}
-    suite = Suite(COMMAND, asked, protocol, style, seed, rows, dtype, settings)
+    suite = Suite(COMMAND, asked, protocol, style, seed, rows, dtype, settings, prefill_chunk)
     return evaluate_calibrated(model, methods, suite, calibrate, json=json, progress=progress, mesh=mesh)
 
 

@@ -75,7 +75,7 @@ def evaluate_perplexity(
     model: Any, methods: Mapping[str, Part], text: Corpus | None = None, mode: str = "stream",
     length: int = 2048, step: int = 1024, windows: int | None = 4, *, json: str | os.PathLike | None = None,
     rows: int = 4, dtype: str | None = None, calibrate: Corpus | None = None, progress: bool = False,
-    mesh: Any = None, cut: Sequence[Window] | None = None,
+    mesh: Any = None, cut: Sequence[Window] | None = None, prefill_chunk: int | None = None,
 ) -> list[dict[str, Any]]:
     """Score methods on a text.
 
@@ -89,6 +89,7 @@ def evaluate_perplexity(
         json: one record a window and method is appended; those that the file holds are not computed again.
         rows: windows that share a batch.
         cut: windows that are cut already; `text` then names where they are from, and `mode` their task.
+        prefill_chunk: `chunk` of `prefill`.
 
     The other arguments are those of `evaluate_ruler`.
 
@@ -111,8 +112,8 @@ def evaluate_perplexity(
         cut = cut_windows(ids, mode, length, step)[:windows]
     corpus, dtype = calibrate or load_corpus("pydoc:first"), dtype or default_cache_dtype()
     conditions = {
-        "step": step, "cache_dtype": dtype, "text": {"name": text.name, "sha256": text.sha256},
-        **calibration_settings(corpus, methods),
+        "step": step, "cache_dtype": dtype, "prefill_chunk": prefill_chunk,
+        "text": {"name": text.name, "sha256": text.sha256}, **calibration_settings(corpus, methods),
     }
     run = _Run(model, f"perplexity-{mode}", length, conditions)
     known = {} if json is None else finished(json, run.wanted(methods, cut))
@@ -179,7 +180,7 @@ class _Run:
         tokens = np.asarray([window.context + window.scored for window in filled], np.int32)
         clock = PrefillClock()
         found = score_many(model, methods, tokens, len(batch[0].context), bases=bases, dtype=dtype, mesh=mesh,
-                           clock=clock)
+                           clock=clock, prefill_chunk=self.conditions["prefill_chunk"])
         for spec, size, scored, seconds in found:
             nll = scored.nll
             bar.advance()
@@ -201,7 +202,8 @@ class _Run:
     def _times(self, clock: PrefillClock, spec: str, methods, shape: tuple[int, int], rate: float) -> dict[str, Any]:
         """Of a batch; None where programs were compiled meanwhile or another method had the prompt read twice."""
         known = (spec, shape) in self.warm
-        alone = known and methods[spec].rereads == any(method.rereads for method in methods.values())
+        each = self.conditions["prefill_chunk"] is not None
+        alone = known and (each or methods[spec].rereads == any(method.rereads for method in methods.values()))
         return {"ttft_s": clock.alone(spec) if alone else None, "scored_tokens_per_s": rate if known else None}
 
 

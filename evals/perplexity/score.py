@@ -120,19 +120,19 @@ class Scored(NamedTuple):
 
 def score_many(
     model: Any, methods: Mapping[str, Part], tokens: np.ndarray, prefix: int, *, bases: Mapping[str, Any],
-    dtype: Any = None, mesh: Any = None, clock: PrefillClock | None = None,
+    dtype: Any = None, mesh: Any = None, clock: PrefillClock | None = None, prefill_chunk: int | None = None,
 ) -> Iterator[Scored]:
     """`perplexity` of several methods from one prefill, which is done when this returns; each is scored when it is asked
     for, the full cache first.
 
     Args:
         methods, bases: by spec.
-        dtype, mesh, clock: as of `prefill_many`.
+        dtype, mesh, clock: as of `prefill_many`; `prefill_chunk` is its `chunk`.
     """
     context = jnp.asarray(tokens[:, :prefix], jnp.int32)
     caches, logits = prefill_many(
         methods, model.config, model.params, context, bases=bases, capacity=tokens.shape[1], dtype=dtype, mesh=mesh,
-        clock=clock,
+        clock=clock, chunk=prefill_chunk,
     )
 
     exact = [spec for spec, method in methods.items() if method.name == "full"][:1]
@@ -142,7 +142,7 @@ def score_many(
         cache, own = caches.pop(spec), bases.get(spec)
         size, aside, begin = size_of(cache, own), predictions.seconds, time.perf_counter()
         found = score_through_cache(
-            methods[spec], model, cache, logits, tokens[:, prefix:], bases=own,
+            methods[spec], model, cache, logits.pop(spec), tokens[:, prefix:], bases=own,
             predictions=predictions if exact else None,
         )
         return Scored(spec, size, found, time.perf_counter() - begin - (predictions.seconds - aside))

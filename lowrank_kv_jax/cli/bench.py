@@ -9,7 +9,7 @@ HELP = "speed: time to first token and decode tokens/s; the attention kernels; s
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
-    from lowrank_kv_jax.cli.bench_kernels import add_compile_parser, add_kernels_parser
+    from lowrank_kv_jax.cli.bench_kernels import add_compile_parser, add_kernels_parser, add_prefill_parser
     from lowrank_kv_jax.cli.bench_saves import add_saves_parser
     from lowrank_kv_jax.cli.bench_serve import add_serve_parser
     from lowrank_kv_jax.cli.options import add_model_options
@@ -35,6 +35,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     decode.set_defaults(run=run)
     add_kernels_parser(kinds)
     add_compile_parser(kinds)
+    add_prefill_parser(kinds)
     add_saves_parser(kinds)
     add_serve_parser(kinds)
     return parser

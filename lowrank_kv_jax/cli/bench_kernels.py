@@ -93,6 +93,47 @@ def add_compile_parser(kinds) -> argparse.ArgumentParser:
     return parser
 
 
+def add_prefill_parser(kinds) -> argparse.ArgumentParser:
+    """Declare `bench prefill`."""
+    text = "memory of a prefill in chunks at the shape of Llama 3.1 8B, by this machine's compiler, without weights"
+    parser = kinds.add_parser("prefill", help=text, description=text)
+    parser.add_argument("--methods", nargs="+", default=["full", "kivi:bits=4", "snapkv:budget=4096"], metavar="SPEC",
+                        help="without calibrated bases (%(default)s)")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[32768, 131072], metavar="N",
+                        help="tokens of the prompt (32768 131072)")
+    parser.add_argument("--prefill-chunk", type=int, default=2048, metavar="N", help="(%(default)s)")
+    parser.add_argument("--whole", action="store_true", help="compile the prefill of whole prompts too")
+    parser.add_argument("--json", metavar="FILE", help="append one JSON object for each method and length")
+    parser.set_defaults(run=run_prefill)
+    return parser
+
+
+def run_prefill(args: argparse.Namespace) -> int:
+    """Compile and print a table.
+
+    Raises:
+        ValueError: as `parse_methods` and `chunk_memories`.
+    """
+    from lowrank_kv_jax.cli.options import append_records, check_numbers, check_outputs
+    from lowrank_kv_jax.evals.asking.methods import parse_methods
+    from lowrank_kv_jax.evals.speed.compile_chunk import chunk_memories
+
+    methods = parse_methods(args.methods)
+    check_numbers(args, lengths=1, prefill_chunk=1)
+    check_outputs(args)
+    rows = []
+    for spec, tokens, found in chunk_memories(methods, args.lengths, args.prefill_chunk, whole=args.whole):
+        sizes = (found.cache, found.chunk, found.whole)
+        rows.append((str(tokens), spec, *("" if size is None else f"{size / 2**20:.1f}" for size in sizes)))
+        append_records(args, "bench prefill", [{"spec": spec, **found._asdict()}], length=tokens,
+                       prefill_chunk=args.prefill_chunk)
+    heads = ("tokens", "method", "cache, MiB", "chunk, MiB", "whole, MiB")
+    print_table(f"Llama 3.1 8B, one row, bfloat16, {args.prefill_chunk} tokens at a time", heads, rows, texts=2)
+    print("cache: of all layers; chunk: what is needed beside weights and cache; whole: the same where the prompt is "
+          "read as one")
+    return 0
+
+
 def run_compile(args: argparse.Namespace) -> int:
     """Compile the grid of programs, or whole ones, and print a table a target; 1 if one of them fails.
 

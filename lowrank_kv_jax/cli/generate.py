@@ -21,6 +21,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prefill-chunk", type=int, metavar="N",
+                        help="read prompts N tokens at a time and compress between them; by default as a whole")
     parser.add_argument("--mesh", metavar="AXES",
                         help="lay weights and cache out over devices, e.g. data=2,model=3: prompts over data, kv heads "
                              "over model")
@@ -34,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_model`, `parse_method`, `load_bases` and `generate`.
     """
-    from lowrank_kv_jax.cli.options import load_from
+    from lowrank_kv_jax.cli.options import check_numbers, load_from
     from lowrank_kv_jax.cli.prompts import bases_from, encode_texts, read_prompts
     from lowrank_kv_jax.generation.generate import generate
     from lowrank_kv_jax.generation.prompts import PAD_TO
@@ -45,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     method = parse_method(args.method)
     Sampler(args.temperature, args.top_k, args.top_p)  # refuse bad values before the model is loaded
+    check_numbers(args, prefill_chunk=1)
     texts = read_prompts(args)
     mesh = make_mesh(args.mesh) if args.mesh else None
     model = load_from(args, mesh)
@@ -56,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     out = generate(
         model, method, ids, bases=bases, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
         top_k=args.top_k, top_p=args.top_p, seeds=args.seed, capacity=capacity, dtype=args.cache_dtype, mesh=mesh,
-        on_tokens=stream,
+        prefill_chunk=args.prefill_chunk, on_tokens=stream,
     )
     stream.end()
     for number, text in enumerate((out.texts or []) if len(texts) > 1 else [], start=1):

@@ -17,7 +17,7 @@ from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_atte
 from lowrank_kv_jax.segments.merged import Listed, Merged, angle, empty_merged, layer_tokens, slerp
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
-from lowrank_kv_jax.storage.state import leaf, state
+from lowrank_kv_jax.storage.state import leaf, state, write_tokens
 
 
 @state
@@ -145,37 +145,78 @@ class MiniCache(Codec):
             return min(self.budget, layout.prompt)
         return int((0.05 if self.keep is None else self.keep) * layout.prompt + 1e-4)
 
-    def take_in(self, layout, bases, store, tokens, counts, seen, positions=None):
-        assert positions is not None  # what is appended stays exact
-        kept, rest = self._choose(tokens, counts)
+    def take_in(self, layout, bases, store, tokens, counts, seen, positions=None, of_prompt=False):
+        if positions is None:
+            return self._take_more(store, tokens, counts)
         retained = self._retained(counts)
+        kept, rest = self._choose(tokens, jnp.arange(tokens[0].k.shape[1])[None] < counts[:, None], retained)
         held = tuple(
             Retained(_gather(one.k, kept, old.k), _gather(one.v, kept, old.v))
             for one, old in zip(tokens, store.retained, strict=True)
         )
-        listed = Listed(kept[:, : store.positions.position.shape[1]].astype(jnp.int32))
+        listed = _listed(kept, store.positions)
         return MergedStore(held, retained, listed, self._merge(store.merged, tokens, rest, counts - retained))
 
-    def _choose(self, tokens: tuple[Tokens, ...], lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Token indices `[B, S]`: retained ones first, and merged ones first, in the order of the text."""
+    def _take_more(self, store: MergedStore, tokens: tuple[Tokens, ...], counts: jax.Array) -> MergedStore:
+        """A further chunk of the prompt: retained tokens and new ones are candidates, and what goes is merged."""
+        slots, merged = store.positions.position.shape[1], store.merged
+
+        def joined(old: jax.Array, new: jax.Array) -> jax.Array:  # [B, K, n, D] and [B, T, K, D]
+            return jnp.concatenate([old.swapaxes(1, 2).astype(new.dtype), new], axis=1)
+
+        at = jnp.concatenate([store.positions.position, tokens[0].positions], axis=1)
+        found = tuple(
+            Tokens(k := joined(held.k, one.k), k, joined(held.v, one.v), at)
+            for held, one in zip(store.retained, tokens, strict=True)
+        )
+        there = jnp.concatenate(
+            [jnp.arange(size)[None] < n[:, None] for size, n in ((slots, store.length), (at.shape[1] - slots, counts))],
+            axis=1,
+        )
+        keep = self._retained(store.length + merged.length + counts)
+        kept, rest = self._choose(found, there, keep)
+        held = tuple(
+            Retained(_gather(one.k, kept, old.k), _gather(one.v, kept, old.v))
+            for one, old in zip(found, store.retained, strict=True)
+        )
+        listed = _listed(jnp.take_along_axis(at, kept, axis=1), store.positions)
+        gone, room = store.length + counts - keep, merged.k.shape[2]
+        sides = {name: write_tokens(getattr(merged, name), _picked(x, rest[:, :room]), merged.length, gone)
+                 for name, x in self._directions(found).items()}
+        before, new = merged.positions.position, jnp.take_along_axis(at, rest[:, :room], axis=1)
+        where = write_tokens(before[:, None, :, None], new[:, None, :, None], merged.length, gone)
+        merged = Merged(**sides, length=merged.length + gone, positions=Listed(where[:, 0, :, 0]))
+        return MergedStore(held, keep, listed, merged)
+
+    def _choose(
+        self, tokens: tuple[Tokens, ...], valid: jax.Array, keep: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Token indices `[B, S]`: retained ones first, and merged ones first, in the order of the text.
+
+        Args:
+            valid: bool `[B, S]`.
+            keep: int32 `[B]`, how many are retained.
+        """
         first, second = tokens
         distance = (angle(first.k, second.k) + angle(first.v, second.v)).sum(-1)
-        valid = jnp.arange(distance.shape[1])[None] < lengths[:, None]
         score = jnp.where(valid, distance if self.retain == "distant" else -distance, -jnp.inf)
         order = jnp.argsort(jnp.argsort(-score, axis=1), axis=1)
-        kept = valid & (order < self._retained(lengths)[:, None])
+        kept = valid & (order < keep[:, None])
         rest = valid & ~kept
         return jnp.argsort(~kept, axis=1, stable=True), jnp.argsort(~rest, axis=1, stable=True)
 
     def _merge(self, segment: Merged, tokens: tuple[Tokens, ...], index: jax.Array, counts: jax.Array) -> Merged:
+        sides = {name: _gather(x, index, getattr(segment, name)) for name, x in self._directions(tokens).items()}
+        return Merged(**sides, length=counts, positions=_listed(index, segment.positions))
+
+    def _directions(self, tokens: tuple[Tokens, ...]) -> dict[str, jax.Array]:
+        """What a merged segment holds of tokens of two layers, `[B, S, K, ..]` each."""
         sides = {}
         for side in ("k", "v"):
             x, y = (getattr(tap, side).astype(jnp.float32) for tap in tokens)
-            norms = jnp.stack([jnp.linalg.norm(z, axis=-1) for z in (x, y)], axis=-1)
-            sides[side] = _gather(slerp(x, y, self.t), index, getattr(segment, side))
-            sides[f"{side}_norm"] = _gather(norms, index, getattr(segment, f"{side}_norm"))
-        positions = index[:, : segment.k.shape[2]].astype(jnp.int32)
-        return Merged(**sides, length=counts, positions=Listed(positions))
+            sides[side] = slerp(x, y, self.t)
+            sides[f"{side}_norm"] = jnp.stack([jnp.linalg.norm(z, axis=-1) for z in (x, y)], axis=-1)
+        return sides
 
     def attend(self, layout, bases, store, q, positions, place):
         held = store.retained[place.index]
@@ -189,6 +230,18 @@ class MiniCache(Codec):
 
 def _gather(x: jax.Array, index: jax.Array, like: jax.Array) -> jax.Array:
     """Tokens `[B, S, K, ..]` at `index` `[B, S]`, to fill a buffer like `like` `[B, K, slots, ..]`."""
-    index = index[:, : like.shape[2]]
-    picked = jax.vmap(lambda row, i: jnp.take(row, i, axis=0))(x, index)
-    return narrow(picked.swapaxes(1, 2), like.dtype)
+    picked = _picked(x, index[:, : like.shape[2]])
+    if picked.shape[2] < like.shape[2]:  # a first chunk is shorter than the prompt that there is room for
+        return like.at[:, :, : picked.shape[2]].set(narrow(picked, like.dtype))
+    return narrow(picked, like.dtype)
+
+
+def _listed(index: jax.Array, like: Listed) -> Listed:
+    """Positions `index` `[B, S]` in as many slots as `like` has."""
+    index = index[:, : like.position.shape[1]].astype(jnp.int32)
+    return Listed(jnp.pad(index, ((0, 0), (0, like.position.shape[1] - index.shape[1]))))
+
+
+def _picked(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Tokens `[B, S, K, ..]` at `index` `[B, n]`, `[B, K, n, ..]`."""
+    return jax.vmap(lambda row, i: jnp.take(row, i, axis=0))(x, index).swapaxes(1, 2)

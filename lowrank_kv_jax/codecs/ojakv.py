@@ -138,7 +138,7 @@ class OjaKV(Principal):
         """Keys and values `[B, T, J, W]` that the bases learn from at prefill, and their weights `[B, T]`."""
         k, v = (self._by_basis(layout, x) for x in self.sides(taps))
         if self.top == 1:
-            return k, v, (jnp.arange(layout.prompt)[None] < lengths[:, None]).astype(jnp.float32)
+            return k, v, (jnp.arange(k.shape[1])[None] < lengths[:, None]).astype(jnp.float32)
         index, weight = self._salient(layout, taps, lengths)
         return *(jnp.take_along_axis(x, index[:, :, None, None], axis=1) for x in (k, v)), weight
 
@@ -159,7 +159,7 @@ class OjaKV(Principal):
         """The tokens to which the last queries attend most, summed over all heads (section 5.2)."""
         rule = {"sink_logits": taps.sink_logits, **layout.spec.logits}
         scores = window_attention(taps.q, taps.k, lengths, self.window, **rule).sum(1)
-        most = max(1, math.floor(self.top * layout.prompt))
+        most = max(1, math.floor(self.top * scores.shape[1]))
         counts = jnp.clip(jnp.floor(self.top * lengths).astype(jnp.int32), 1, most)
         return most_important(scores, counts, most)
 

@@ -209,10 +209,10 @@ class OnlineSubspaceProjection(Subspace):
 
     # ---- coding -------------------------------------------------------------------------------------------------
 
-    def take_in(self, layout, bases, store, tokens, counts, seen, positions=None):
+    def take_in(self, layout, bases, store, tokens, counts, seen, positions=None, of_prompt=False):
         """Page by page, with a new basis wherever a chunk begins, which may look at the tokens behind `counts`."""
         (one,) = tokens
-        most = layout.block
+        most = one.k.shape[1] - self.recent
         if positions is not None:
             most = one.k.shape[1]
             store = dataclasses.replace(store, tokens=dataclasses.replace(store.tokens, positions=positions))

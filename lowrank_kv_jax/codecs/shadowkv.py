@@ -9,19 +9,21 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.partial import AttnPartial, merge
 from lowrank_kv_jax.attention.spec import AttentionSpec
+from lowrank_kv_jax.codecs.refit import refit
 from lowrank_kv_jax.estimators.rank import check_rank, resolve_rank
 from lowrank_kv_jax.estimators.subspace_iteration import gram, leading_subspace
 from lowrank_kv_jax.method import Layout, register
-from lowrank_kv_jax.method.codec import Codec, Ends, hold
+from lowrank_kv_jax.method.codec import Codec, Ends, Tokens, hold
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.selections.landmarks import Landmarks
 from lowrank_kv_jax.storage.basis import project
+from lowrank_kv_jax.storage.bits import Bits
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.on_host import MEMORY, PLACES, OnHost, has_host_memory, on_host
 from lowrank_kv_jax.storage.positions import PerHead, Runs
-from lowrank_kv_jax.storage.state import leaf, state
+from lowrank_kv_jax.storage.state import leaf, state, take_tokens, write_tokens
 
 
 @state
@@ -181,9 +183,9 @@ class ShadowKV(Codec):
         keys = _side_by_side(tap.k_pre) * weight[:, :, None, None]
         return dataclasses.replace(store, basis=narrow(leading_subspace(gram(keys), store.basis.shape[-1]), layout.dtype))
 
-    def take_in(self, layout, bases, store, tokens, counts, seen, positions=None):
+    def take_in(self, layout, bases, store, tokens, counts, seen, positions=None, of_prompt=False):
         if positions is None:
-            return store  # what is appended stays exact
+            return self._take_more(layout, store, tokens, counts)
         (one,) = tokens
         positions = Runs(positions.start[:, :1], positions.jump[:, :1])  # one run
         if not one.k.shape[1]:
@@ -192,11 +194,55 @@ class ShadowKV(Codec):
         store = hold(store, coefficients, one.v.swapaxes(1, 2), counts, positions)
         if store.outliers is None:
             return store
-        most = store.outliers.pages.shape[2]
-        pages = outlier_pages(one.k, counts, self.page, most)
+        most, there = store.outliers.pages.shape[2], self._pages(store)
+        _, pages = outlier_pages(one.k, counts, self.page, most, there)
         k, v = (narrow(_tokens_of(x, pages, self.page), layout.dtype) for x in (one.k, one.v))
         held = jnp.minimum(counts // self.page, most) * self.page
         return dataclasses.replace(store, outliers=Outliers(k, v, held, pages))
+
+    def _pages(self, store: ShadowStore) -> int:
+        """Of all tokens that there is room for."""
+        return -(-store.tokens.k.shape[2] // self.page)
+
+    def _take_more(
+        self, layout: Layout, store: ShadowStore, tokens: tuple[Tokens, ...], counts: jax.Array
+    ) -> ShadowStore:
+        """A further chunk of the prompt, in a basis for the stored keys, which are carried over, and the new ones."""
+        (one,), held, start = tokens, store.tokens, store.tokens.length
+        weight = (jnp.arange(one.k.shape[1])[None] < counts[:, None]).astype(jnp.float32)
+        x, size, rank = _side_by_side(one.k_pre) * weight[:, :, None, None], held.k.shape[2], store.basis.shape[-1]
+        codes, basis, _ = refit(
+            layout, held, "k", store.basis, None, x, weight, gram(x),
+            lambda moment: narrow(leading_subspace(moment, rank), layout.dtype),
+        )
+        k = write_tokens(codes, project(basis, x)[:, :, :size], start, counts)
+        v = write_tokens(held.v, one.v.swapaxes(1, 2)[:, :, :size], start, counts)
+        held = dataclasses.replace(held, k=k, v=v, length=start + counts)
+        more = dataclasses.replace(store, tokens=held, basis=basis)
+        return more if store.outliers is None else dataclasses.replace(more, outliers=self._outliers(store, one, counts))
+
+    def _outliers(self, store: ShadowStore, one: Tokens, counts: jax.Array) -> Outliers:
+        """The old outliers and the new pages that lie in this chunk as a whole: the least alike of both."""
+        old, start, page, there = store.outliers, store.tokens.length, self.page, self._pages(store)
+        assert old is not None
+        most, first = old.pages.shape[2], -(-start // page)  # the page that two chunks share is no candidate
+        ahead = first * page - start
+        k, v = (take_tokens(x.swapaxes(1, 2), ahead, one.k.shape[1]) for x in (one.k, one.v))
+        keys = k.swapaxes(1, 2)
+        unlike, pages = outlier_pages(keys, jnp.maximum(counts - ahead, 0), page, most, there)
+        new = [_tokens_of(x.swapaxes(1, 2), jnp.minimum(pages, there - 1), page).astype(old.k.dtype) for x in (k, v)]
+        pages = jnp.where(pages < there, pages + first[:, None, None], there)
+        before = unlikeness(_array(old.k).reshape(*old.k.shape[:2], most, page, -1))
+        before = jnp.where(old.pages < there, before, -jnp.inf)
+        score, chosen = jax.lax.top_k(jnp.concatenate([before, unlike], axis=2), most)
+
+        def picked(x: jax.Array, y: jax.Array) -> jax.Array:
+            both = jnp.concatenate([x.reshape(*x.shape[:2], most, -1), y.reshape(*y.shape[:2], most, -1)], axis=2)
+            return jnp.take_along_axis(both, chosen[..., None], axis=2).reshape(x.shape)
+
+        pages = jnp.where(jnp.isneginf(score), there, picked(old.pages, pages))
+        held = jnp.sum(pages[:, 0] < there, axis=-1, dtype=jnp.int32) * page
+        return Outliers(picked(_array(old.k), new[0]), picked(_array(old.v), new[1]), held, pages)
 
     def attend(self, layout, bases, store, q, positions, place):
         """Keys are rebuilt and rotated by blocks."""
@@ -221,24 +267,35 @@ def _side_by_side(keys: jax.Array) -> jax.Array:
     return keys.reshape(*keys.shape[:2], 1, -1).astype(jnp.float32)
 
 
-def outlier_pages(k: jax.Array, counts: jax.Array, page: int, most: int) -> jax.Array:
-    """The whole pages with the keys least like their mean, int32 `[B, K, O]`, the least alike first.
+def outlier_pages(
+    k: jax.Array, counts: jax.Array, page: int, most: int, nowhere: int
+) -> tuple[jax.Array, jax.Array]:
+    """The whole pages with the keys least like their mean, the least alike first: how unlike, and which, `[B, K, O]`.
 
     Args:
         k: keys after RoPE `[B, T, K, D]`.
         counts: int32 `[B]`, how many of the T there are.
-        most: O; a row that has fewer whole pages gets the number of all pages in the place of the others.
+        most: O; a row that has fewer whole pages gets `nowhere` in the place of the others, which are unlike by -inf.
     """
     batch, tokens, heads, dim = k.shape
-    there = -(-tokens // page)
+    there = max(-(-tokens // page), most)
     k = jnp.pad(k.astype(jnp.float32), ((0, 0), (0, there * page - tokens), (0, 0), (0, 0)))
-    k = k.reshape(batch, there, page, heads, dim)
-    mean = k.mean(2, keepdims=True)
-    norms = jnp.linalg.norm(k, axis=-1) * jnp.linalg.norm(mean, axis=-1)
-    cosine = (jnp.sum(k * mean, axis=-1) / jnp.maximum(norms, 1e-12)).min(2)  # of its tokens, [B, C, K]
+    k = k.reshape(batch, there, page, heads, dim).transpose(0, 3, 1, 2, 4)
     whole = (jnp.arange(there) + 1) * page <= counts[:, None]
-    unlike, pages = jax.lax.top_k(jnp.where(whole[:, None], -cosine.swapaxes(1, 2), -jnp.inf), most)
-    return jnp.where(jnp.isneginf(unlike), there, pages).astype(jnp.int32)
+    unlike, pages = jax.lax.top_k(jnp.where(whole[:, None], unlikeness(k), -jnp.inf), most)
+    return unlike, jnp.where(jnp.isneginf(unlike), nowhere, pages).astype(jnp.int32)
+
+
+def unlikeness(k: jax.Array) -> jax.Array:
+    """Of pages `[B, K, C, page, D]` the negative cosine of mean and the key least like it, float32 `[B, K, C]`."""
+    k = k.astype(jnp.float32)
+    mean = k.mean(3, keepdims=True)
+    norms = jnp.linalg.norm(k, axis=-1) * jnp.linalg.norm(mean, axis=-1)
+    return -(jnp.sum(k * mean, axis=-1) / jnp.maximum(norms, 1e-12)).min(3)
+
+
+def _array(x: Any) -> jax.Array:
+    return x.widened() if isinstance(x, Bits) else x
 
 
 def _tokens_of(x: jax.Array, pages: jax.Array, page: int) -> jax.Array:

@@ -4,12 +4,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.codecs.component_bits import stored_ranks
 from lowrank_kv_jax.codecs.frame import Frame
-from lowrank_kv_jax.codecs.lowrank import of_each_row
+from lowrank_kv_jax.codecs.lowrank import SIDES, of_each_row
 from lowrank_kv_jax.codecs.principal import Principal
+from lowrank_kv_jax.codecs.refit import refit
 from lowrank_kv_jax.estimators.svd import principal_subspace, second_moment
 from lowrank_kv_jax.method import register
 
@@ -49,3 +51,18 @@ class SingleSVD(Principal):
             found.append(principal_subspace(second_moment(x, weight), basis.shape[-1]).astype(layout.dtype))
         store = dataclasses.replace(store, k_basis=found[0], v_basis=found[1])
         return self.with_steps_of(layout, bases, store, taps, weight)
+
+    def relearn(self, layout, bases, store, tokens, weight):
+        """A basis for the stored coefficients, which are carried over, and the new tokens."""
+        (one,), held, new = tokens, store.tokens, {}
+        for side, x in zip(SIDES, self.sides(one), strict=True):
+            x = x.reshape(*x.shape[:2], self.basis_heads(layout.spec), -1).astype(jnp.float32) * weight[:, :, None, None]
+            basis, steps = (getattr(store, f"{side}_{what}") for what in ("basis", "steps"))
+
+            def fit(moment: jax.Array, basis: jax.Array = basis) -> jax.Array:
+                return principal_subspace(moment, basis.shape[-1]).astype(basis.dtype)
+
+            codes, new[f"{side}_basis"], new[f"{side}_steps"] = refit(
+                layout, held, side, basis, steps, x, weight, second_moment(x), fit)
+            held = dataclasses.replace(held, **{side: codes})
+        return dataclasses.replace(store, tokens=held, **new)

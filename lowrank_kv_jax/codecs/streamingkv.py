@@ -168,7 +168,7 @@ class StreamingKV(GroupedProjections):
 
     def _fitted(self, layout, bases, store, tap, lengths):
         """The store with moving columns that have learned of a prompt."""
-        weight = (jnp.arange(layout.prompt)[None] < lengths[:, None]).astype(jnp.float32)
+        weight = (jnp.arange(tap.k.shape[1])[None] < lengths[:, None]).astype(jnp.float32)
         moved = {}
         for side, x in self._tokens(layout, bases, tap).items():
             lead, tail = self._columns(bases, store, side)

@@ -22,13 +22,14 @@ from lowrank_kv_jax.codecs.layer_groups import (
     stride_groups,
 )
 from lowrank_kv_jax.codecs.lowrank import tile_for
-from lowrank_kv_jax.codecs.xkv_store import SIDES, XKVStore, in_rows, side_by_side, slots, there
+from lowrank_kv_jax.codecs.refit import refit
+from lowrank_kv_jax.codecs.xkv_store import SIDES, XKVStore, side_by_side
 from lowrank_kv_jax.estimators.rank import check_rank, rank_multiple, resolve_rank
 from lowrank_kv_jax.estimators.rank_for_bytes import largest_rank
 from lowrank_kv_jax.estimators.row_steps import fitted_steps
 from lowrank_kv_jax.estimators.subspace_iteration import gram, leading_subspace
 from lowrank_kv_jax.method import Layout, register
-from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, codes_of, take_tokens_in
+from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, Tokens, codes_of, take_tokens_in
 from lowrank_kv_jax.method.group import LayerGroup
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.selections.landmarks import Landmarks
@@ -250,35 +251,41 @@ class XKV(TokenCodec):
             out.append(x if steps is None else steps.count(x))
         return out[0], out[1]
 
-    def take_in(self, layout, bases, store, tokens, counts, seen, positions=None):
+    def take_in(self, layout, bases, store, tokens, counts, seen, positions=None, of_prompt=False):
         if layout.spec.latent is not None:
+            if positions is None:
+                return xkv_latents.take_more(layout, store, tokens, counts, self._basis_dtype(layout), self.refit)
             return xkv_latents.fill(layout, store, tokens, counts, positions)
         if positions is not None:
             positions = Runs(positions.start[:, :1], positions.jump[:, :1])  # what is appended follows it
-        return take_tokens_in(self, layout, bases, store, tokens, counts, positions)
+            return take_tokens_in(self, layout, bases, store, tokens, counts, positions, of_prompt)
+        size = store.tokens.k.shape[2]
+        store = dataclasses.replace(store, tokens=coded_tokens.in_whole_tiles(store.tokens))
+        store = take_tokens_in(self, layout, bases, store, tokens, counts, positions, of_prompt)
+        return dataclasses.replace(store, tokens=coded_tokens.cut_to(store.tokens, size))
 
     def adapt(self, layout, bases, store, tokens, weight):
         """A basis for the stored coefficients, which are carried over, and the new tokens."""
         if not self.refit or self.recompress is None:
             return store
+        return self._refitted(layout, store, tokens, weight)
+
+    def relearn(self, layout, bases, store, tokens, weight):
+        return self._refitted(layout, store, tokens, weight) if self.refit else store
+
+    def _refitted(self, layout: Layout, store: XKVStore, tokens: tuple[Tokens, ...], weight: jax.Array) -> XKVStore:
         new: dict[str, Any] = {}
-        held, rows = store.tokens, jnp.sum(weight, axis=1) > 0
+        held = store.tokens
         for side, name in SIDES:
             x = side_by_side([getattr(one, name) for one in tokens], weight)
-            stored, steps = (getattr(store, f"{side}_{what}") for what in ("basis", "steps"))
-            basis, old = read_basis(stored), there(held, side, steps)
-            inner = jnp.einsum("bjsr,bjsp->bjrp", old, old)
-            moment = jnp.einsum("bjwr,bjrp,bjvp->bjwv", basis, inner, basis) + gram(x)
-            found = self._store_basis(layout, leading_subspace(moment, basis.shape[-1]))
-            new[f"{side}_basis"] = moved = in_rows(rows, found, stored)
-            after = None
-            if steps is not None:
-                carried = jnp.einsum("bjsr,bjrp->bjsp", old, coded_tokens.change_of_basis(basis, read_basis(moved)))
-                every = jnp.concatenate([carried, project(read_basis(moved), x)], axis=2)
-                counts = jnp.concatenate([slots(held), weight], axis=1).astype(jnp.float32)
-                fitted = fitted_steps(every, counts, getattr(held, side).runs, layout.dtype)
-                new[f"{side}_steps"] = after = in_rows(rows, fitted, steps)
-            codes = coded_tokens.transport(held, side, basis, read_basis(moved), steps, after)
+            basis, steps = (getattr(store, f"{side}_{what}") for what in ("basis", "steps"))
+            rank = basis.shape[-1]
+
+            def fit(moment: jax.Array, rank: int = rank) -> jax.Array | ScaledBasis:
+                return self._store_basis(layout, leading_subspace(moment, rank))
+
+            codes, new[f"{side}_basis"], new[f"{side}_steps"] = refit(
+                layout, held, side, basis, steps, x, weight, gram(x), fit)
             held = dataclasses.replace(held, **{side: codes})
         return dataclasses.replace(store, tokens=held, **new)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.spec import LatentSpec, Taps
 from lowrank_kv_jax.codecs.component_bits import mean_bits, typical_runs, uniform_bits
+from lowrank_kv_jax.codecs.refit import refit
 from lowrank_kv_jax.estimators.row_steps import fitted_steps
 from lowrank_kv_jax.estimators.subspace_iteration import leading_subspace
 from lowrank_kv_jax.estimators.svd import second_moment
@@ -25,8 +26,15 @@ from lowrank_kv_jax.storage.block_reads import slice_block
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.positions import Runs
-from lowrank_kv_jax.storage.quantised import empty_tokens, read_basis, store_basis
-from lowrank_kv_jax.storage.state import leaf, state
+from lowrank_kv_jax.storage.quantised import (
+    append_tokens,
+    empty_tokens,
+    padded_to_tiles,
+    read_basis,
+    store_basis,
+    without_padding,
+)
+from lowrank_kv_jax.storage.state import leaf, state, write_tokens
 from lowrank_kv_jax.storage.steps import Steps, plain_steps
 from lowrank_kv_jax.storage.water_filled import empty_water_filled
 
@@ -123,6 +131,32 @@ def fill(
     )
     filled = fill_tokens(store.codes, codes, counts)
     return dataclasses.replace(store, rotary=rotary, codes=filled, length=counts, positions=positions)
+
+
+def take_more(
+    layout: Layout, store: LatentStore, tokens: tuple[Tokens, ...], counts: jax.Array, basis_dtype: str, fits: bool
+) -> LatentStore:
+    """A further chunk of the prompt behind what is stored, in a basis that is fitted to both where it `fits`."""
+    weight = (jnp.arange(tokens[0].k.shape[1])[None] < counts[:, None]).astype(jnp.float32)
+    x = _latents(layout, [one.k_pre for one in tokens]).astype(jnp.float32) * weight[:, :, None, None]
+    size = store.codes.shape[2]
+    store = dataclasses.replace(store, codes=padded_to_tiles(store.codes))
+    if fits:
+        rank = store.basis.shape[-1]
+        codes, basis, steps = refit(
+            layout, store, "codes", store.basis, store.steps, x, weight, second_moment(x),
+            lambda moment: store_basis(leading_subspace(moment, rank), basis_dtype),
+        )
+        store = dataclasses.replace(store, codes=codes, basis=basis, steps=steps)
+    new = project(read_basis(store.basis), x)
+    new = new if store.steps is None else store.steps.count(new)
+    codes = without_padding(append_tokens(store.codes, new[:, :, :size], store.length, counts), size)
+    rotary_dim = _rotary_dim(layout)
+    rotary = tuple(
+        RotaryKeys(write_tokens(own.k, one.k[:, :size, ..., :rotary_dim].swapaxes(1, 2), store.length, counts))
+        for one, own in zip(tokens, store.rotary, strict=True)
+    )
+    return dataclasses.replace(store, rotary=rotary, codes=codes, length=store.length + counts)
 
 
 def attend(layout: Layout, store: LatentStore, q: jax.Array, positions: jax.Array, place: Place) -> AttnPartial:

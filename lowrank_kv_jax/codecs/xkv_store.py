@@ -1,12 +1,10 @@
 """What xKV holds of a group's tokens."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.segments import coded as coded_tokens
-from lowrank_kv_jax.storage.quantised import ScaledBasis, read_tokens
+from lowrank_kv_jax.storage.quantised import ScaledBasis
 from lowrank_kv_jax.storage.state import leaf, state
 from lowrank_kv_jax.storage.steps import Steps
 
@@ -28,23 +26,6 @@ class XKVStore:
     v_basis: jax.Array | ScaledBasis = leaf("batch", "kv_heads", "width", "rank", kind="bases")
     k_steps: Steps | None
     v_steps: Steps | None
-
-
-def there(segment: coded_tokens.Coded, side: str, steps: Steps | None) -> jax.Array:
-    """Stored coefficients float32 `[B, 1, S, R]`, zero in free slots."""
-    x = read_tokens(getattr(segment, side))
-    x = x if steps is None else steps.widen(x)
-    return jnp.where(slots(segment)[:, None, :, None], x, 0.0)
-
-
-def slots(segment: coded_tokens.Coded) -> jax.Array:
-    """Which slots hold a token, bool `[B, S]`."""
-    return jnp.arange(segment.k.shape[2]) < segment.length[:, None]
-
-
-def in_rows(rows: jax.Array, new: Any, old: Any) -> Any:
-    """Arrays `[B, ...]` of `new` in these rows bool `[B]`, of `old` in the others."""
-    return jax.tree.map(lambda now, before: jnp.where(rows.reshape(-1, *(1,) * (now.ndim - 1)), now, before), new, old)
 
 
 def side_by_side(parts: list[jax.Array], weight: jax.Array | None = None) -> jax.Array:

@@ -6,7 +6,6 @@ decoding) the whole model is one program.
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +15,19 @@ from jax.core import Tracer
 from jaxtyping import Bool, Float, Int
 
 from lowrank_kv_jax.attention.spec import Taps
-from lowrank_kv_jax.generation.groups import compress_group, refresh_group, step_group
+from lowrank_kv_jax.checks.bounds import check_int
+from lowrank_kv_jax.generation.chunks import read_chunk, settled
+from lowrank_kv_jax.generation.groups import compress_group, refresh_group
+from lowrank_kv_jax.generation.layers import (
+    embed_tokens,
+    last_hidden,
+    last_logits,
+    layer_extend,
+    layer_prefill,
+    layer_prefill_twice,
+    logits_of,
+    together,
+)
 from lowrank_kv_jax.method import Layout, Part, Place
 from lowrank_kv_jax.method.cache import Cache, check_method
 from lowrank_kv_jax.method.filling import checked_lengths, guard, next_block, refreshed, with_block
@@ -24,57 +35,8 @@ from lowrank_kv_jax.method.layout import DEFAULT_BLOCK, layout_of
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.group_bases import bases_of_group
 from lowrank_kv_jax.models.config import ModelConfig
-from lowrank_kv_jax.models.decoder import block_output, block_prefill, block_taps, embed, unembed
-from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention
-from lowrank_kv_jax.selections.reread import CHUNK, attend_twice, prompt_twice
+from lowrank_kv_jax.selections.reread import CHUNK, prompt_twice
 from lowrank_kv_jax.storage.sharding import replicate, shard_rows
-
-# ---- one layer, jitted: shared by all layers of a model ---------------------------------------------------------
-
-
-@functools.partial(jax.jit, static_argnames=("config", "window"))
-def layer_prefill(config: ModelConfig, window: int | None, layer: Any, x: jax.Array, positions: jax.Array):
-    """Exact causal attention within the prompt: the residual stream after the layer and its taps."""
-    attend = functools.partial(causal_attention, **config.attention.logits, window=window)
-    return block_prefill(config, layer, x, positions, attend)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "window"))
-def layer_prefill_twice(
-    config: ModelConfig, window: int | None, layer: Any, x: jax.Array, positions: jax.Array, lengths: jax.Array
-):
-    """The same for a prompt `[B, S, H]` with a copy behind it, `[B, 2 S, H]`; taps of the prompt, with `reread`."""
-    size, votes = x.shape[1] // 2, []
-
-    def attend(q, k, v, sink_logits=None):
-        out, found = attend_twice(
-            q, k, v, lengths, **config.attention.logits, window=window, sink_logits=sink_logits
-        )
-        votes.append(found)
-        return out
-
-    x, taps = block_prefill(config, layer, x, positions, attend)
-    return x, taps.part(slice(size))._replace(reread=votes[0])
-
-
-@functools.partial(jax.jit, static_argnames=("config", "method", "layout", "place"), donate_argnames=("state",))
-def layer_extend(config, method, layout, place, layer, bases, state, x, positions, counts):
-    """Append T tokens to one layer's cache and attend through it."""
-    taps = block_taps(config, layer, x, positions)
-    state, partial = step_group(method, layout, place, bases, state, taps, positions, counts)
-    return block_output(config, layer, x, partial.out), state
-
-
-embed_tokens = jax.jit(embed, static_argnums=0)
-logits_of = jax.jit(unembed, static_argnums=0)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def last_logits(config, params, x, counts):
-    """Logits `[B, V]` at the last valid token of each row of `x` `[B, T, H]`."""
-    last = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
-    return unembed(config, params, last)[:, 0]
-
 
 # ---- the model --------------------------------------------------------------------------------------------------
 
@@ -90,11 +52,11 @@ def make_layout(
 def prefill(
     method: Part, config: ModelConfig, params: Any, tokens: Int[jax.Array | np.ndarray, "B S"],
     lengths: Int[jax.Array | np.ndarray, " B"] | None = None, *, bases: Any = None, capacity: int | None = None,
-    block: int = DEFAULT_BLOCK, dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
+    block: int = DEFAULT_BLOCK, dtype: Any = None, mesh: jax.sharding.Mesh | None = None, chunk: int | None = None,
 ) -> tuple[Cache, Float[jax.Array, "B V"]]:
     """Attend exactly within the prompts and compress, group of layers by group.
 
-    At most one group's exact keys and values are alive at any time.
+    At most one group's exact keys and values are alive at any time; with `chunk`, those of a chunk.
 
     Args:
         method: how to compress.
@@ -107,6 +69,9 @@ def prefill(
         dtype: of the cache, any floating one, `default_cache_dtype()` (bfloat16) by default; see `cache_dtype`.
         mesh: lay the cache out over these devices, rows over "data" and kv heads over "model"; the weights must lie on
             the same mesh (`load_model(..., mesh=mesh)`).
+        chunk: read so many tokens at a time, 2048 say, and compress between them: a chunk attends exactly to itself, and
+            to what the cache holds of those before it, so that memory does not grow with the prompt beyond the cache. A
+            prompt of one chunk is read as without. None: the whole prompt attends to itself exactly.
 
     Returns:
         The cache, and float32 logits `[B, V]` at the last token of each row.
@@ -114,12 +79,49 @@ def prefill(
     Raises:
         ValueError: shapes, lengths, capacity, method or bases do not fit; see `make_layout`.
     """
+    if chunk is not None:
+        check_int("chunk", chunk, 1)
     tokens, lengths = _checked_tokens(tokens, lengths, config.vocab_size)
     batch, width = tokens.shape
     layout = make_layout(config, batch, width, capacity, block, dtype, mesh)
     method.validate(config.attention)
-    bases = bases_of_group(method, config.attention, replicate(layout.mesh, bases))
+    bases, first = replicate(layout.mesh, bases), width if chunk is None else min(chunk, width)
     tokens, lengths = shard_rows(layout.mesh, tokens, lengths)
+    whole = first == width
+    if method.rereads and not whole:
+        check_context(config, width, min(first, CHUNK))
+    cache, last = begin_prefill(
+        method, config, params, layout, tokens[:, :first], lengths, bases=bases, goes_on=not whole)
+    for begin in range(first, width, first):
+        piece = tokens[:, begin : begin + first]
+        piece = jnp.pad(piece, ((0, 0), (0, first - piece.shape[1])))  # one program for all chunks
+        counts = jnp.clip(lengths - begin, 0, first)
+        cache, last = read_chunk(method, config, params, cache, piece, counts, last, bases=bases, of_prompt=True)
+    return cache if whole else settled(cache), logits_of(config, params, last)[:, 0]
+
+
+def begin_prefill(
+    method: Part, config: ModelConfig, params: Any, layout: Layout, tokens: Int[jax.Array, "B T"],
+    lengths: Int[jax.Array, " B"], *, bases: Any = None, goes_on: bool = False,
+) -> tuple[Cache, Float[jax.Array, "B 1 H"]]:
+    """Prefill prompts, or the first T tokens of prompts that go on; unchecked.
+
+    Args:
+        layout: of the cache, with room for the whole prompts.
+        lengths: int32 `[B]`, of the whole prompts.
+        goes_on: whether `generation.chunks.read_chunk` reads the rest, before `settled`.
+
+    Returns:
+        The cache, and the residual stream `[B, 1, H]` at each row's last token.
+    """
+    limit, begun = machine_of(method).limit(layout, lengths), jnp.minimum(lengths, tokens.shape[1])
+    bases = bases_of_group(method, config.attention, bases)
+    states, x = _compressed(method, config, params, layout, bases, tokens, begun, goes_on)
+    return Cache(states, begun, limit, jnp.int32(0), method, layout), last_hidden(x, begun)
+
+
+def _compressed(method, config, params, layout: Layout, bases, tokens, lengths, goes_on: bool):
+    """The states of all groups, and the residual stream."""
     reading = start_reading(config, params, tokens, lengths, twice=method.rereads)
     states = []
     for group, group_bases in zip(method.layer_groups(config.attention), bases, strict=True):
@@ -127,14 +129,11 @@ def prefill(
         for layer in group:
             reading, tap = read_layer(config, params, layer, reading)
             taps.append(tap)
-        state = compress_group(method, layout.of_layer(group[0]), group_bases, tuple(taps), lengths)
+        state = compress_group(method, layout.of_layer(group[0]), group_bases, tuple(taps), lengths, goes_on)
         # Without the barrier a compiler may compress all groups at the end and keep every exact K/V until then.
-        reading, state = _together(reading, state)
+        reading, state = together(reading, state)
         states.append(state)
-    cache = Cache(  # its own copy of the lengths: the cache is donated, the caller's array is not
-        tuple(states), jnp.copy(lengths), machine_of(method).limit(layout, lengths), jnp.int32(0), method, layout
-    )
-    return cache, last_logits(config, params, reading.x[:, :width], lengths)
+    return tuple(states), reading.x[:, : tokens.shape[1]]
 
 
 class Reading(NamedTuple):
@@ -160,12 +159,16 @@ def start_reading(
     if not twice:
         positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), tokens.shape)
         return Reading(embed_tokens(config, params, tokens), positions, None)
-    needed = width + min(width, CHUNK)
-    if needed > config.context:
-        raise ValueError(f"a prompt of {width} tokens, read twice, needs {needed} positions; the model's context has "
-                         f"{config.context}")
+    check_context(config, width, min(width, CHUNK))
     tokens, positions = prompt_twice(tokens, lengths)
     return Reading(embed_tokens(config, params, tokens, positions), positions, lengths)
+
+
+def check_context(config: ModelConfig, width: int, copies: int) -> None:
+    """Raise ValueError where a prompt of `width` tokens, of which so many are read twice at a time, has no positions."""
+    if width + copies > config.context:
+        raise ValueError(f"a prompt of {width} tokens, read twice, needs {width + copies} positions; the model's context "
+                         f"has {config.context}")
 
 
 def read_layer(config: ModelConfig, params: Any, layer: int, reading: Reading) -> tuple[Reading, Taps]:
@@ -247,13 +250,6 @@ def refresh(method: Part, cache: Cache, *, bases: Any = None) -> Cache:
     layouts = (layout.of_layer(group[0]) for group in method.layer_groups(layout.spec))
     states = (refresh_group(method, *of_group) for of_group in zip(layouts, bases, cache.groups, strict=True))
     return dataclasses.replace(refreshed(cache), groups=tuple(states))
-
-
-def _together(*trees):
-    leaves, treedef = jax.tree.flatten(trees)
-    if not any(isinstance(leaf, Tracer) for leaf in leaves):
-        return trees
-    return treedef.unflatten(jax.lax.optimization_barrier(leaves))
 
 
 def _checked_tokens(tokens, lengths, vocab_size: int):

@@ -11,7 +11,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Key, UInt32
 
 from lowrank_kv_jax.checks.bounds import check_int
-from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, decode_step, extend, prefill, refresh
+from lowrank_kv_jax.generation.chunks import read_chunk
+from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, decode_step, extend, logits_of, prefill, refresh
 from lowrank_kv_jax.generation.prompts import check_lengths, encode_prompts, pad_prompts
 from lowrank_kv_jax.generation.sampling import Sampler, sample
 from lowrank_kv_jax.method import Fault, Part
@@ -97,44 +98,68 @@ def decode_block(
 
 def ingest(
     method: Part, config: ModelConfig, params: Any, cache: Cache, tokens: Sequence[Sequence[int]], *,
-    bases: Any = None,
+    bases: Any = None, chunk: int | None = None,
 ) -> tuple[Cache, Float[jax.Array, "B V"]]:
     """Append a turn of any length to every row, block by block, refreshing in between.
 
     Args:
         cache: consumed; `fork` it first to keep it.
         tokens: ids for each row, at least one a row.
+        chunk: instead of blocks of `layout.block` tokens, chunks of any size: each attends exactly to itself and to all
+            that the cache holds, and is compressed as if its tokens had been decoded.
 
     Returns:
         The refreshed cache and logits `[B, V]` at each row's last token.
 
     Raises:
-        ValueError: an empty row, or a row that outgrows the capacity.
+        ValueError: an empty row, a row that outgrows the capacity, or `chunk` below 1.
     """
+    if chunk is not None:
+        check_int("chunk", chunk, 1)
     counts = np.array([len(row) for row in tokens])
     if len(tokens) != cache.layout.batch or (counts == 0).any():
         raise ValueError(f"tokens: expected {cache.layout.batch} rows of at least one token, got lengths "
                          f"{counts.tolist()}")
     check_room(cache, counts)
-    return _ingest(method, config, params, cache, tokens, bases)
+    return _ingest(method, config, params, cache, tokens, bases, chunk)
 
 
-def _ingest(method, config, params, cache: Cache, tokens: Sequence[Sequence[int]], bases) -> tuple[Cache, jax.Array]:
+def _ingest(
+    method, config, params, cache: Cache, tokens: Sequence[Sequence[int]], bases, chunk: int | None
+) -> tuple[Cache, jax.Array]:
     """`ingest`, unchecked: a row may be empty, and stays as it is."""
-    layout, counts = cache.layout, np.array([len(row) for row in tokens])
-    cache = refresh(method, cache, bases=bases)
-    last = None
-    for begin in range(0, int(counts.max()), layout.block):
-        here = np.clip(counts - begin, 0, layout.block)
-        padded = np.zeros((layout.batch, layout.block), np.int32)
-        for row, ids in enumerate(tokens):
-            padded[row, : here[row]] = ids[begin : begin + layout.block]
-        piece = (jnp.asarray(padded), jnp.asarray(here, jnp.int32))
+    layout, longest = cache.layout, max(len(row) for row in tokens)
+    cache, last = refresh(method, cache, bases=bases), None
+    if chunk is not None:
+        size = width_of_turn(longest, chunk, layout.block)
+        for piece in _pieces(tokens, size):
+            cache, last = read_chunk(method, config, params, cache, *piece, last, bases=bases, of_prompt=False)
+        return cache, logits_of(config, params, last)[:, 0]
+    for piece in _pieces(tokens, layout.block):
         cache, logits = extend(method, config, params, cache, *piece, bases=bases)
         cache = refresh(method, cache, bases=bases)
-        last = logits if last is None else jnp.where(jnp.asarray(here > 0)[:, None], logits, last)
+        last = logits if last is None else jnp.where((piece[1] > 0)[:, None], logits, last)
     assert last is not None
     return cache, last
+
+
+def width_of_turn(tokens: int, chunk: int, block: int) -> int:
+    """Tokens that a turn of so many is read at a time: `block`, doubled until they fit, `chunk` at the most, so that
+    turns of similar length share their programs."""
+    width = block
+    while width < min(tokens, chunk):
+        width *= 2
+    return min(width, chunk)
+
+
+def _pieces(rows: Sequence[Sequence[int]], size: int) -> Iterator[tuple[jax.Array, jax.Array]]:
+    """`size` tokens of each row at a time, int32 `[B, size]`, and how many of them there are."""
+    lengths = np.array([len(row) for row in rows])
+    for begin in range(0, int(lengths.max()), size):
+        padded, counts = np.zeros((len(rows), size), np.int32), np.clip(lengths - begin, 0, size)
+        for row, ids in enumerate(rows):
+            padded[row, : counts[row]] = ids[begin : begin + size]
+        yield jnp.asarray(padded), jnp.asarray(counts, jnp.int32)
 
 
 def check_room(cache: Cache, counts: Int[np.ndarray, " n"], answer: int = 0) -> None:
@@ -213,8 +238,9 @@ def generate(
     model: Any, method: Part | str, prompts: str | Sequence[str] | Sequence[Sequence[int]], *, bases: Any = None,
     max_new_tokens: int = 64, temperature: float = 0.0, top_k: int | None = None, top_p: float = 1.0,
     seeds: Sequence[int] | int = 0, stop_at_eos: bool = True, cache: Cache | Generation | None = None,
-    batch: int | None = None, block: int | None = None, capacity: int | None = None, dtype: Any = None,
-    mesh: jax.sharding.Mesh | None = None, on_tokens: Callable[[Int[np.ndarray, "B n"]], None] | None = None,
+    batch: int | None = None, block: int | None = None, capacity: int | None = None, prefill_chunk: int | None = None,
+    dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
+    on_tokens: Callable[[Int[np.ndarray, "B n"]], None] | None = None,
 ) -> Generation:
     """Generate from a compressed cache.
 
@@ -238,6 +264,8 @@ def generate(
         capacity: longest conversation, in tokens. By default the padded prompts, `max_new_tokens` and room for one more
             turn, `NEXT_TURN` tokens and as long an answer, within the model's context. Free slots take bytes: where no
             turn follows, prompt and `max_new_tokens` are enough; several turns need more, from the first one on.
+        prefill_chunk: read prompts so many tokens at a time, and compress between them: `chunk` of `prefill`, and of
+            `ingest` where a conversation goes on.
         dtype: of the cache, `default_cache_dtype()` (bfloat16) by default.
         mesh: lay the cache out over these devices, see `prefill`; the model must lie on the same mesh.
         on_tokens: called with each block of new tokens `[prompts, n]` (-1: none) as soon as it is there.
@@ -247,7 +275,7 @@ def generate(
             context, `max_new_tokens` below 1, or a spec that spells no method.
     """
     check_int("max_new_tokens", max_new_tokens, 1)
-    for name, value in (("batch", batch), ("block", block), ("capacity", capacity)):
+    for name, value in (("batch", batch), ("block", block), ("capacity", capacity), ("prefill_chunk", prefill_chunk)):
         if value is not None:
             check_int(name, value, 1)
     method, rows = as_method(method), encode_prompts(model, prompts)
@@ -265,7 +293,7 @@ def generate(
     if cache is not None:
         check_room(cache, np.array([len(row) for row in rows]), max_new_tokens - 1)  # the last token drawn is not cached
         rows = rows + [[]] * (cache.layout.batch - count)
-        state, logits = _ingest(method, config, params, fork(cache), rows, bases)
+        state, logits = _ingest(method, config, params, fork(cache), rows, bases, prefill_chunk)
     else:
         longest = config.context - max_new_tokens
         if longest < 1:
@@ -283,7 +311,7 @@ def generate(
             capacity = min(tokens.shape[1] + 2 * max_new_tokens + NEXT_TURN, config.context)
         state, logits = prefill(
             method, config, params, tokens, lengths, bases=bases, capacity=capacity,
-            block=DEFAULT_BLOCK if block is None else block, dtype=dtype, mesh=mesh,
+            block=DEFAULT_BLOCK if block is None else block, dtype=dtype, mesh=mesh, chunk=prefill_chunk,
         )
     blocks, progress = [], None
     for new, state, progress in decode(  # noqa: B007, B020

@@ -10,17 +10,22 @@ from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.sink_logits import with_sink
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.method import Layout, Part, Place
+from lowrank_kv_jax.method.chunk import with_votes
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.storage.bits import hold_bits, like_before
 from lowrank_kv_jax.storage.lanes import lay_out
 from lowrank_kv_jax.storage.sharding import constrain
 
 
-@functools.partial(jax.jit, static_argnames=("method", "layout"))
-def compress_group(method: Part, layout: Layout, bases: Any, taps: tuple[Taps, ...], lengths: Int[jax.Array, " B"]):
-    """The compressed state of a group of layers whose prompt was prefilled."""
+@functools.partial(jax.jit, static_argnames=("method", "layout", "goes_on"))
+def compress_group(
+    method: Part, layout: Layout, bases: Any, taps: tuple[Taps, ...], lengths: Int[jax.Array, " B"],
+    goes_on: bool = False,
+):
+    """The compressed state of a group of layers whose prompt was prefilled, or its first chunk where it `goes_on`."""
     method = machine_of(method)
-    empty = constrain(layout.mesh, method.init(layout, bases))
+    empty = method.init(layout, bases)
+    empty = constrain(layout.mesh, with_votes(method, layout, empty) if goes_on else empty)
     return constrain(layout.mesh, hold_bits(method.compress(layout, bases, empty, taps, lengths)))
 
 
@@ -34,6 +39,35 @@ def step_group(
     partial = with_sink(machine.attend(layout, bases, state, taps.q, positions, place), taps.sink_logits)
     state = machine.observe(layout, bases, state, taps.q, partial.lse, positions, place)
     return constrain(layout.mesh, like_before(before, state)), partial
+
+
+def read_chunk(
+    method: Part, layout: Layout, place: Place, bases: Any, state: Any, taps: Taps, positions: Int[jax.Array, "B T"],
+    counts: Int[jax.Array, " B"],
+) -> tuple[AttnPartial, Any]:
+    """Attend from a chunk of T tokens to itself and to a layer's cache, which stays as it is; not compiled by itself.
+
+    Returns:
+        The partial, and what its queries say of the tokens, for `ingest_group`.
+    """
+    return machine_of(method).read_chunk(layout, bases, state, taps, positions, counts, place)
+
+
+@functools.partial(jax.jit, static_argnames=("method", "layout", "of_prompt"), donate_argnames=("state",))
+def ingest_group(
+    method: Part, layout: Layout, bases: Any, state: Any, taps: tuple[Taps, ...], seen: tuple[Any, ...],
+    positions: Int[jax.Array, "B T"], counts: Int[jax.Array, " B"], of_prompt: bool,
+):
+    """The state of a group of layers with a chunk that has attended.
+
+    Args:
+        taps: of each layer, T tokens.
+        seen: of each layer, what `read_chunk` returned.
+        of_prompt: whether the chunk goes on with the prompt, or comes behind it.
+    """
+    rows = lay_out(state, "rows")
+    filled = machine_of(method).ingest(layout, bases, rows, taps, seen, positions, counts, of_prompt=of_prompt)
+    return constrain(layout.mesh, like_before(state, lay_out(filled, layout.tokens)))
 
 
 @functools.partial(jax.jit, static_argnames=("method", "layout"), donate_argnames=("state",))

@@ -27,7 +27,7 @@ def compress(machine, layout, bases, state, taps, lengths):
     state = dataclasses.replace(state, ends=exact)
     scores = [rule.prompt_scores(layout, tap, lengths) for tap in taps]
     votes = sum(scores[1:], scores[0])
-    slots = jnp.arange(layout.prompt, dtype=jnp.int32)
+    slots = jnp.arange(votes.shape[2], dtype=jnp.int32)
     middle = (slots >= ends.sinks) & (slots < lengths[:, None] - ends.recent)
     if state.near_votes is not None:
         state = dataclasses.replace(state, near_votes=voting.of_prompt(state.near_votes, exact[0], votes))
@@ -44,7 +44,7 @@ def compress(machine, layout, bases, state, taps, lengths):
 def _select_prompt(machine, layout, bases, state, taps, lengths, votes, middle):
     """The state with the prompt's selected tokens coded, and which of them each head keeps, bool `[B, K, S]`."""
     room, heads, codec = machine.room(layout, bases), layout.spec.kv_heads, machine.codec
-    size = layout.prompt
+    size = votes.shape[2]
     position = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), votes.shape)
     found = pool.arrange(room, position, votes, jnp.broadcast_to(middle[:, None], votes.shape))
     score = found.votes
@@ -70,10 +70,26 @@ def _select_prompt(machine, layout, bases, state, taps, lengths, votes, middle):
 
 
 def refresh(machine, layout, bases, state):
-    rule, codec, spec = machine.selection, machine.codec, layout.spec
     ends, most = machine.ends_of(layout, bases), layout.block
     tokens = tuple(oldest(layout, part, ends.first, most) for part in state.ends)
     state, counts, votes = voting.flush(state, ends, most)
+    return admit(machine, layout, bases, state, tokens, counts, votes)
+
+
+def admit(
+    machine, layout, bases, state, tokens: tuple[Tokens, ...], counts, votes, *, chunk: bool = False,
+    of_prompt: bool = False,
+):
+    """The state once it has chosen among its stored tokens and those that have left the exact ends.
+
+    Args:
+        tokens: of each layer, `[B, T, ...]`.
+        counts: int32 `[B]`, how many of the first there are.
+        votes: float32 `[B, K, T]`, theirs.
+        chunk: whether they are of a chunk, whose last queries chose, and not of a block of steps.
+        of_prompt: whether that chunk is the prompt's.
+    """
+    rule, codec, spec, most = machine.selection, machine.codec, layout.spec, votes.shape[2]
     there = jnp.arange(most)[None] < counts[:, None]
     valid = jnp.broadcast_to(there[:, None], votes.shape)
     if state.store is None:
@@ -82,7 +98,8 @@ def refresh(machine, layout, bases, state):
             for sums, new in zip(state.gone, tokens, strict=False)
         )
         return dataclasses.replace(state, gone=gone)
-    store = codec.adapt(layout, bases.codec, state.store, tokens, there.astype(jnp.float32))
+    move = codec.relearn if of_prompt else codec.adapt
+    store = move(layout, bases.codec, state.store, tokens, there.astype(jnp.float32))
     codes = codec.encode(layout, bases.codec, store, tokens)
     state, room = dataclasses.replace(state, store=store), machine.room(layout, bases)
     position = jnp.broadcast_to(tokens[0].positions[:, None], votes.shape).astype(jnp.int32)
@@ -90,19 +107,24 @@ def refresh(machine, layout, bases, state):
     found = pool.join(pool.stored(state), fresh)
     k, v = (pool.joined_codes(old, new, room) for old, new in zip(codes_of(store), codes, strict=True))
     score = found.votes
+    if chunk and rule.neighbours is not None:
+        score = rule.neighbours.shared(score, found.position, found.owner, found.valid)
     if rule.statistics:
-        where = PerHead(found.position, found.owner, spec.kv_heads)
-        pairs = [codec.decode(layout, bases.codec, store, k, v, where, i) for i in range(len(state.gone))]
-        score = _informed(layout, room, score, state.gone, pairs, found.owner)
+        where, sums = PerHead(found.position, found.owner, spec.kv_heads), state.gone
+        pairs = [codec.decode(layout, bases.codec, store, k, v, where, i) for i in range(len(sums))]
+        if of_prompt and rule.prefill == "informed":
+            weight = pool.of_owners(found.valid, found.owner, spec.kv_heads)
+            sums = [moment_summary.update(s, *pair, weight) for s, pair in zip(sums, pairs, strict=True)]
+        score = _informed(layout, room, score, sums, pairs, found.owner)
     waits = (counts == 0)[:, None, None]  # what was chosen stays, though budgets of heads were rounded
     kept = jnp.where(waits, found.valid, _best(machine, layout, bases, room, found, score))
     picked = pool.Picked.of(found, kept, store.tokens.k.shape[2], spec.kv_heads)
-    state = sum_up(machine, layout, bases, state, room, found, kept, k, v)
+    state = sum_up(machine, layout, bases, state, room, found, kept, k, v, most)
     store = hold(store, picked.take(k), picked.take(v), picked.length, picked.positions(spec.kv_heads))
     state = dataclasses.replace(state, store=store)
     if state.far_votes is None:
         return state
-    fade = jnp.where(waits, 1.0, rule.decay)
+    fade = 1.0 if chunk else jnp.where(waits, 1.0, rule.decay)
     return dataclasses.replace(
         state, near_votes=fade * state.near_votes, far_votes=fade * picked.take(found.votes)
     )
@@ -133,13 +155,17 @@ def _informed(layout, room: Room, score, sums, pairs, owner):
     return total
 
 
-def sum_up(machine, layout, bases, state, room: Room, found: pool.Candidates, kept, k, v):
-    """Add the candidates that are not kept, with codes `[B, J, S, R]`, to the moments of every layer."""
+def sum_up(machine, layout, bases, state, room: Room, found: pool.Candidates, kept, k, v, fresh: int):
+    """Add the candidates that are not kept, with codes `[B, J, S, R]`, to the moments of every layer.
+
+    Args:
+        fresh: how many of the candidates are new at the most, so many leave.
+    """
     if not state.gone:
         return state
     heads, store = layout.spec.kv_heads, state.store
     leaving = found.valid & ~kept
-    most = heads * (layout.block + 1) if room.packed else layout.block
+    most = heads * (fresh + 1) if room.packed else fresh
     slots = pool.compact(leaving, min(most, leaving.shape[-1]))
     there = jnp.arange(slots.shape[-1]) < leaving.sum(-1, keepdims=True)
     k, v, position = (pool.take_slots(x, slots) for x in (k, v, found.position))

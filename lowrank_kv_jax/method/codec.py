@@ -153,7 +153,7 @@ class Codec(Part):
         """Move an empty store's bases towards a prompt. Default: they do not move.
 
         Args:
-            taps: of each layer, T = layout.prompt.
+            taps: of each layer, T = layout.prompt, or fewer: the first chunk of a prompt.
             lengths: int32 `[B]`.
             weight: float32 `[B, T]`, 1 for the tokens that will be coded.
         """
@@ -163,7 +163,7 @@ class Codec(Part):
     @abc.abstractmethod
     def take_in(
         self, layout: Layout, bases: Any, store: Any, tokens: tuple[Tokens, ...], counts: Int[jax.Array, " B"],
-        seen: Int[jax.Array, " B"], positions: Runs | None = None,
+        seen: Int[jax.Array, " B"], positions: Runs | None = None, of_prompt: bool = False,
     ) -> Any:
         """Code a prompt's tokens, or those that leave the exact ends, behind what is stored; bases may move before.
 
@@ -171,7 +171,8 @@ class Codec(Part):
             tokens: of each layer `[B, T, ...]`.
             counts: int32 `[B]`, how many of the first to code.
             seen: int32 `[B]`, how many of the T there are, those ahead included.
-            positions: of the store's slots, with a prompt's tokens alone.
+            positions: of the store's slots, with a prompt's tokens alone, or those of its first chunk.
+            of_prompt: whether they are of a further chunk of the prompt.
         """
 
     @abc.abstractmethod
@@ -217,6 +218,12 @@ class TokenCodec(Codec):
         del layout, bases, tokens, weight
         return store
 
+    def relearn(
+        self, layout: Layout, bases: Any, store: Any, tokens: tuple[Tokens, ...], weight: Float32[jax.Array, "B T"]
+    ) -> Any:
+        """As `adapt`, towards a further chunk of the prompt. Default: what happens while decoding."""
+        return self.adapt(layout, bases, store, tokens, weight)
+
     @abc.abstractmethod
     def decode(
         self, layout: Layout, bases: Any, store: Any, k: Float[jax.Array, "B J S Rk"], v: Float[jax.Array, "B J S Rv"],
@@ -233,19 +240,22 @@ class TokenCodec(Codec):
     ) -> Logits:
         """What the logits of one layer's queries over the stored tokens are products of, for votes."""
 
-    def take_in(self, layout, bases, store, tokens, counts, seen, positions=None):
+    def take_in(self, layout, bases, store, tokens, counts, seen, positions=None, of_prompt=False):
         del seen
-        return take_tokens_in(self, layout, bases, store, tokens, counts, positions)
+        return take_tokens_in(self, layout, bases, store, tokens, counts, positions, of_prompt)
 
 
-def take_tokens_in(codec: TokenCodec, layout, bases, store, tokens, counts, positions: Runs | None) -> Any:
+def take_tokens_in(
+    codec: TokenCodec, layout, bases, store, tokens, counts, positions: Runs | None, of_prompt: bool
+) -> Any:
     """`take_in` of a codec of one token at a time."""
     if positions is not None:
         if not tokens[0].k.shape[1]:
             return dataclasses.replace(store, tokens=dataclasses.replace(store.tokens, positions=positions))
         return hold(store, *codec.encode(layout, bases, store, tokens), counts, positions)
     weight = jnp.arange(tokens[0].k.shape[1])[None] < counts[:, None]
-    store = codec.adapt(layout, bases, store, tokens, weight.astype(jnp.float32))
+    move = codec.relearn if of_prompt else codec.adapt
+    store = move(layout, bases, store, tokens, weight.astype(jnp.float32))
     codes = codec.encode(layout, bases, store, tokens)
     return dataclasses.replace(store, tokens=coded_tokens.append(store.tokens, *codes, counts))
 

@@ -23,10 +23,11 @@ def compress(machine: Any, layout, bases, state, taps, lengths):
     )
     if state.store is None:
         return dataclasses.replace(state, ends=exact)
-    slots = jnp.arange(layout.prompt, dtype=jnp.int32)[None]
+    size = taps[0].k.shape[1]
+    slots = jnp.arange(size, dtype=jnp.int32)[None]
     weight = (slots >= ends.sinks) & (slots < ends.sinks + counts[:, None])
     store = codec.learn(layout, bases.codec, state.store, taps, lengths, weight.astype(jnp.float32))
-    end = min(layout.prompt, max(layout.prompt - ends.recent, ends.sinks) + ends.ahead)
+    end = min(size, max(size - ends.recent, ends.sinks) + ends.ahead)
     part = slice(ends.sinks, max(end, ends.sinks))
     tokens = tuple(Tokens(tap.k[:, part], tap.k_pre[:, part], tap.v[:, part], slots[:, part]) for tap in taps)
     zero = jnp.zeros_like(counts)

@@ -34,7 +34,8 @@ class KVMethod(Part):
         Args:
             bases: of this group.
             state: empty.
-            taps: of each layer of the group, T = layout.prompt, rows padded on the right.
+            taps: of each layer of the group, rows padded on the right; T = layout.prompt, or fewer, the prompt's first
+                chunk.
             lengths: int32 `[B]`.
         """
 

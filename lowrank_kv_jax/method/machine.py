@@ -14,16 +14,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.attention.partial import merge
+from lowrank_kv_jax.attention.partial import AttnPartial, merge
 from lowrank_kv_jax.attention.rope import half_split_channels
+from lowrank_kv_jax.attention.sink_logits import with_sink
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.attention.taps import half_split
-from lowrank_kv_jax.method import chosen, in_order, pages, voting
+from lowrank_kv_jax.method import chosen, chunk, in_order, pages, voting
 from lowrank_kv_jax.method.budget import Room, selected_tokens, tokens_for_bytes
-from lowrank_kv_jax.method.codec import Codec, Ends
+from lowrank_kv_jax.method.codec import Codec, Ends, Tokens
 from lowrank_kv_jax.method.group import GroupBases, GroupState
 from lowrank_kv_jax.method.kv_method import KVMethod
-from lowrank_kv_jax.method.layout import Layout, tail_limit
+from lowrank_kv_jax.method.layout import Layout, Place, tail_limit
 from lowrank_kv_jax.method.oversized import check_token_counts
 from lowrank_kv_jax.method.reading import Reading
 from lowrank_kv_jax.method.rotated import attend_by_index
@@ -237,7 +238,7 @@ class Machine(KVMethod):
         if room.tokens:
             store = self.codec.empty(layout, bases.codec, room.slots, room.nowhere(layout))
         near = far = None
-        if self._votes:
+        if self.votes:
             near = jnp.zeros((layout.batch, spec.kv_heads, exact.k.shape[2]), jnp.float32)
             far = None if store is None else jnp.zeros(store.tokens.positions.position.shape, jnp.float32)
         gone = (self._empty_moments(layout),) * layers if self._order else ()
@@ -256,7 +257,7 @@ class Machine(KVMethod):
         return None if self.selection is None else self.selection.statistics
 
     @property
-    def _votes(self) -> bool:
+    def votes(self) -> bool:
         """Whether decoded queries vote."""
         rule = self.selection
         return rule is not None and rule.decoding == "evict" and not rule.keeps_none
@@ -298,34 +299,74 @@ class Machine(KVMethod):
 
     def attend(self, layout, bases, state, q, positions, place):
         q = half_split_channels(layout.spec.rope, q)
-        parts = self._retained(layout, self.of_group(bases), state, q, positions, place)
+        return merge(self._parts(layout, self.of_group(bases), state, q, positions, place))
+
+    def _parts(self, layout, bases, state, q, positions, place, whole=False):
+        parts = self._retained(layout, bases, state, q, positions, place, whole)
         if self.standing is not None and place.window is None:  # moments do not know which left a sliding window
             parts.append(moment_summary.partial(state.gone[place.index], q, layout.spec.scale))
-        return merge(parts)
+        return parts
 
     def retained(self, layout, bases, state, q, positions, place):
         """Attention over the tokens that are still there."""
         q = half_split_channels(layout.spec.rope, q)
         return merge(self._retained(layout, self.of_group(bases), state, q, positions, place))
 
-    def _retained(self, layout, bases, state, q, positions, place):
+    def _retained(self, layout, bases, state, q, positions, place, whole=False):
         rule, ends = self.selection, state.ends[place.index]
         window = place.window
-        if rule is not None and rule.keeps_none and self.standing is None:
+        if rule is not None and rule.keeps_none and self.standing is None and not whole:
             window = min(self.ends_of(layout, bases).recent, window or layout.capacity)
         if rule is not None and (rule.positions == "cache" or window != place.window):
             return attend_by_index(self, layout, bases, state, q, positions, place, window)
         parts = [exact_tokens.attend(ends, q, positions, **layout.spec.logits, window=window)]
         if state.store is not None:
-            store = pages.read(self, layout, state, q, place)
+            store = state.store if whole else pages.read(self, layout, state, q, place)
             parts.append(self.codec.attend(layout, bases.codec, store, q, positions, place))
         return parts
 
     def observe(self, layout, bases, state, q, lse, positions, place):
-        if not self._votes:
+        if not self.votes:
             return state
         q = half_split_channels(layout.spec.rope, q)
         return voting.observe(self, layout, self.of_group(bases), state, q, lse, positions, place)
+
+    # ---- a chunk of many tokens, of a prompt or of a turn -------------------------------------------------------
+
+    def read_chunk(
+        self, layout: Layout, bases: Any, state: GroupState, taps: Taps, positions: jax.Array, counts: jax.Array,
+        place: Place,
+    ) -> tuple[AttnPartial, voting.Seen | None]:
+        """Attention of one layer's chunk to itself and to all that the cache holds, pages that no step would read too.
+
+        Args:
+            taps: of T tokens.
+            positions: int32 `[B, T]`.
+            counts: int32 `[B]`, how many of the T there are.
+
+        Returns:
+            The partial, a model's sink logits merged behind it, and the votes of the queries, if they have any.
+        """
+        past = self.past(layout, bases, state, taps.q, positions, place)
+        bases, taps = self.of_group(bases), half_split(layout.spec, taps)
+        total = with_sink(merge([past, chunk.attend(layout, taps, place.window)]), taps.sink_logits)
+        if state.near_votes is None:
+            return total, None
+        rule = self.selection
+        if rule is not None and not rule.by_votes:
+            return total, voting.alone(state, rule.prompt_scores(layout, taps, counts))
+        return total, voting.of_chunk(self, layout, bases, state, taps, total.lse, positions, counts, place)
+
+    def past(self, layout, bases, state, q, positions, place):
+        """Attention of a chunk's queries over all that the cache holds."""
+        q = half_split_channels(layout.spec.rope, q)
+        return merge(self._parts(layout, self.of_group(bases), state, q, positions, place, whole=True))
+
+    def ingest(self, layout, bases, state, taps, seen, positions, counts, *, of_prompt):
+        """The state of a group with a chunk that `read_chunk` has read in each of its layers; see `method.chunk`."""
+        taps = (half_split(layout.spec, own) for own in taps)
+        tokens = tuple(Tokens(own.k, own.k_pre, own.v, positions) for own in taps)
+        return chunk.ingest(self, layout, self.of_group(bases), state, tokens, seen, counts, of_prompt=of_prompt)
 
     # ---- between blocks -----------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from jaxtyping import Float32, Int
 
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.method.layout import Layout
+from lowrank_kv_jax.method.neighbours import Neighbours
 from lowrank_kv_jax.method.part import Part
 from lowrank_kv_jax.method.votes import total_attention
 from lowrank_kv_jax.summaries.component import Summary
@@ -47,6 +48,16 @@ class Selection(Part):
 
     alpha = 0.0
     """Share of the budget that every head is sure of."""
+
+    by_votes: ClassVar[bool] = False
+    """Whether `prompt_scores` are votes of the prompt's queries: of a prompt in chunks each chunk's queries then `vote`
+    for what the cache holds, too. Otherwise every chunk is scored by itself, and its tokens' scores stay."""
+
+    voters = None
+    """Last queries of a prompt that vote; None: all of them."""
+
+    neighbours: ClassVar[Neighbours | None] = None
+    """How neighbours share the votes of a prompt that comes in chunks; None: they do not."""
 
     decay = 1.0
     """Share of the votes that survives a refresh."""

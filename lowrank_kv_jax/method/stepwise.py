@@ -55,7 +55,7 @@ def _evict(method, layout, bases, state, taps):
     if not room.packed:
         score = score.reshape(*found.valid.shape[:2], -1, score.shape[-1]).sum(2)
     kept = _all_but_the_worst(found, score, heads, room.tokens)
-    state = sum_up(method, layout, bases, state, room, found, kept, k, v)
+    state = sum_up(method, layout, bases, state, room, found, kept, k, v, layout.block)
     return _put(state, fresh, kept, [x[:, :, -fresh.valid.shape[2] :] for x in (k, v)])
 
 

@@ -21,7 +21,9 @@ from lowrank_kv_jax.storage.quantised import (
     empty_tokens,
     encode_tiles,
     map_tokens,
+    padded_to_tiles,
     read_tokens,
+    without_padding,
 )
 from lowrank_kv_jax.storage.state import leaf, state
 from lowrank_kv_jax.storage.steps import Steps
@@ -119,6 +121,16 @@ def append(segment: Any, k: jax.Array, v: jax.Array, counts: jax.Array) -> Any:
     """Append the first `counts[b]` of T coefficients `[B, J, T, R]`; O(T)."""
     k, v = (append_tokens(stored, x, segment.length, counts) for stored, x in ((segment.k, k), (segment.v, v)))
     return dataclasses.replace(segment, k=k, v=v, length=segment.length + counts)
+
+
+def in_whole_tiles(segment: Any) -> Any:
+    """A segment whose quantised storage ends with a tile, as what is appended or transported needs it."""
+    return dataclasses.replace(segment, k=padded_to_tiles(segment.k), v=padded_to_tiles(segment.v))
+
+
+def cut_to(segment: Any, size: int) -> Any:
+    """A segment of the first `size` slots of what `in_whole_tiles` returned."""
+    return dataclasses.replace(segment, k=without_padding(segment.k, size), v=without_padding(segment.v, size))
 
 
 def cached_tokens(segment: Coded) -> CachedTokens:

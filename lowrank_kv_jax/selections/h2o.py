@@ -1,6 +1,7 @@
 """H2O: heavy hitters, the tokens with most attention so far, and recent ones."""
 
 import dataclasses
+from typing import ClassVar
 
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.method.votes import prompt_votes, total_attention
@@ -17,6 +18,8 @@ class H2O(Budgeted):
     """
 
     recent: int | None = None
+
+    by_votes: ClassVar[bool] = True
 
     def recent_tokens(self, layout):
         if self.recent is not None:

@@ -45,7 +45,7 @@ class RecentOnly(Selection):
         return max(self.tokens(layout) - self.sinks, 1)
 
     def prompt_scores(self, layout, tap, lengths):
-        return jnp.zeros((layout.batch, layout.spec.kv_heads, layout.prompt), jnp.float32)
+        return jnp.zeros((layout.batch, layout.spec.kv_heads, tap.k.shape[1]), jnp.float32)
 
 
 @register("sliding-window")

@@ -6,17 +6,33 @@ prompt and the copies before it in its chunk, whose positions begin behind the p
 same place as the prompt has, and a long prompt does not outgrow the model's context by more than a chunk.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Float32, Int, Int32
 
 from lowrank_kv_jax.attention.blockwise import logits_of
-from lowrank_kv_jax.attention.sink_logits import probabilities
+from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention
 
 CHUNK = 2048  # tokens that are repeated in one go, as in the paper (section 3.3)
 SINKS = 4  # first tokens that stand for the rest of the prompt where a chunk's attention is normalised
 QUERIES = 64  # of a block: the probabilities of one block are all that lives at a time
+
+
+class Past(NamedTuple):
+    """What copies see of a prompt whose earlier chunks are compressed already.
+
+    Attributes:
+        part: attention of the copies over it, `[B, S, N, D]`.
+        sinks: log-sum-exp over its first `SINKS` tokens alone, float32 `[B, S, N]`.
+        start: int32 `[B]`, how many tokens it has.
+    """
+
+    part: AttnPartial
+    sinks: Float32[jax.Array, "B S N"]
+    start: Int[jax.Array, " B"]
 
 
 def reread_positions(lengths: Int[jax.Array, " B"], size: int) -> Int32[jax.Array, "B S"]:
@@ -64,7 +80,7 @@ def attend_twice(
 def reread_attention(
     q: Float[jax.Array, "B S N D"], k: Float[jax.Array, "B 2*S K D"], v: Float[jax.Array, "B 2*S K D"],
     lengths: Int[jax.Array, " B"], *, scale: float, window: int | None, cap: float | None = None,
-    sink_logits: Float[jax.Array, " N"] | None = None,
+    sink_logits: Float[jax.Array, " N"] | None = None, past: Past | None = None,
 ) -> tuple[Float[jax.Array, "B S N D"], Float32[jax.Array, "B K S"]]:
     """Attention of the copies, and what they attend to.
 
@@ -75,6 +91,8 @@ def reread_attention(
         scale, cap: as for `attention.blockwise.logits_of`.
         window: sliding window in tokens, or None.
         sink_logits: of the query heads, float32 `[N]`; they take their share of attention and votes.
+        past: of a prompt that comes in chunks: what lies before this one; q, k, v and lengths are of the chunk, behind
+            which the copies stand.
 
     Returns:
         `[B, S, N, D]` in the dtype of `q`, and float32 votes `[B, K, S]`: the largest share of attention that a copy in
@@ -86,7 +104,11 @@ def reread_attention(
     blocks = -(-size // QUERIES)
     q = jnp.pad(q, ((0, 0), (0, blocks * QUERIES - size), (0, 0), (0, 0)))
     q = q.reshape(batch, blocks, QUERIES, kv_heads, heads // kv_heads, dim)
-    prompt, position = jnp.arange(size), reread_positions(lengths, blocks * QUERIES)
+    start = jnp.zeros_like(lengths) if past is None else past.start
+    prompt, position = jnp.arange(size), reread_positions(start + lengths, blocks * QUERIES)
+    sinks_beside = None if sink_logits is None else sink_logits.reshape(kv_heads, 1, -1, 1)
+    if past is not None:
+        out_before, lse_before, lse_sinks = (_in_blocks(x, blocks, kv_heads) for x in (*past.part, past.sinks))
 
     def block(i, votes):
         index = i * QUERIES + jnp.arange(QUERIES)
@@ -103,17 +125,26 @@ def reread_attention(
         seen_copies = jnp.broadcast_to(seen_copies, (batch, QUERIES, chunk))
         at = jax.lax.dynamic_slice_in_dim(position, i * QUERIES, QUERIES, axis=1)
         if window is not None:
-            seen_prompt &= prompt > at[:, :, None] - window
-            seen_copies &= (lengths[:, None] + copies % CHUNK)[:, None] > at[:, :, None] - window
+            seen_prompt &= (start[:, None] + prompt)[:, None] > at[:, :, None] - window
+            seen_copies &= ((start + lengths)[:, None] + copies % CHUNK)[:, None] > at[:, :, None] - window
         logits = jnp.einsum("btkgd,bskd->bktgs", q[:, i], keys, preferred_element_type=jnp.float32)
         logits = logits_of(logits, scale, cap)
         seen = jnp.concatenate([seen_prompt, seen_copies], axis=2)[:, None, :, None]
         logits = jnp.where(seen, logits, -jnp.inf)
-        weights = probabilities(logits, sink_logits, heads=(1, 3))
+        others, near_others = sinks_beside, sinks_beside
+        if past is not None:
+            others, near_others = (_together(sinks_beside, x[:, i, ..., None]) for x in (lse_before, lse_sinks))
+        weights, rest = _shares(logits, others)
         out = jnp.einsum("bktgs,bskd->btkgd", weights.astype(q.dtype), values, preferred_element_type=jnp.float32)
-        near = (prompt < SINKS) | (prompt // CHUNK == of_chunk[0])
+        if past is not None:
+            assert others is not None
+            lse = lse_before[:, i, ..., None]
+            mine = jnp.where(jnp.isneginf(lse), 0.0, jnp.exp(lse - others) * rest)
+            out = out + jnp.swapaxes(mine * out_before[:, i], 1, 2)
+        near = prompt // CHUNK == of_chunk[0]
+        near = near if past is not None else near | (prompt < SINKS)
         logits = jnp.where(jnp.append(near, jnp.ones(chunk, bool)), logits, -jnp.inf)
-        shared = probabilities(logits, sink_logits, heads=(1, 3))
+        shared, _ = _shares(logits, near_others)
         voter = (index < lengths[:, None])[:, None, :, None, None]
         counted = voter & (prompt // CHUNK == of_chunk[0])
         fresh = jnp.max(jnp.where(counted, shared[..., :size], 0.0), axis=(2, 3))
@@ -125,3 +156,23 @@ def reread_attention(
     votes, out = jax.lax.scan(step, jnp.zeros((batch, kv_heads, size), jnp.float32), jnp.arange(blocks))
     out = jnp.moveaxis(out, 0, 1).reshape(batch, blocks * QUERIES, heads, dim)[:, :size]
     return out, jnp.where((prompt < lengths[:, None])[:, None], votes, 0.0)
+
+
+def _in_blocks(x: jax.Array, blocks: int, kv_heads: int) -> jax.Array:
+    """Of queries `[B, S, N, ...]`: `[B, blocks, K, QUERIES, G, ...]`."""
+    x = jnp.pad(x, ((0, 0), (0, blocks * QUERIES - x.shape[1]), *((0, 0),) * (x.ndim - 2)))
+    return x.reshape(len(x), blocks, QUERIES, kv_heads, -1, *x.shape[3:]).swapaxes(2, 3)
+
+
+def _together(first: jax.Array | None, second: jax.Array) -> jax.Array:
+    return second if first is None else jnp.logaddexp(first, second)
+
+
+def _shares(logits: jax.Array, others: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Softmax of `logits` `[B, K, T, G, S]` beside what weighs exp(others) `[B, K, T, G, 1]`, and the share of that."""
+    if others is None:
+        return jax.nn.softmax(logits, axis=-1), jnp.zeros(())
+    top = jnp.maximum(logits.max(-1, keepdims=True), others)
+    weights, rest = jnp.exp(logits - top), jnp.exp(others - top)
+    total = weights.sum(-1, keepdims=True) + rest
+    return weights / total, rest / total

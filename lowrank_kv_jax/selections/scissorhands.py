@@ -1,6 +1,7 @@
 """Scissorhands: tokens that were important stay important."""
 
 import dataclasses
+from typing import ClassVar
 
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.method.votes import above_average, prompt_votes
@@ -22,12 +23,18 @@ class Scissorhands(Budgeted):
     history: int = 400
     decay: float = 0.9
 
+    by_votes: ClassVar[bool] = True
+
     def __post_init__(self):
         super().__post_init__()
         if not isinstance(self.history, int) or self.history < 1:
             raise ValueError(f"history={self.history!r}: must be an int of at least 1")
         if not 0 <= self.decay <= 1:
             raise ValueError(f"decay={self.decay!r}: must lie in [0, 1]")
+
+    @property
+    def voters(self):
+        return self.history
 
     def prompt_scores(self, layout, tap, lengths):
         return prompt_votes(

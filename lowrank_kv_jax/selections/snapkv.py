@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from lowrank_kv_jax.method import register
+from lowrank_kv_jax.method.neighbours import Neighbours
 from lowrank_kv_jax.selections.budgeted import Budgeted
 from lowrank_kv_jax.selections.window_scores import GROUPS, POOLS, chunked, window_scores
 
@@ -56,6 +57,12 @@ class Windowing(Budgeted):
     def voters(self) -> int:
         """Length of the observation window."""
         return self.window if self.window is not None else self.recent or 0
+
+    by_votes: ClassVar[bool] = True
+
+    @property
+    def neighbours(self):
+        return Neighbours(self.pool, self.kernel, self.chunk)
 
     def prompt_scores(self, layout, tap, lengths):
         if self.voters > layout.prompt:

@@ -44,6 +44,9 @@ class Engine:
         prefixes: rows, of each length, that keep prefixes for others to share; with `memory`, at most one of four rows.
         admits: prompts that are prefilled in a step at the most, between two blocks of tokens of those in flight; None:
             as many as there are free rows.
+        prefill_chunk: read prompts so many tokens at a time, one chunk a step of each prompt length, as `generate` does
+            with the same `prefill_chunk`: those in flight wait for a chunk, not for a prompt. The rows that are being
+            read lie beside the others, and take their part of `memory`.
         block: tokens between two looks at the host and two refreshes.
         dtype: of the caches, `default_cache_dtype()` (bfloat16) by default.
         mesh: lay the caches out over these devices, as in `prefill`; rows come in multiples of its axis "data", which are
@@ -58,8 +61,10 @@ class Engine:
         self, model: Any, method: Any, *, bases: Any = None, memory: int | str | None = None, slots: int | None = None,
         prompt: int | Sequence[int] = 1024, room: int = 256, prefixes: int = 0, admits: int | None = None,
         block: int = DEFAULT_BLOCK, dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
+        prefill_chunk: int | None = None,
     ):
-        for name, value, least in (("slots", slots, 1), ("prefixes", prefixes, 0), ("admits", admits, 1)):
+        for name, value, least in (("slots", slots, 1), ("prefixes", prefixes, 0), ("admits", admits, 1),
+                                   ("prefill_chunk", prefill_chunk, 1)):
             if value is not None:
                 check_int(name, value, least)
         self.memory = None if memory is None else parse_bytes("memory", memory)
@@ -69,8 +74,8 @@ class Engine:
         check_parts(parts, layouts)
         self._shared = sum(nbytes(x) for x in jax.tree.leaves(bases))
         left = None if self.memory is None else self.memory - self._shared
-        rows = rows_of_pools(parts, layouts, left, slots, prefixes)
-        self._pools = [Pool(parts, *of_pool) for of_pool in zip(layouts, rows, strict=True)]
+        rows = rows_of_pools(parts, layouts, left, slots, prefixes, prefill_chunk)
+        self._pools = [Pool(parts, *of_pool, prefill_chunk) for of_pool in zip(layouts, rows, strict=True)]
         self._queues: list[collections.deque[Answer]] = [collections.deque() for _ in rows]
         self._check_bytes()
 
@@ -135,6 +140,17 @@ class Engine:
             raise ValueError(f"warm_up: {self.in_flight} requests are in flight; it must come before them")
         for pool in self._pools:
             pool.warm_up()
+            pool.warm_up_chunks(self._of_all_sizes(pool))
+
+    def _of_all_sizes(self, pool: Pool) -> list[Answer]:
+        """Requests that between them need every program of prompts that are read in chunks."""
+        if pool.chunk is None:
+            return []
+        sizes = {min(pool.layout.block << i, pool.chunk) for i in range(max(pool.chunk - 1, 1).bit_length() + 1)}
+        behind = sorted(size for size in sizes if size <= pool.limit(1) - 1)
+        requests = [Request([0] * pool.layout.prompt)] + [Request([0] * size, prefix=[0]) for size in behind]
+        answers = [Answer(self._model, request) for request in requests]
+        return [answer for answer in answers if pool.in_chunks(answer)]
 
     def run(self) -> list[Answer]:
         """Steps until nothing waits and nobody is in flight; the answers that ended, in the order of their ends."""
@@ -144,7 +160,8 @@ class Engine:
         return ended
 
     def step(self) -> list[Answer]:
-        """Prefill what there are rows for, decode a block in every row that is taken; the answers that ended.
+        """Prefill what there are rows for, or a chunk of it, decode a block in every row that is taken; the answers that
+        ended.
 
         Raises:
             Exception: whatever an `on_tokens` raised, once all were told; its request is cancelled, the engine goes on.
@@ -153,6 +170,8 @@ class Engine:
         ended = [answer for pool in self._pools for answer in pool.clear()]
         for pool, queue in zip(self._pools, self._queues, strict=True):
             ended += self._admit(pool, queue, errors)
+            if (found := pool.advance()) is not None:
+                ended += self._seat(pool, *found, errors)
         for pool in self._pools:
             self._decode(pool, errors)
             ended += pool.clear()
@@ -168,20 +187,32 @@ class Engine:
             if queue[0].done:  # cancelled while it waited
                 ended.append(queue.popleft())
                 continue
-            group = _next(queue, min(len(pool.free), left, self._together))
+            in_chunks = pool.in_chunks(queue[0])
+            if in_chunks and pool.filling is not None:
+                break
+            group = _next(queue, min(len(pool.free), left, self._together), pool)
             slots, left = pool.free[: len(group)], left - len(group)
+            if in_chunks:
+                pool.start(slots, group)
+                continue
             if group[0].prefix:
                 pool.open(slots[0], group[0].prefix, group[0].request.shared)
                 logits = pool.extend(slots[0], group[0].prompt)
             else:
                 logits = pool.prefill(slots, [answer.prompt for answer in group])
-            for answer, token in zip(group, pool.seat(slots, group, logits), strict=True):
-                if token is None:
-                    answer.end("fault", f"{pool.parts.method.name}: the logits are NaN, at prefill")
-                else:
-                    _tell(answer, answer.take([token]), errors)
-            ended += pool.clear()
+            ended += self._seat(pool, slots, group, logits, errors)
         return ended
+
+    def _seat(
+        self, pool: Pool, slots: Sequence[int], group: Sequence[Answer], logits: jax.Array, errors: list[Exception]
+    ) -> list[Answer]:
+        """Rows for those whose prompts they hold; who is done at once."""
+        for answer, token in zip(group, pool.seat(slots, group, logits), strict=True):
+            if token is None:
+                answer.end("fault", f"{pool.parts.method.name}: the logits are NaN, at prefill")
+            elif not answer.done:  # cancelled while it was read
+                _tell(answer, answer.take([token]), errors)
+        return pool.clear()
 
     def _decode(self, pool: Pool, errors: list[Exception]) -> None:
         """A block of tokens for every row that is taken."""
@@ -202,10 +233,12 @@ class Engine:
         assert self.memory is None or self.bytes <= self.memory, f"{self.bytes} bytes in use, memory={self.memory}"
 
 
-def _next(queue: collections.deque[Answer], most: int) -> list[Answer]:
-    """Who comes next: one behind a prefix, or up to so many without one."""
+def _next(queue: collections.deque[Answer], most: int, pool: Pool) -> list[Answer]:
+    """Who comes next: one behind a prefix, or up to so many without one that are read alike."""
     group = [queue.popleft()]
-    while not group[0].prefix and len(group) < most and queue and not queue[0].prefix and not queue[0].done:
+    alike = pool.in_chunks(group[0])
+    while (not group[0].prefix and len(group) < most and queue and not queue[0].prefix and not queue[0].done
+           and pool.in_chunks(queue[0]) == alike):
         group.append(queue.popleft())
     return group
 

@@ -12,14 +12,17 @@ from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.method.cache import Cache, take_rows
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.models.config import ModelConfig
+from lowrank_kv_jax.serving.chunked import Filling
 from lowrank_kv_jax.serving.decoding import empty_seats, serve_block
 from lowrank_kv_jax.serving.filling import copy_rows, extend_rows, prefill_rows, refresh_rows
 from lowrank_kv_jax.serving.plan import Rows, widths_of
 from lowrank_kv_jax.serving.requests import MOST_STOPS, Answer
-from lowrank_kv_jax.serving.rows import empty_cache
+from lowrank_kv_jax.serving.rows import empty_cache, rows_of
 from lowrank_kv_jax.serving.sampling import first_tokens
 from lowrank_kv_jax.serving.shelf import Ids, Shelf
 from lowrank_kv_jax.storage.sharding import to_host
+
+_rows_of = jax.jit(rows_of)
 
 
 class Parts(NamedTuple):
@@ -37,11 +40,13 @@ class Pool:
     Args:
         layout: of as many rows as are filled at a time.
         rows: a multiple of these.
+        chunk: tokens of a prompt that are read at a time; None: all.
     """
 
-    def __init__(self, parts: Parts, layout: Layout, rows: Rows):
-        self.parts, self.layout, self.rows = parts, layout, rows
-        self.widths = widths_of(layout.prompt)
+    def __init__(self, parts: Parts, layout: Layout, rows: Rows, chunk: int | None = None):
+        self.parts, self.layout, self.rows, self.chunk = parts, layout, rows, chunk
+        self.widths = widths_of(layout.prompt if chunk is None else min(chunk, layout.prompt))
+        self.filling: Filling | None = None
         self.shelf, self.seats = Shelf(rows.prefixes), empty_seats(rows.slots, len(parts.config.eos_ids) + MOST_STOPS)
         self.answers: list[Answer | None] = [None] * rows.slots
         self._cache, self._kept = self._empty(rows.slots), self._empty(rows.prefixes) if rows.prefixes else None
@@ -52,7 +57,8 @@ class Pool:
     @property
     def bytes(self) -> int:
         """Of every array that exists."""
-        return sum(cache_bytes(cache).total for cache in (self._cache, self._kept) if cache is not None)
+        held = sum(cache_bytes(cache).total for cache in (self._cache, self._kept) if cache is not None)
+        return held + (0 if self.filling is None else self.filling.bytes)
 
     @property
     def free(self) -> list[int]:
@@ -73,6 +79,43 @@ class Pool:
             *self.parts[:3], self._cache, self._at(slots), tokens, np.maximum(lengths, 1), bases=self.parts.bases
         )
         return logits
+
+    def in_chunks(self, answer: Answer) -> bool:
+        """Whether a request is read in chunks: behind a prefix, and where its prompt is longer than one."""
+        return self.chunk is not None and (bool(answer.prefix) or len(answer.prompt) > self.chunk)
+
+    def start(self, slots: Sequence[int], answers: Sequence[Answer]) -> None:
+        """Begin to read requests in chunks; their rows are taken from now on."""
+        assert self.chunk is not None and self.filling is None
+        prefix, shared = answers[0].prefix, answers[0].request.shared
+        at, kept = self.shelf.find(prefix) if prefix else None, None
+        if at is not None:
+            assert self._kept is not None
+            kept = _rows_of(self._kept, self._at([at], self.rows.prefixes))
+
+        def keep(cache: Cache) -> None:
+            place = self.shelf.place(prefix) if shared else None
+            if place is not None:
+                assert self._kept is not None
+                self._kept = copy_rows(self._kept, self._at([place], self.rows.prefixes), cache, self._rows)
+
+        self.filling = Filling(self.parts, self.layout, self.chunk, slots, answers, kept, keep)
+        for slot, answer in zip(slots, answers, strict=True):
+            self.answers[slot] = answer
+
+    def advance(self) -> tuple[list[int], list[Answer], jax.Array] | None:
+        """Read one chunk more; once all are read, the rows that hold them, whose they are, and logits."""
+        if self.filling is None or (logits := self.filling.step()) is None:
+            return None
+        done, self.filling = self.filling, None
+        assert done.cache is not None
+        self._cache = copy_rows(self._cache, self._at(done.slots), done.cache, self._rows)
+        return done.slots, done.answers, logits
+
+    @property
+    def _rows(self) -> np.ndarray:
+        """Of what is filled at a time."""
+        return np.arange(self.layout.batch, dtype=np.int32)
 
     def open(self, slot: int, prefix: Ids, shared: bool) -> None:
         """A prefix into a row: a copy of where it is kept, or prefilled, and kept if it is to be shared."""
@@ -137,7 +180,11 @@ class Pool:
 
     def clear(self) -> list[Answer]:
         """Rows of answers that are done are free; nobody reads what they hold. Those answers."""
-        done = [(slot, answer) for slot, answer in enumerate(self.answers) if answer is not None and answer.done]
+        if self.filling is not None and all(answer.done for answer in self.filling.answers):
+            self.filling = None
+        held = () if self.filling is None else self.filling.slots  # read together, they end together
+        done = [(slot, answer) for slot, answer in enumerate(self.answers)
+                if answer is not None and answer.done and slot not in held]
         for slot, _ in done:
             self.answers[slot], self.seats.active[slot], self.seats.draws.temperature[slot] = None, False, 0.0
         return [answer for _, answer in done]
@@ -147,10 +194,21 @@ class Pool:
         self.limit(1)
         for width in self.widths:
             self._first([0], [width], self.prefill([0], [(0,) * width]))
-        for _ in range(2):  # prefilled, and copied from where it is kept
-            self.open(0, (0,), shared=True)
-        self.extend(0, (0,))
+        if self.chunk is None:
+            for _ in range(2):  # prefilled, and copied from where it is kept
+                self.open(0, (0,), shared=True)
+            self.extend(0, (0,))
         self.block()
+        self.shelf = Shelf(self.rows.prefixes)
+
+    def warm_up_chunks(self, requests: Sequence[Answer]) -> None:
+        """Run the programs of these requests, over rows that nobody sits in."""
+        for answer in requests:
+            self.start([0], [answer])
+            while (found := self.advance()) is None:
+                pass
+            self._first([0], [1], found[2])
+            self.answers[0] = None
         self.shelf = Shelf(self.rows.prefixes)
 
     def block(self) -> tuple[np.ndarray, dict[int, str]]:

@@ -11,6 +11,7 @@ from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.method.layout import Layout, layout_of
 from lowrank_kv_jax.models.config import ModelConfig
+from lowrank_kv_jax.serving.chunked import filling_bytes
 from lowrank_kv_jax.serving.filling import prefill_rows
 from lowrank_kv_jax.serving.plan import Rows, rows_within
 from lowrank_kv_jax.serving.pool import Parts
@@ -58,9 +59,13 @@ def _prefilled(parts: Parts, layout: Layout) -> Any:
 
 
 def rows_of_pools(
-    parts: Parts, layouts: Sequence[Layout], memory: int | None, slots: int | None, prefixes: int
+    parts: Parts, layouts: Sequence[Layout], memory: int | None, slots: int | None, prefixes: int,
+    chunk: int | None = None,
 ) -> Sequence[Rows]:
     """Rows of each pool: those that were asked for, or as many as fit into `memory` bytes.
+
+    Args:
+        chunk: of prompts that are read in chunks, in rows of their own, which take their part of `memory`.
 
     Raises:
         ValueError: not even one row of each fits.
@@ -71,4 +76,6 @@ def rows_of_pools(
         return [Rows(*(-(-count // step) * step for count in wanted))] * len(layouts)
     shapes = [jax.eval_shape(lambda n=n: empty_cache(parts.method, n, parts.bases, 1)) for n in layouts]
     each = [-(-cache_bytes(shape).total // step) for shape in shapes]
+    if chunk is not None:
+        memory -= sum(filling_bytes(parts, layout, chunk) for layout in layouts)
     return rows_within(each, memory, slots or MOST_SLOTS, prefixes, step)

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 
 from lowrank_kv_jax.storage.bits import Bits
 from lowrank_kv_jax.storage.cache_dtype import narrow
+from lowrank_kv_jax.storage.state import write_tokens
 
 PLACES = ("device", "host")
 MEMORY = "pinned_host"
@@ -74,6 +75,13 @@ class OnHost:
         """With `x` `[B, J, T, R]` in its first T slots, T <= S, and zeros behind it."""
         behind = self.shape[2] - x.shape[2]
         return on_host(jnp.pad(narrow(x, self.dtype), ((0, 0), (0, 0), (0, behind), (0, 0))))
+
+    def write_tokens(
+        self, new: Float[jax.Array, "B J T R"], start: Int[jax.Array, " B"], counts: Int[jax.Array, " B"]
+    ) -> "OnHost":
+        """As `state.write_tokens`; all of it comes to the device and goes back."""
+        whole = _put(self.held, _DEVICE)
+        return on_host(write_tokens(whole, new, start, counts))
 
     def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Float[jax.Array, "B J {size} R"]:
         """Tokens `start` to `start + size` on the device, `[B, J, size, R]`."""

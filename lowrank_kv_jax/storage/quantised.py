@@ -231,6 +231,21 @@ def map_tokens(
     return jax.lax.fori_loop(*block_range(stored.shape[2], lengths), step, stored)
 
 
+def padded_to_tiles(stored: "jax.Array | QuantisedTokens") -> "jax.Array | QuantisedTokens":
+    """Quantised storage with so many slots that it ends with a tile; anything else as it is."""
+    if not isinstance(stored, QuantisedTokens):
+        return stored
+    room = -stored.shape[2] % stored.tile.tokens
+    return dataclasses.replace(stored, codes=jnp.pad(stored.codes, ((0, 0), (0, 0), (0, room), (0, 0))))
+
+
+def without_padding(stored: "jax.Array | QuantisedTokens", size: int) -> "jax.Array | QuantisedTokens":
+    """The first `size` slots of what `padded_to_tiles` returned."""
+    if not isinstance(stored, QuantisedTokens):
+        return stored
+    return dataclasses.replace(stored, codes=stored.codes[:, :, :size])
+
+
 def encode_tiles(
     x: Float[jax.Array, "B J S R"], bits: int, tile: Tile, valid: Bool[jax.Array, "#B S"]
 ) -> QuantisedTokens:

@@ -7,7 +7,9 @@ from typing import Any
 import jax
 from jaxtyping import Float
 
+from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels import dispatch
+from lowrank_kv_jax.pallas_kernels.causal_attention import reference
 from lowrank_kv_jax.storage.block_reads import BLOCK
 
 KERNELS = {"triton": "gpu_cudnn", "mosaic_gpu": "gpu_cudnn", "tpu": "tpu_splash"}
@@ -47,6 +49,20 @@ def causal_attention(
     if cap is not None:
         kernels = dispatch.without_kernels(kernels, "logits that are capped")
     return dispatch.run("causal_attention", backend, kernels, reference)
+
+
+def causal_partial(
+    q: Float[jax.Array, "B T N D"], k: Float[jax.Array, "B T K D"], v: Float[jax.Array, "B T K Dv"], *, scale: float,
+    window: int | None, cap: float | None = None,
+) -> AttnPartial:
+    """The same attention with its log-sum-exp, to be merged with that over other tokens; by XLA on every platform.
+
+    Args: as for `causal_attention`.
+
+    Returns:
+        Partial, float32: out `[B, T, N, Dv]`.
+    """
+    return reference.causal_partial(q, k, v, scale=scale, window=window, cap=cap)
 
 
 def _implementation(module: str, **arguments: Any) -> jax.Array:

@@ -163,8 +163,8 @@ def test_an_outlier_is_the_page_with_a_key_that_points_elsewhere():
     k = np.ones((1, 24, 1, 4))
     k[0, 13] = -1
     k[0, 3] *= 1000  # as long as it may be
-    assert outlier_pages(jnp.asarray(k), jnp.array([24]), 8, 2)[0, 0, 0] == 1
-    assert outlier_pages(jnp.asarray(k), jnp.array([15]), 8, 2)[0, 0].tolist() == [0, 3]  # of the second one is missing
+    assert outlier_pages(jnp.asarray(k), jnp.array([24]), 8, 2, 3)[1][0, 0, 0] == 1
+    assert outlier_pages(jnp.asarray(k), jnp.array([15]), 8, 2, 3)[1][0, 0].tolist() == [0, 3]  # of the second one is missing
 
 
 def test_bytes_are_those_of_coefficients_values_landmarks_and_outliers():

@@ -16,6 +16,8 @@ from helpers import PLAIN, REGISTRY, Model, bases_for, model, prompts, small_con
 from suites import Letters
 
 import lowrank_kv_jax as lkv
+from lowrank_kv_jax.generation.groups import ingest_group
+from lowrank_kv_jax.generation.layers import layer_read
 from lowrank_kv_jax.method import Layout
 from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.methods.parse import as_method, parse_method
@@ -65,23 +67,24 @@ def answered(engine, requests):
     return answers
 
 
-def expected(method):
+def expected(method, chunk=None):
     """What `generate` answers to the rows, and to what comes behind the prefix."""
     loaded, bases = tiny(method), bases_of(method)
-    options = {"bases": bases, "max_new_tokens": max(NEW)}
+    options = {"bases": bases, "max_new_tokens": max(NEW), "prefill_chunk": chunk}
     first = lkv.generate(loaded, method, ROWS, capacity=PROMPT + ROOM, **options, **SIZES)
     padded, lengths = np.array([PREFIX + [0] * (PROMPT - len(PREFIX))] * 5), np.array([len(PREFIX)] * 5)
     cache, _ = lkv.prefill(
-        method, loaded.config, loaded.params, padded, lengths, bases=bases, capacity=PROMPT + ROOM, **SIZES
+        method, loaded.config, loaded.params, padded, lengths, bases=bases, capacity=PROMPT + ROOM, chunk=chunk, **SIZES
     )
     second = lkv.generate(loaded, method, (*BEHIND, *ROWS[2:]), cache=cache, **options | {"max_new_tokens": 12})
     return first.tokens, second.tokens[:2]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_answers_are_those_of_generate(name):
+@pytest.mark.parametrize("chunk", [None, pytest.param(24, marks=pytest.mark.slow)])
+def test_answers_are_those_of_generate(name, chunk):
     method = small_configuration(REGISTRY[name])
-    engine, (alone, behind) = engine_of(method), expected(method)
+    engine, (alone, behind) = engine_of(method, prefill_chunk=chunk), expected(method, chunk)
     requests = [Request(row, max_new_tokens=new) for row, new in zip(ROWS, NEW, strict=True)]
     requests += [Request(row, prefix=PREFIX, max_new_tokens=12) for row in BEHIND]
     answers = answered(engine, requests)
@@ -91,6 +94,30 @@ def test_answers_are_those_of_generate(name):
 
 
 # ---- of one method, which the full cache stands for ------------------------------------------------------------------
+
+
+def test_those_in_flight_wait_for_a_chunk_and_not_for_a_prompt():
+    """A prompt of three chunks takes three steps, in each of which a block is decoded; its rows count as bytes."""
+    engine = engine_of(FULL, prefill_chunk=24, memory=400_000)
+    engine.warm_up()
+    short = engine.submit(Request(ROWS[2], max_new_tokens=6 * BLOCK))
+    engine.step()
+    long, gone = engine.submit(Request(ROWS[0], max_new_tokens=5)), engine.submit(Request(ROWS[4]))
+    before, idle, seen = _compiled(), engine.bytes, []
+    while not long.tokens:
+        engine.step()
+        seen.append(len(short.tokens))
+        assert engine.bytes > idle or long.tokens
+    assert np.diff([1 + BLOCK, *seen]).tolist() == [BLOCK] * 3
+    gone.cancel()  # while it waits, or is read
+    engine.run()
+    assert long.tokens == lkv.generate(
+        tiny(), FULL, [ROWS[0]], max_new_tokens=5, capacity=PROMPT + ROOM, prefill_chunk=24, **SIZES).tokens[0]
+    assert gone.finish == "cancelled" and engine.bytes == idle <= 400_000 and _compiled() == before
+
+
+def _compiled():
+    return layer_read._cache_size(), ingest_group._cache_size(), copy_rows._cache_size()
 
 
 def texts_of(requests, order):

@@ -44,14 +44,14 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.evals.lm_harness.run import TASKS, evaluate_lm_eval, require_lm_eval
 
     methods = parse_methods(args.methods)
-    check_numbers(args, samples=1, fewshot=0, rows=1, seed=0)
+    check_numbers(args, samples=1, fewshot=0, rows=1, seed=0, prefill_chunk=1)
     require_lm_eval()
     check_outputs(args)
     model, mesh = load_on_mesh(args)
     records = evaluate_lm_eval(
         model, methods, args.tasks or TASKS, args.samples, args.fewshot, args.seed, data=args.data, json=args.json,
         rows=args.rows, dtype=args.cache_dtype, calibrate=load_corpus(corpus_of(args.calibrate, "pydoc:first")),
-        progress=sys.stderr.isatty(), mesh=mesh,
+        progress=sys.stderr.isatty(), mesh=mesh, prefill_chunk=args.prefill_chunk,
     )
     print_scores(records, "lm-eval: acc_norm, acc where a task has no other (0-100)",
                  {"mean": list(dict.fromkeys(record["task"] for record in records))})

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
     methods = parse_methods(args.methods)
     tasks = list(dict.fromkeys(find_task(name).name for name in args.tasks or all_tasks()))
-    check_numbers(args, samples=1, max_length=2, rows=1, seed=0)
+    check_numbers(args, samples=1, max_length=2, rows=1, seed=0, prefill_chunk=1)
     check_outputs(args)
     model, mesh = load_on_mesh(args)
     records = evaluate_longbench(

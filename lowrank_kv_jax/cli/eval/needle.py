@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.evals.needle.grid import evaluate_needles
 
     methods = parse_methods(args.methods)
-    check_numbers(args, lengths=1, depths=2, samples=1, rows=1, seed=0)
+    check_numbers(args, lengths=1, depths=2, samples=1, rows=1, seed=0, prefill_chunk=1)
     check_outputs(args)
     model, mesh = load_on_mesh(args)
     lengths = tuple(dict.fromkeys(args.lengths))

@@ -21,6 +21,8 @@ def add_method_options(parser: argparse.ArgumentParser) -> None:
     """Model and methods, how they are run, and where the records go."""
     add_methods(parser)
     parser.add_argument("--rows", type=int, default=5, help="contexts that share a batch (%(default)s)")
+    parser.add_argument("--prefill-chunk", type=int, metavar="N",
+                        help="read contexts N tokens at a time and compress between them; by default as a whole")
     parser.add_argument("--mesh", metavar="AXES",
                         help="lay the model and the caches out over devices, e.g. data=2,model=4: contexts of a batch "
                              "over data, heads over model")
@@ -70,8 +72,8 @@ def suite_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
     return {
         "protocol": args.protocol, "style": args.prompt, "seed": args.seed, "rows": args.rows,
-        "dtype": args.cache_dtype, "json": args.json, "progress": sys.stderr.isatty(),
-        "calibrate": load_corpus(corpus_of(args.calibrate, "pydoc:first")),
+        "dtype": args.cache_dtype, "prefill_chunk": args.prefill_chunk, "json": args.json,
+        "progress": sys.stderr.isatty(), "calibrate": load_corpus(corpus_of(args.calibrate, "pydoc:first")),
     }
 
 

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.evals.results.summary import SIZE_HEADS, size_texts
 
     methods = parse_methods(args.methods)
-    check_numbers(args, length=1, step=1, windows=0, rows=1)
+    check_numbers(args, length=1, step=1, windows=0, rows=1, prefill_chunk=1)
     check_outputs(args)
     text = load_corpus(corpus_of(args.text, "pydoc:second"))
     calibrate = load_corpus(corpus_of(args.calibrate, "pydoc:first"))
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     records = evaluate_perplexity(
         model, methods, text, args.mode, args.length, args.step, args.windows or None,
         json=args.json, mesh=mesh, rows=args.rows, dtype=args.cache_dtype, calibrate=calibrate,
-        progress=sys.stderr.isatty(),
+        progress=sys.stderr.isatty(), prefill_chunk=args.prefill_chunk,
     )
     scored = sum(record["scored_tokens"] for record in records) // len(methods)
     lines = []

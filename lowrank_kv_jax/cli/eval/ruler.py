@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
     methods = parse_methods(args.methods)
     tasks = expand_tasks(tuple(args.tasks))
-    check_numbers(args, lengths=1, samples=1, rows=1)
+    check_numbers(args, lengths=1, samples=1, rows=1, prefill_chunk=1)
     check_seed(args.seed)
     check_outputs(args)
     shared = suite_arguments(args)

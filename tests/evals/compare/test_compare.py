@@ -146,7 +146,7 @@ def test_one_prefill_for_many_methods_is_each_methods_own(model):
     assert list(caches) == list(methods)
     for spec, method in methods.items():
         own, logits = prefill(method, model.config, model.params, tokens, lengths, capacity=128, block=16)
-        np.testing.assert_array_equal(logits, shared)
+        np.testing.assert_array_equal(logits, shared[spec])
         chex.assert_trees_all_equal_structs(own, caches[spec])
         for mine, theirs in zip(leaves(caches[spec]), leaves(own), strict=True):
             np.testing.assert_allclose(mine, theirs, atol=1e-6)

@@ -1,0 +1,93 @@
+"""One layer of a model as a compiled program, which all of its layers share, and what surrounds them."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jaxtyping import Float, Int
+
+from lowrank_kv_jax.generation.groups import read_chunk, step_group
+from lowrank_kv_jax.generation.rereading import read_chunk_twice
+from lowrank_kv_jax.models.config import ModelConfig
+from lowrank_kv_jax.models.decoder import block_output, block_prefill, block_taps, embed, unembed
+from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention
+from lowrank_kv_jax.selections.reread import attend_twice
+
+
+@functools.partial(jax.jit, static_argnames=("config", "window"))
+def layer_prefill(config: ModelConfig, window: int | None, layer: Any, x: jax.Array, positions: jax.Array):
+    """Exact causal attention within the prompt: the residual stream after the layer and its taps."""
+    attend = functools.partial(causal_attention, **config.attention.logits, window=window)
+    return block_prefill(config, layer, x, positions, attend)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "window"))
+def layer_prefill_twice(
+    config: ModelConfig, window: int | None, layer: Any, x: jax.Array, positions: jax.Array, lengths: jax.Array
+):
+    """The same for a prompt `[B, S, H]` with a copy behind it, `[B, 2 S, H]`; taps of the prompt, with `reread`."""
+    size, votes = x.shape[1] // 2, []
+
+    def attend(q, k, v, sink_logits=None):
+        out, found = attend_twice(
+            q, k, v, lengths, **config.attention.logits, window=window, sink_logits=sink_logits
+        )
+        votes.append(found)
+        return out
+
+    x, taps = block_prefill(config, layer, x, positions, attend)
+    return x, taps.part(slice(size))._replace(reread=votes[0])
+
+
+@functools.partial(jax.jit, static_argnames=("config", "method", "layout", "place"), donate_argnames=("state",))
+def layer_extend(config, method, layout, place, layer, bases, state, x, positions, counts):
+    """Append T tokens to one layer's cache and attend through it."""
+    taps = block_taps(config, layer, x, positions)
+    state, partial = step_group(method, layout, place, bases, state, taps, positions, counts)
+    return block_output(config, layer, x, partial.out), state
+
+
+@functools.partial(jax.jit, static_argnames=("config", "method", "layout", "place"))
+def layer_read(config, method, layout, place, layer, bases, state, x, positions, counts):
+    """A layer over a chunk of T tokens, which attends to itself exactly and to the layer's cache as it is.
+
+    Returns:
+        The residual stream, the chunk's taps and what its queries say of the tokens, both for `ingest_group`.
+    """
+    taps = block_taps(config, layer, x, positions)
+    partial, seen = read_chunk(method, layout, place, bases, state, taps, positions, counts)
+    return block_output(config, layer, x, partial.out), taps._replace(q=taps.q[..., :0], x=None), seen
+
+
+@functools.partial(jax.jit, static_argnames=("config", "method", "layout", "place"))
+def layer_read_twice(config, method, layout, place, layer, bases, state, x, positions, counts):
+    """The same for a chunk `[B, T, H]` with a copy behind it, `[B, 2 T, H]`; taps of the chunk."""
+    taps = block_taps(config, layer, x, positions)
+    out, taps, seen = read_chunk_twice(method, layout, place, bases, state, taps, positions, counts)
+    return block_output(config, layer, x, out), taps._replace(q=taps.q[..., :0], x=None), seen
+
+
+embed_tokens = jax.jit(embed, static_argnums=0)
+logits_of = jax.jit(unembed, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def last_logits(config, params, x, counts):
+    """Logits `[B, V]` at the last valid token of each row of `x` `[B, T, H]`."""
+    return unembed(config, params, last_hidden(x, counts))[:, 0]
+
+
+@jax.jit
+def last_hidden(x: Float[jax.Array, "B T H"], counts: Int[jax.Array, " B"]) -> Float[jax.Array, "B 1 H"]:
+    """The residual stream `[B, 1, H]` at the last valid token of each row."""
+    return jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
+
+
+def together(*trees: Any) -> Any:
+    """The same trees, none of which a compiler may compute a part of later than the others."""
+    leaves, treedef = jax.tree.flatten(trees)
+    if not any(isinstance(leaf, Tracer) for leaf in leaves):
+        return trees
+    return treedef.unflatten(jax.lax.optimization_barrier(leaves))
