@@ -118,7 +118,8 @@ def evaluate(
     if pending:
         needed = {spec: method for spec, method in methods.items()
                   if any(spec in left for _, left in pending)}
-        asker = Asker(model, dict(bases(needed)) if bases else {}, suite.cache_dtype, mesh, suite.prefill_chunk, suite.draft)
+        asker = Asker(model, dict(bases(needed)) if bases else {}, suite.cache_dtype, mesh, suite.prefill_chunk,
+                      suite.draft)
         total = sum(_prefill_work(batch) + len(left) * _answer_work(batch) for batch, left in pending)
         with ProgressBar(suite.command, total, progress) as bar:
             for batch, left in pending:
