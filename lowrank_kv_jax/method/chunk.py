@@ -6,6 +6,7 @@ what decoded tokens would.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -196,7 +197,7 @@ def _choose(machine, layout, bases, state, held, lines, rule: Leaving, seen, cou
         near = share * state.near_votes + sum(own.near for own in found)
         slots = near.shape[2]
         line = jnp.pad(near[:, :, : rule.first + rule.room], ((0, 0), (0, 0), (0, found[0].fresh.shape[2])))
-        fresh = sum((own.fresh for own in found[1:]), found[0].fresh)
+        fresh = functools.reduce(jnp.add, [own.fresh for own in found])
         line = write_tokens(line[..., None], fresh[..., None], before, counts)[..., 0]
         front, rest = line[:, :, : rule.first], line[:, :, rule.first :]
         votes = rest[:, :, :most]
