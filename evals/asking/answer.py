@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.generation.forward import decode_step, refresh
 from lowrank_kv_jax.generation.generate import ingest
 from lowrank_kv_jax.method import Part
-from lowrank_kv_jax.method.cache import Cache, take_rows
+from lowrank_kv_jax.method.cache import Cache, fork, take_rows
 from lowrank_kv_jax.storage.sharding import to_host
 
 
@@ -17,6 +18,7 @@ def answer(
     method: Part, model: Any, cache: Cache, questions: Sequence[Sequence[int]], max_new_tokens: int, *,
     bases: Any = None, enough: Callable[[int, str], bool] | None = None,
     on_fewer_rows: Callable[[], None] | None = None, nonempty: Sequence[bool] = (),
+    on_asked: Callable[[Cache, jax.Array], None] | None = None,
 ) -> list[str]:
     """Ingest one question a row and decode greedily.
 
@@ -29,6 +31,7 @@ def answer(
         max_new_tokens: at most so many a row; end-of-sequence tokens end a row before.
         enough: called with a row and its answer so far; a row ends when it says so.
         on_fewer_rows: called before the first step of a smaller batch.
+        on_asked: called, once the questions are in the cache, with a copy of it and the logits `[B, V]` behind them.
         nonempty: for each row, whether its first token can neither end it nor be a line break.
 
     Returns:
@@ -36,6 +39,8 @@ def answer(
     """
     config, params = model.config, model.params
     cache, logits = ingest(method, config, params, cache, questions, bases=bases)
+    if on_asked is not None:
+        on_asked(fork(cache), logits)
     if any(nonempty):
         line_break = model.tokenizer("\n", add_special_tokens=False).input_ids[-1]
         logits = logits.at[np.ix_(np.flatnonzero(nonempty), [*config.eos_ids, line_break])].set(-jnp.inf)

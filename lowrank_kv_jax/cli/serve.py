@@ -111,7 +111,10 @@ def _serve(args: argparse.Namespace, model: Any, engine: Any, bound: Any, most_b
             print(f"lowrank-kv: warning: --host {args.host}: other machines reach it, and no key is asked for",
                   file=sys.stderr, flush=True)
 
-    Server(api.app(), thread, started).run(sockets=[bound])
+    server = Server(api.app(), thread, started)
+    server.run(sockets=[bound])
+    if server.interrupted:
+        raise KeyboardInterrupt
     if thread.error is not None:
         raise RuntimeError(f"the engine failed: {type(thread.error).__name__}: {thread.error}") from thread.error
     return 0

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from lowrank_kv_jax.serving.http.asked import Asked, read_asked
 from lowrank_kv_jax.serving.http.body import read_body
 from lowrank_kv_jax.serving.http.encoding import encode
-from lowrank_kv_jax.serving.http.engine_thread import Closed, EngineThread, QueueFull, Heard, Ticket
+from lowrank_kv_jax.serving.http.engine_thread import Closed, EngineThread, Heard, QueueFull, Ticket
 from lowrank_kv_jax.serving.http.refusal import Refusal, as_json
 from lowrank_kv_jax.serving.http.replies import Reply, failed
 from lowrank_kv_jax.serving.http.words import Words

@@ -1,9 +1,10 @@
 """The application on a socket, until it is told to end."""
 
-import asyncio
 import logging
+import signal
 import socket
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -51,6 +52,9 @@ class Server(uvicorn.Server):
 
     Args:
         on_start: called once connections are taken.
+
+    Attributes:
+        interrupted: whether Ctrl-C ended it.
     """
 
     def __init__(self, app: Any, thread: EngineThread, on_start: Callable[[], None] = lambda: None):
@@ -59,13 +63,16 @@ class Server(uvicorn.Server):
             server_header=False, timeout_graceful_shutdown=GRACE, limit_concurrency=MOST_CONNECTIONS,
         ))
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what a client does wrong is told to that client
-        self._thread, self._on_start = thread, on_start
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread, self._on_start, self.interrupted = thread, on_start, False
         thread.on_end = self.stop
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Of SIGINT and SIGTERM; whether asyncio raises KeyboardInterrupt behind it depends on who is faster."""
+        self.interrupted = self.interrupted or sig == signal.SIGINT
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Take connections."""
-        self._loop = asyncio.get_running_loop()
         self._thread.start()
         await super().startup(sockets=sockets)
         self._on_start()

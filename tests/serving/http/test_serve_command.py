@@ -90,4 +90,5 @@ def test_the_real_model_answers(tmp_path):
     text = process.client.completions.create(prompt="The capital of France is", stop=["."], **asked)
     assert "Paris" in text.choices[0].text and text.choices[0].finish_reason in ("stop", "length")
     process.client.close()
-    assert process.end(signal.SIGINT) == (130, "lowrank-kv: interrupted\n")
+    code, said = process.end(signal.SIGINT)
+    assert code == 130 and said.endswith("lowrank-kv: interrupted\n")  # behind what XLA says of its slow compiler
