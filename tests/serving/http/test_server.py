@@ -7,6 +7,7 @@ import httpx
 import openai
 import pytest
 from served import BLOCK, ROOM, engine_of, running, slowly
+from test_readme import python_of
 
 from lowrank_kv_jax.serving import Request
 from lowrank_kv_jax.serving.http.server import bind
@@ -62,6 +63,13 @@ def test_chats_whole_and_streamed(served, known):
     turns = [{"role": "developer", "content": "brief"}, {"role": "user", "content": "x"}, said]
     found = served.client.chat.completions.create(model="tiny", messages=turns, max_tokens=1)
     assert found.usage.prompt_tokens == len("<system>brief<user>x<assistant>abc<assistant>")
+
+
+def test_the_client_of_the_documentation(served, capsys):
+    (block,) = [block for block in python_of("docs/serving.md") if "openai" in block]
+    exec(block.replace("http://127.0.0.1:8000", served.url).replace("smollm2-135m", "tiny"), names := {})
+    names["client"].close()
+    assert " 40 length\n" in (said := capsys.readouterr().out) and "completion_tokens=40" in said
 
 
 def test_a_stop_ends_the_text_before_it_also_in_a_stream(served, known):
