@@ -57,10 +57,8 @@ def place(tmp_path_factory):
     return path
 
 
-ENDS = ((signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9))
-
-
-@pytest.mark.parametrize("how, code", [ENDS[0], *(pytest.param(*end, marks=pytest.mark.slow) for end in ENDS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("how, code", ((signal.SIGINT, 130), (signal.SIGTERM, -15), (signal.SIGKILL, -9)))
 def test_ended_in_mid_stream_it_leaves_nothing(how, code, place):
     before = files_of(place)
     process = Process(place, "--method", "kivi:bits=4", "--prompt", "64", "--room", "2048", "--slots", "2", "--block", "16")

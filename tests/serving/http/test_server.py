@@ -1,14 +1,18 @@
 """The `openai` client against a server of a tiny model: what it asks, what it is told, and what it leaves behind."""
 
 import concurrent.futures
+import contextlib
+import os
+import signal
 import socket
 
 import httpx
 import openai
 import pytest
-from served import BLOCK, ROOM, engine_of, running, slowly
+from served import BLOCK, ROOM, engine_of, loaded, running, slowly
 from test_readme import python_of
 
+from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.serving import Request
 from lowrank_kv_jax.serving.http.server import bind
 
@@ -23,7 +27,8 @@ def known(engine):
     """What the engine answers to the prompts below, 40 tokens, asked before it is served."""
     prompts = ["a prompt", "<user>a question<assistant>"]
     answers = [engine.submit(Request(prompt, max_new_tokens=40)) for prompt in prompts]
-    engine.run()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # programs depend on a thread's settings: those of the server's
+        pool.submit(engine.run).result()
     return [answer.text for answer in answers]
 
 
@@ -205,6 +210,31 @@ def test_a_server_that_ends_tells_who_listens_and_leaves_its_port(engine):
             list(stream)
         assert one.end() and one.thread.error is None
         bind("127.0.0.1", one.port).close()
+
+
+def test_ctrl_c_ends_the_command_in_mid_stream(engine, capsys, monkeypatch):
+    monkeypatch.setattr("lowrank_kv_jax.models.load.load_model", lambda *args: loaded())
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=30)
+
+    def interrupt():
+        stream = iter(client.completions.create(model="tiny", prompt="a prompt", max_tokens=90, stream=True))
+        next(stream)
+        os.kill(os.getpid(), signal.SIGINT)
+        with contextlib.suppress(openai.APIError, httpx.TransportError):
+            list(stream)
+        client.close()
+
+    words = ["serve", "--port", str(port), "--prompt", "64", "--room", str(ROOM), "--slots", "2", "--prefixes", "1", "--block", str(BLOCK)]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(interrupt)
+        assert main(words) == 130
+        asked.result()
+    shown = capsys.readouterr()
+    assert f"serving tiny through full at http://127.0.0.1:{port}/v1; rows: 2 for prompts of 64 tokens" in shown.out
+    assert shown.err == "lowrank-kv: interrupted\n"
+    bind("127.0.0.1", port).close()
 
 
 def test_an_engine_that_fails_ends_the_server(capsys):
