@@ -53,7 +53,7 @@ def _question(task: str, context: Context, needle: Needle, length: int, index: i
 
     return Question(
         task, length, index, context.text, before + needle.question, needle.prefix, NEW_TOKENS, score,
-        lambda answer: score(answer) == 1, {"outputs": [needle.value], "depth": needle.depth},
+        lambda answer: score(answer) == 1, {"outputs": [needle.value], "needle_depth": needle.depth},
         reference=f" {needle.value}",
     )
 

@@ -82,7 +82,7 @@ def test_the_command_records_and_prints(tmp_path, capsys, monkeypatch, loaded):
     assert all(task in printed for task in tasks) and "nats a token" in printed and "x smaller" in printed
     for record in records:
         assert record["command"] == "eval retention" and record["between"]["name"].endswith("other.txt") and record["turns"] == 2
-        assert 0 <= record["score"] <= 100 and 0 < record["answer_nll"] < 20 and 0 <= record["depth"] <= 1
+        assert 0 <= record["score"] <= 100 and 0 < record["answer_nll"] < 20 and 0 <= record["needle_depth"] <= 1
         json.dumps(record, allow_nan=False)
     after = {record["task"]: record["question_tokens"] for record in records}
     assert after["distance, after 40"] == after["distance, after 0"] + 41
