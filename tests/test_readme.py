@@ -1,23 +1,20 @@
 """The Python of the README and of the docs runs as it stands, from top to bottom of a page."""
 
 import functools
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from written_model import write_model
 
 import lowrank_kv_jax as lkv
 import lowrank_kv_jax.testing
 from lowrank_kv_jax.estimators.estimator import ESTIMATORS
 from lowrank_kv_jax.method import REGISTRY
-from lowrank_kv_jax.models import load_model, read_config
-from lowrank_kv_jax.models.parameters import param_table
+from lowrank_kv_jax.models import load_model
 
 ROOT = Path(__file__).parents[1]
 FEWER_WINDOWS = """
@@ -48,32 +45,6 @@ def test_the_readme_runs_on_the_real_model(tmp_path):
 
 # ---- the docs, on a model of two layers in the place of the real one ----------------------------------------------
 
-CONFIG = {
-    "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 8192,
-}
-
-
-def write_model(path: Path):
-    """An HF directory with random weights and a tokenizer of bytes."""
-    from tokenizers import Tokenizer, decoders, pre_tokenizers
-    from tokenizers import models as kinds
-
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(CONFIG))
-    rng, tensors = np.random.default_rng(0), {}
-    for info in jax.tree.leaves(param_table(read_config(CONFIG))):
-        normal = rng.normal(size=info.stored_shape) * info.stored_shape[-1] ** -0.5
-        tensors[info.hf] = (normal if len(info.stored_shape) > 1 else np.ones(info.stored_shape)).astype(np.float32)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(kinds.BPE(letters, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-
-
 @pytest.fixture
 def shelf(tmp_path, monkeypatch):
     """A folder with `my-llama`, which also stands for the model that comes along; what a page registers goes again."""
@@ -88,9 +59,10 @@ def shelf(tmp_path, monkeypatch):
         table.update(before)
 
 
-def run_page(page: str) -> dict:
+def run_page(page: str, apart: str = "\0") -> dict:
+    """Run its blocks, but those that hold the word `apart`."""
     names: dict = {"__name__": "page"}
-    for i, block in enumerate(python_of(page)):
+    for i, block in enumerate(block for block in python_of(page) if apart not in block):
         exec(compile(block, f"{page}, block {i + 1}", "exec"), names)
     return names
 
@@ -133,7 +105,7 @@ def test_own_model(shelf):
 
 @pytest.mark.slow
 def test_serving(shelf, capsys):
-    names = run_page("docs/serving.md")
+    names = run_page("docs/serving.md", apart="openai")  # tests/serving/http/test_server.py has a server for it
     assert all(names[name].done for name in ("first", "second", "third"))
     assert names["engine"].bytes <= names["engine"].memory and names["first"].text in capsys.readouterr().out
 

@@ -20,7 +20,8 @@ Enough = Callable[[int, str], bool]
 def answer(
     method: Part, model: Any, cache: Cache, questions: Sequence[Sequence[int]], max_new_tokens: int, *,
     bases: Any = None, enough: Enough | None = None, on_fewer_rows: Callable[[], None] | None = None,
-    nonempty: Sequence[bool] = (), drafts: Sequence[Sequence[int]] | None = None,
+    nonempty: Sequence[bool] = (), on_asked: Callable[[Cache, jax.Array], None] | None = None,
+    drafts: Sequence[Sequence[int]] | None = None,
 ) -> list[list[int]]:
     """Ingest one question a row and decode greedily.
 
@@ -33,6 +34,7 @@ def answer(
         max_new_tokens: at most so many a row; end-of-sequence tokens end a row before.
         enough: see `Enough`.
         on_fewer_rows: called before the first step of a smaller batch.
+        on_asked: called, once the questions are in the cache, with a copy of it and the logits `[B, V]` behind them.
         nonempty: for each row, whether its first token can neither end it nor be a line break.
         drafts: what each row may answer. A row reads its draft a block at a time, as a speculative decoder does, and
             goes on step by step from the block in which it leaves it.
@@ -42,6 +44,8 @@ def answer(
     """
     config, params = model.config, model.params
     cache, logits = ingest(method, config, params, cache, questions, bases=bases)
+    if on_asked is not None:
+        on_asked(fork(cache), logits)
     if any(nonempty):
         line_break = model.tokenizer("\n", add_special_tokens=False).input_ids[-1]
         logits = logits.at[np.ix_(np.flatnonzero(nonempty), [*config.eos_ids, line_break])].set(-jnp.inf)

@@ -8,6 +8,7 @@ from lowrank_kv_jax.evals.asking.answer import answer
 from lowrank_kv_jax.evals.asking.batches import Batch
 from lowrank_kv_jax.evals.asking.clock import Clock, PrefillClock
 from lowrank_kv_jax.evals.asking.few_at_a_time import drop_programs_if_many
+from lowrank_kv_jax.evals.asking.likelihood import Likelihoods
 from lowrank_kv_jax.evals.asking.prefill_many import pad_rows, prefill_many
 from lowrank_kv_jax.evals.asking.prompts import Question
 from lowrank_kv_jax.evals.results.sizes import Size, size_of
@@ -92,11 +93,12 @@ class Asker:
         entries = [row[turn] if turn < len(row) else None for row in batch.questions]
         filler = next(entry for entry in entries if entry is not None)
         clock = Clock([None if entry is None else entry[0] for entry in entries])
+        likelihoods = Likelihoods(method, self.model, clock, self.bases.get(spec))
         found = answer(
             method, self.model, cache, [(entry or filler)[1] for entry in entries],
             max(entry[0].new_tokens for entry in entries if entry is not None), bases=self.bases.get(spec),
             enough=clock.enough, on_fewer_rows=clock.stop,
-            nonempty=[entry is not None and entry[0].nonempty for entry in entries],
+            nonempty=[entry is not None and entry[0].nonempty for entry in entries], on_asked=likelihoods.asked,
             drafts=drafts.get(turn) if self.draft else None,
         )
         if method.name == "full":
@@ -108,4 +110,5 @@ class Asker:
                 yield Reply(spec, entry[0], texts[row], size, times | {
                     "context_tokens": len(batch.contexts[row]), "question_tokens": len(entry[1]),
                     "answer_tokens": clock.tokens[row], "rows": len(entries), "methods_sharing_prefill": sharing,
+                    **likelihoods.figures(row),
                 })

@@ -40,7 +40,8 @@ class Settings:
     """What `compare` measures.
 
     Attributes:
-        lengths: of the needle samples, in tokens; perplexity compresses a prefix of the shortest.
+        lengths: of the needle samples, in tokens; perplexity compresses a prefix of the shortest, or of what leaves room
+            for the scored tokens in the model's context.
         samples: needles at each length.
         seed: of needles and text windows.
         calibrate, text: corpora (see `load_corpus`) to fit bases to and to measure perplexity on.
@@ -80,6 +81,10 @@ class Settings:
             raise ValueError(f"lengths={self.lengths}: give different lengths, each above {self.steps}")
         if self.length_timed <= self.steps:
             raise ValueError(f"timed_length={self.timed_length}: must be above the {self.steps} decode steps")
+
+    def prefix(self, context: int) -> int:
+        """Tokens of a text that are compressed, in a model's context; at least half of it."""
+        return min(min(self.lengths), max(context - self.scored, context // 2))
 
     @property
     def length_timed(self) -> int:
@@ -213,7 +218,7 @@ def _needles(asker: Asker, results: dict[str, Result], settings: Settings, lengt
 
 
 def _perplexities(model, results: dict[str, Result], bases, settings: Settings, on_step: Step) -> None:
-    prefix = min(settings.lengths)
+    prefix = settings.prefix(model.config.context)
     texts = load_corpus(settings.text).texts
     size = min(prefix + settings.scored, model.config.context)
     tokens = token_windows(model.tokenizer, texts, size, settings.windows, settings.seed)
@@ -252,7 +257,7 @@ def _timings(model, methods, bases, settings: Settings, on_step: Step) -> dict[s
 
 def records(model: Any, results: Sequence[Result], settings: Settings) -> list[dict[str, Any]]:
     """One record for each method and needle, and one for each method and text window."""
-    corpus, prefix = load_corpus(settings.text), min(settings.lengths)
+    corpus, prefix = load_corpus(settings.text), settings.prefix(model.config.context)
     common = {
         "model": model.name, "fingerprint": model.fingerprint, "seed": settings.seed, "protocol": PROTOCOL,
         "cache_dtype": settings.dtype, "timed_cache_dtype": settings.cache_dtype_timed,
@@ -273,7 +278,7 @@ def records(model: Any, results: Sequence[Result], settings: Settings) -> list[d
         for index, row in enumerate(result.perplexity.nll):
             total = float(row.sum())
             out.append(make_record(
-                "compare", **shared, **size_fields(result.size[prefix]), task="perplexity-stream",
+                "compare", **shared, **size_fields(result.size[min(settings.lengths)]), task="perplexity-stream",
                 length=prefix + len(row), step=prefix, samples=1, index=index, scored_tokens=len(row),
                 text={"name": corpus.name, "sha256": corpus.sha256}, nll=total if math.isfinite(total) else None,
                 perplexity=math.exp(min(total / len(row), 700)) if math.isfinite(total) else None,

@@ -8,15 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from lowrank_kv_jax.evals.report.by_length import draw_all_by_length, draw_by_length
 from lowrank_kv_jax.evals.report.perplexities import PerplexitySection
 from lowrank_kv_jax.evals.report.sections import Section
-from lowrank_kv_jax.evals.report.times import Line, times_by_rows
+from lowrank_kv_jax.evals.report.styles import MANY
+from lowrank_kv_jax.evals.report.styles import families as _families
+from lowrank_kv_jax.evals.report.styles import legend as _legend
+from lowrank_kv_jax.evals.report.styles import style as _style
+from lowrank_kv_jax.evals.report.times import times_by_rows
 from lowrank_kv_jax.evals.results.fields import is_number
 from lowrank_kv_jax.evals.results.figure_file import pyplot, save_figure
 from lowrank_kv_jax.files import expanded
-
-MARKERS = "osD^vP*Xh<>p8d"
-MANY = 10  # with more methods, the settings of one share a colour, and tasks are a map instead of bars
 
 
 def draw_figures(
@@ -52,6 +54,13 @@ def draw_figures(
                 figure = draw(plt, section, scored)
                 if figure is not None:
                     figures.append((caption, _save(plt, figure, folder / f"{number}-{name}.png")))
+        for benchmark in dict.fromkeys(s.benchmark for s in scored):
+            same = [s for s in scored if s.benchmark == benchmark]
+            figure = draw_all_by_length(plt, same)
+            if figure is not None:
+                path = folder / f"{1 + list(sections).index(same[-1])}-lengths.png"
+                caption = "Quality, bytes and decode speed against length"
+                drawn[same[-1].title].append((caption, _save(plt, figure, path)))
         for name, caption, field, label in (
             ("ttft", "Time to first token of a batch against length", "ttft_s", "seconds"),
             ("throughput", "Decoding of a batch against length", "decode_tokens_per_s", "tokens per second"),
@@ -59,7 +68,7 @@ def draw_figures(
             for benchmark in dict.fromkeys(s.benchmark for s in scored):
                 same = [s for s in scored if s.benchmark == benchmark]
                 for rows, lines in times_by_rows(same, field).items():
-                    figure = _by_length(plt, lines, label, f"{same[-1].command}, {same[-1].model}")
+                    figure = draw_by_length(plt, lines, label, f"{same[-1].command}, {same[-1].model}")
                     suffix, counted = ("", "") if rows is None else (f"-{rows}", f", rows in a batch: {rows}")
                     path = folder / f"{1 + list(sections).index(same[-1])}-{name}{suffix}.png"
                     drawn[same[-1].title].append((caption + counted, _save(plt, figure, path)))
@@ -79,29 +88,6 @@ def _save(plt, figure, path: Path) -> Path:
     save_figure(figure, path, 160)
     plt.close(figure)
     return path
-
-
-def _style(number: int, method: str) -> dict:
-    color = "black" if method == "full" else f"C{number % 10}"
-    # a peer's markers are hollow
-    return {"color": color, "marker": MARKERS[number % len(MARKERS)], "markerfacecolor": "w" if "/" in method else color}
-
-
-def _legend(figure, labels: Sequence[str]) -> None:
-    """Below the axes, in as many columns as the longest label allows."""
-    columns = max(1, min(3, 72 // (max(map(len, labels)) + 6), len(labels)))
-    figure.legend(loc="outside lower center", ncols=columns, frameon=False)
-
-
-def _families(methods: Sequence[str]) -> dict[str, list[int]]:
-    """Indices of the methods by what a figure shows as one: each by itself, or with many all settings of a method."""
-    if len(methods) <= MANY:
-        return {method: [i] for i, method in enumerate(methods)}
-    families: dict[str, list[int]] = {}
-    for i, method in enumerate(methods):
-        name = "+".join(part.partition(":")[0] for part in method.split("+"))
-        families.setdefault(name, []).append(i)
-    return families
 
 
 def _far_apart(front: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -241,18 +227,4 @@ def _needle_maps(plt, records: Sequence[Mapping[str, Any]]):
         axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
     axes[0, 0].set_ylabel("depth of the needle")
     figure.colorbar(shown, ax=axes[0], label="found (%)")
-    return figure
-
-
-def _by_length(plt, lines: Mapping[str, Line], label: str, title: str):
-    figure, axis = plt.subplots(figsize=(6.4, 3.8 + 0.07 * len(lines)), layout="constrained")
-    families = _families(list(lines))
-    for number, (family, members) in enumerate(families.items()):
-        for member in members:
-            axis.plot(*zip(*list(lines.values())[member], strict=True), **_style(number, family), alpha=0.85,
-                      label=family if member == members[0] else None)
-    axis.set(xlabel="tokens", ylabel=label, title=title)
-    axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.3)
-    _legend(figure, list(families))
     return figure

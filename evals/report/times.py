@@ -23,7 +23,8 @@ def times_by_rows(sections: Sequence[Section], field: str) -> dict[int | None, d
     found: dict[int | None, dict[str, dict[int, list[float]]]] = {}
     for section in sections:
         for record in section.records:
-            if record.get(field) is not None and isinstance(section.length, int):
+            own = record.get("timed_length") in (None, section.length)  # `compare` times one length for all records
+            if record.get(field) is not None and isinstance(section.length, int) and own:
                 lines = found.setdefault(record.get("rows"), {})
                 lines.setdefault(record["method"], {}).setdefault(section.length, []).append(record[field])
     return {

@@ -3,7 +3,8 @@
 import importlib.util
 
 EXTRAS = {
-    "datasets": "datasets", "lm_eval": "lm-eval", "matplotlib": "plot", "rouge": "evals", "wonderwords": "evals",
+    "datasets": "datasets", "lm_eval": "lm-eval", "matplotlib": "plot", "rouge": "evals", "starlette": "serve",
+    "uvicorn": "serve", "wonderwords": "evals",
 }
 """By the name that is imported."""
 

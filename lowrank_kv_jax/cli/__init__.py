@@ -17,6 +17,7 @@ COMMANDS = {
     "compare": "what each method costs and keeps, beside the full cache",
     "methods": "list the methods, their fields and defaults",
     "generate": "generate text from a compressed cache",
+    "serve": "an OpenAI-compatible server on compressed caches",
     "inspect": "which tokens of a prompt each layer holds, and how: a picture and a table",
     "calibrate": "fit the bases of a method to texts and save them",
     "diagnose": "how compressible the cache is, and how bases follow a shift of the text",

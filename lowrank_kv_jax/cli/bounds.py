@@ -12,13 +12,16 @@ MOST_SEED = 2**32 - 1
 
 _TIMES = (
     "samples", "rounds", "steps", "windows", "test_windows", "calibrate_windows", "rows", "batch", "fewshot", "depths",
-    "repeats", "bands", "layers", "refine", "requests", "asked", "prefixes",
+    "repeats", "bands", "layers", "refine", "requests", "asked", "prefixes", "slots", "admits",
+    "queue", "turns",
 )
 _MOST = {
     **dict.fromkeys(_TIMES, MOST_TIMES), "seed": MOST_SEED, "thresholds": 100, "bandwidth": 1e18, "flops": 1e21,
+    "port": 65535,
 }
 _LEAST = {
-    **dict.fromkeys(("seed", "refine", "prefixes"), 0), **dict.fromkeys(("samples", "windows", "fewshot"), -math.inf),
+    **dict.fromkeys(("seed", "refine", "prefixes", "port", "queue", "after"), 0),
+    **dict.fromkeys(("samples", "windows", "fewshot"), -math.inf),
 }
 """Of integers, if not 1; where some commands take 0, each says so itself."""
 _SHARES = ("rank", "ranks", "energy", "top_p")

@@ -103,13 +103,13 @@ def _print(model, results, settings) -> None:
             f"{result.timing.ttft_s:.2f}", f"{result.timing.decode_tokens_per_s:.1f}",
         ))
     print_table(f"{model.name}, context compressed before the question is seen", heads, lines)
-    print(_caption(settings, results[0].perplexity.nll.size, device_line()), flush=True)
+    print(_caption(settings, model.config.context, results[0].perplexity.nll.size, device_line()), flush=True)
 
 
-def _caption(settings, scored: int, device: str) -> str:
+def _caption(settings, context: int, scored: int, device: str) -> str:
     return (
         f"needle: {settings.samples} samples a length, greedy. text: perplexity of {scored} tokens, scored "
-        f"in blocks through the cache of {min(settings.lengths)} tokens.\n"
+        f"in blocks through the cache of {settings.prefix(context)} tokens.\n"
         f"KiB/tok, MiB, x smaller: every leaf of a {settings.dtype} cache, bases and free slots included, "
         "against a full cache in 16 bits; bases apart: without those that all requests share; nominal: of very long "
         "prompts.\n"

@@ -7,6 +7,8 @@ import sys
 import pytest
 from commands import refused_command
 
+from lowrank_kv_jax.serving.http.server import bind
+
 TABLE = (  # arguments, where {d} is a directory with the files of `place`, and words
     ("", "required: COMMAND"),
     ("--nothing", "unrecognized arguments: --nothing"),
@@ -124,6 +126,15 @@ TABLE = (  # arguments, where {d} is a directory with the files of `place`, and 
     ("generate --prompt-file {d}/latin.txt", "is not UTF-8 text"),
     ("generate --prompt-file {d}/{long}", "File name too long"),
     ("generate --prompt-file {d}/none.txt", "none.txt: No such file or directory"),
+    ("serve --method nothing", "unknown method 'nothing'"),
+    ("serve --memory 5", "--memory='5': must be a number and its unit"),
+    ("serve --max-body 0MiB", "--max-body=0: must be at least 1"),
+    ("serve --prompt 64 0", "--prompt 0: must be at least 1"),
+    ("serve --port 65536", "--port 65536: must be at most 65535"),
+    ("serve --port 0 --host 192.0.2.1", "--host 192.0.2.1 --port 0: Cannot assign requested address; must be an address of"),
+    ("serve --port 0 --host no-such-host.invalid", "--host no-such-host.invalid: "),
+    ("serve --port 0 --mesh rows=2", "mesh 'rows=2': expected axis=size"),
+    ("serve --port 0 --model {d}/none", "no such file or directory"),
     ("inspect --prompt x --out {d}/x.exe", "x.exe: no figure has the suffix '.exe'"),
     ("inspect --prompt x --json /dev/full --out {d}/x.png", "/dev/full: is a character device"),
     ("inspect --prompt x --method nothing", "unknown method 'nothing'"),
@@ -141,6 +152,14 @@ TABLE = (  # arguments, where {d} is a directory with the files of `place`, and 
     ("report {d}/score.jsonl --tasks nothing", "no record has the task 'nothing', only t"),
     ("report {d}/score.jsonl --out ''", "--out '': must be a path that is not empty"),
 )
+
+
+def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(capsys, monkeypatch):
+    monkeypatch.setattr("lowrank_kv_jax.models.load.load_model", None)
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        refused_command(capsys, ["serve", "--port", port], f"--host 127.0.0.1 --port {port}: Address already in use; must be")
 
 
 @pytest.fixture(scope="module")

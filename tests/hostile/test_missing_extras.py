@@ -16,7 +16,7 @@ from lowrank_kv_jax.evals.ruler import qa, words
 @pytest.fixture(autouse=True)
 def core_alone(monkeypatch):
     """What extras bring cannot be imported."""
-    for name in ("datasets", "lm_eval", "matplotlib", "rouge", "wonderwords"):
+    for name in ("datasets", "lm_eval", "matplotlib", "rouge", "starlette", "uvicorn", "wonderwords"):
         monkeypatch.setitem(sys.modules, name, None)
 
 
@@ -37,6 +37,7 @@ def test_a_folder_of_data_files_is_a_dataset(tmp_path):
 @pytest.mark.parametrize("line, extra", (
     ("compare --plot {d}/p.png", "plot"), ("inspect --prompt x --out {d}/p.png", "plot"), ("eval needle --plot {d}/p.png", "plot"),
     ("report {d}/score.jsonl --out {d}/report", "plot"), ("eval lm-eval", "lm-eval"), ("eval perplexity --text a/b", "datasets"),
+    ("serve --port 0", "serve"),
 ))
 def test_a_command_says_what_to_install(line, extra, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("lowrank_kv_jax.models.load.load_model", None)

@@ -5,7 +5,7 @@ import importlib
 
 HELP = "benchmarks through compressed caches"
 
-BENCHMARKS = ("ruler", "longbench", "perplexity", "outputs", "lm-eval", "needle", "leaderboard")
+BENCHMARKS = ("ruler", "longbench", "perplexity", "outputs", "lm-eval", "needle", "retention", "leaderboard")
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:

@@ -339,6 +339,12 @@ def test_compare_on_a_tiny_model(model, tmp_path):
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_text_is_scored_within_the_context():
+    assert Settings(lengths=(1024, 8192), scored=512).prefix(8192) == 1024
+    assert Settings(lengths=(8192,), scored=512).prefix(8192) == 7680
+    assert Settings(lengths=(2048,), scored=4096).prefix(2048) == 1024
+
+
 def test_compare_refuses_what_cannot_be(model):
     with pytest.raises(ValueError, match="each may be given once"):
         parse_methods(["full", "full"])

@@ -9,6 +9,7 @@ from scipy.stats import wilcoxon
 
 from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.evals.report import draw_figures, markdown, read_report, read_sections, statistics
+from lowrank_kv_jax.evals.report.by_length import bytes_by_length, quality_by_length
 from lowrank_kv_jax.evals.report.figures import _far_apart, _settings
 from lowrank_kv_jax.evals.report.markdown import cells
 from lowrank_kv_jax.evals.report.statistics import EXACT, Interval, wilcoxon_p
@@ -178,6 +179,20 @@ def test_times_of_batches_of_other_sizes_stand_apart(write, tmp_path):
                     for caption, path in figures)
     assert captions["2-ttft-1.png"].endswith("rows in a batch: 1")
     assert captions["2-ttft-3.png"].endswith("rows in a batch: 3") and "2-throughput-1.png" not in captions
+
+
+def test_quality_bytes_and_speed_against_length_are_one_figure(write, tmp_path):
+    records = [score(method, i, length=length, rows=1, cache_bytes=(length + i) * 2**20, decode_tokens_per_s=length / 100 + i,
+                     timed_length=64) | {"score": 10.0 * i + length / 64}
+               for method in ("full", "small") for length in (64, 8192) for i in (0, 2)]
+    sections = read_sections([write(*records)])
+    assert quality_by_length(sections)["small"] == [(64, 11.0), (8192, 138.0)]
+    assert bytes_by_length(sections)["full"] == [(64, 65.0), (8192, 8193.0)]
+    assert times_by_rows(sections, "decode_tokens_per_s") == {}  # all were timed at one length
+    names = {path.name for figures in draw_figures(sections, tmp_path).values() for _, path in figures}
+    assert "2-lengths.png" in names and "2-throughput-1.png" not in names
+    one = [section for section in sections if section.length == 64]
+    assert not any("lengths" in path.name for figures in draw_figures(one, tmp_path).values() for _, path in figures)
 
 
 # ---- mistakes, and files in a bad state --------------------------------------------------------------------

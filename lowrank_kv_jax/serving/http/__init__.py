@@ -1,0 +1,1 @@
+"""An engine behind OpenAI's completions and chat API; needs the extra `serve`."""
