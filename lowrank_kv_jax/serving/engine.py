@@ -71,7 +71,7 @@ class Engine:
         self._model, self._admits, self._together = model, admits, 1 if mesh is None else mesh.shape.get("data", 1)
         layouts = layouts_of(model.config, self._together, prompt, room, block, dtype, mesh)
         parts = Parts(as_method(method), model.config, model.params, replicate(layouts[0].mesh, bases))
-        check_parts(parts, layouts)
+        check_parts(parts, layouts, prefill_chunk)
         self._shared = sum(nbytes(x) for x in jax.tree.leaves(bases))
         left = None if self.memory is None else self.memory - self._shared
         rows = rows_of_pools(parts, layouts, left, slots, prefixes, prefill_chunk)

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.checks.shown import short
+from lowrank_kv_jax.generation.forward import check_context
 from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.method.layout import Layout, layout_of
 from lowrank_kv_jax.models.config import ModelConfig
+from lowrank_kv_jax.selections.reread import CHUNK
 from lowrank_kv_jax.serving.chunked import filling_bytes
 from lowrank_kv_jax.serving.filling import prefill_rows
 from lowrank_kv_jax.serving.plan import Rows, rows_within
@@ -44,11 +46,17 @@ def layouts_of(
     return [layout_of(config.attention, together, width, width + room, block, dtype, mesh) for width in sorted(widths)]
 
 
-def check_parts(parts: Parts, layouts: Sequence[Layout]) -> None:
-    """Raise ValueError where the method does not suit the model, lacks bases, or cannot read prompts of these lengths."""
+def check_parts(parts: Parts, layouts: Sequence[Layout], chunk: int | None = None) -> None:
+    """Raise ValueError where the method does not suit the model, lacks bases, or cannot read prompts of these lengths, in
+    chunks of so many tokens where they are longer."""
     parts.method.validate(parts.config.attention)
     for layout in layouts:
-        jax.eval_shape(lambda n=layout: _prefilled(parts, n))
+        if chunk is None or chunk >= layout.prompt:
+            jax.eval_shape(lambda n=layout: _prefilled(parts, n))
+            continue
+        if parts.method.rereads:
+            check_context(parts.config, layout.prompt, min(chunk, CHUNK))
+        filling_bytes(parts, layout, chunk)
 
 
 def _prefilled(parts: Parts, layout: Layout) -> Any:
