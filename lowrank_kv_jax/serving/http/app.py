@@ -43,7 +43,7 @@ class Api:
 
     def __init__(self, model: Any, thread: EngineThread, name: str, method: str, room: int, most_body: int):
         self._model, self._thread, self._name, self._method = model, thread, name, method
-        self._room, self._most_body = room, most_body
+        self._room, self._most_body, self._bytes = room, most_body, thread.engine.bytes  # which never change
         # a text of the largest body takes a second: one after the other, and beside the event loop
         self._encoding = ThreadPoolExecutor(1, "encoding")
 
@@ -110,7 +110,7 @@ class Api:
             raise _closed()
         return _json({
             "status": "ok", "model": self._name, "method": self._method, "rows": list(engine.slots),
-            "in_flight": engine.in_flight, "waiting": engine.waiting, "cache_bytes": engine.bytes,
+            "in_flight": engine.in_flight, "waiting": engine.waiting, "cache_bytes": self._bytes,
         })
 
     # ---- answers ------------------------------------------------------------------------------------------------
