@@ -1,5 +1,6 @@
 """Configurations of the families that differ from Llama in a few attributes."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,12 +10,13 @@ from lowrank_kv_jax.models.experts_config import ExpertsConfig
 from lowrank_kv_jax.models.rope_config import LLAMA_KINDS, read_rope
 
 _QWEN_WINDOW = {"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}
+_DUAL_CHUNKS = "dual_chunk_attention_config"  # of the 1M variants of Qwen2.5 and Qwen3
 
 FAMILY_ATTRIBUTES = {
     "llama": {"attention_bias", "mlp_bias", "rope_condense_ratio"},
     "mistral": {"sliding_window"},
-    "qwen2": _QWEN_WINDOW,
-    "qwen3": _QWEN_WINDOW | {"attention_bias"},
+    "qwen2": _QWEN_WINDOW | {_DUAL_CHUNKS},
+    "qwen3": _QWEN_WINDOW | {_DUAL_CHUNKS, "attention_bias"},
     # dropout and where published code lies say nothing of inference
     "phi3": {"sliding_window", "partial_rotary_factor", "original_max_position_embeddings", "resid_pdrop", "embd_pdrop",
              "auto_map"},
@@ -50,6 +52,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 def read_llama(config: Mapping[str, Any]) -> ModelConfig:
     """The configuration of a Llama-like model from the content of its `config.json`.
 
+    Dual chunk attention (Qwen2.5-7B-Instruct-1M) is not applied: attention is plain, with a warning that says so.
+
     Raises:
         ValueError: as `read_config`.
     """
@@ -60,6 +64,8 @@ def read_llama(config: Mapping[str, Any]) -> ModelConfig:
     config = _DEFAULTS.get(family, {}) | {name: value for name, value in config.items() if value is not None}
     num_layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    if chunks := config.get(_DUAL_CHUNKS):
+        _warn_of_plain_attention(chunks)
     phi3 = family == "phi3"
     rope = read_rope(config, head_dim, ("default", "longrope") if phi3 else LLAMA_KINDS, partial=phi3)
     ropes = [rope.rope if turned else None for turned in _rotary_layers(config)] if family == "smollm3" else [rope.rope]
@@ -88,6 +94,14 @@ def read_llama(config: Mapping[str, Any]) -> ModelConfig:
         ropes=tuple(ropes) if len(set(ropes)) > 1 else None,
         moe=_read_experts(config, family),
     )
+
+
+def _warn_of_plain_attention(chunks: Any) -> None:
+    if not isinstance(chunks, Mapping):
+        raise ValueError(f"{_DUAL_CHUNKS}={chunks!r:.80}: must be an object")
+    known = chunks.get("original_max_position_embeddings") or chunks.get("chunk_size")
+    warnings.warn(f"{_DUAL_CHUNKS} is not applied: attention is plain, which the model was trained for up to {known} "
+                  "tokens", stacklevel=5)
 
 
 def _rotary_layers(config: Mapping[str, Any]) -> list[bool]:

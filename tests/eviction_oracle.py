@@ -141,6 +141,7 @@ class Rule:
     inform: object = None
     correct: bool = False
     informed_prompt: bool = False
+    budgets_by_attention: bool = False
 
 
 class Sums:
@@ -175,7 +176,7 @@ def residual(score, k, v, sums):
 
 def evict(rule, heads, sums, stream, candidates, first=False):
     """Keep of each head's candidates (dict position -> score) the best; the rest goes to the sums."""
-    scores = []
+    scores, votes = [], []
     for h, found in enumerate(candidates):
         at = sorted(found)
         score = np.array([found[p] for p in at])
@@ -186,8 +187,9 @@ def evict(rule, heads, sums, stream, candidates, first=False):
                 known.tokens = [(stream.k[p, h], stream.v[p, h]) for p in at]
             score = rule.inform(score, stream.k[at, h], stream.v[at, h], known)
         scores.append(score)
+        votes.append(np.array([found[p] for p in at]))
     budget = rule.budget - rule.sinks - rule.recent
-    counts = rule.budgets(scores, budget) if rule.budgets else [budget] * len(scores)
+    counts = rule.budgets(votes if rule.budgets_by_attention else scores, budget) if rule.budgets else [budget] * len(scores)
     for h, found in enumerate(candidates):
         at = np.array(sorted(found), int)
         best = set(at[np.argsort(-scores[h], kind="stable")[: counts[h]]].tolist())

@@ -66,13 +66,14 @@ class Asker:
         drafts: dict[int, list[list[int]]] = {}
         for spec, method in sorted(methods.items(), key=lambda item: item[1].name != "full"):
             cache = caches.pop(spec)
-            shape = (spec, batch.width, batch.capacity)
+            shape, chunked = (spec, batch.width, batch.capacity), self.prefill_chunk is not None
             if shape not in self.sizes:
                 self.sizes[shape] = size_of(cache, self.bases.get(spec))
             for turn in range(batch.rounds):
                 last = turn + 1 == batch.rounds
                 asked = cache if last else fork(cache)
-                known = {layers, shape} <= self.warm and (self.prefill_chunk is not None or twice == method.rereads)
+                alone = chunked or (twice == method.rereads and not method.attends_codes)  # what its layers took is known
+                known = {layers, shape} <= self.warm and alone
                 prefill_s = clock.alone(spec) if known else None
                 yield from self._turn(batch, turn, spec, method, asked, prefill_s, len(methods), drafts)
             self.warm.add(shape)

@@ -34,7 +34,8 @@ def prefill_many(
     """What `prefill` returns, for several methods at the price of one prefill and their compressions.
 
     Every layer runs once; its taps live until each method has compressed the group of layers that holds it. With `chunk`
-    every method prefills by itself, since what a chunk attends to is the method's own.
+    every method prefills by itself, since what a chunk attends to is the method's own; so do those whose prompts
+    attend to their codes (`prefill=compressed`).
 
     Args:
         methods: by any name.
@@ -44,18 +45,20 @@ def prefill_many(
         clock: is told what took how long; a method that reads the prompt twice makes the layers slower for all.
 
     Returns:
-        The caches and float32 logits `[B, V]` at the last token of each row, by name; without `chunk` all methods
-        share these.
+        The caches and float32 logits `[B, V]` at the last token of each row, by name; methods whose prompts attend
+        exactly share these.
     """
     clock = PrefillClock() if clock is None else clock
-    if chunk is not None:
-        caches, logits = {}, {}
-        for name, method in methods.items():
-            with clock.method(name):
-                caches[name], logits[name] = jax.block_until_ready(prefill(
-                    method, config, params, tokens, lengths, bases=bases.get(name), capacity=capacity, block=block,
-                    dtype=dtype, mesh=mesh, chunk=chunk,
-                ))
+    caches, logits = {}, {}
+    alone = {name: method for name, method in methods.items() if chunk is not None or method.attends_codes}
+    for name, method in alone.items():
+        with clock.method(name):
+            caches[name], logits[name] = jax.block_until_ready(prefill(
+                method, config, params, tokens, lengths, bases=bases.get(name), capacity=capacity, block=block,
+                dtype=dtype, mesh=mesh, chunk=chunk,
+            ))
+    methods = {name: method for name, method in methods.items() if name not in alone}
+    if not methods:
         return caches, logits
     layout = make_layout(config, *tokens.shape, capacity, block, dtype, mesh)
     lengths = jnp.full((tokens.shape[0],), tokens.shape[1], jnp.int32) if lengths is None else lengths
@@ -71,10 +74,10 @@ def prefill_many(
             with clock.method(name):
                 compressor.take(layer, taps)
                 jax.block_until_ready(compressor.states[-1:])
-    caches = {name: compressor.cache() for name, compressor in compressors.items()}
+    caches |= {name: compressor.cache() for name, compressor in compressors.items()}
     with clock.layer():
-        logits = jax.block_until_ready(last_logits(config, params, reading.x[:, : tokens.shape[1]], lengths))
-    return caches, dict.fromkeys(caches, logits)
+        shared = jax.block_until_ready(last_logits(config, params, reading.x[:, : tokens.shape[1]], lengths))
+    return caches, logits | dict.fromkeys(compressors, shared)
 
 
 class _Compressor:

@@ -47,7 +47,15 @@ class LowRankStore:
 
 @dataclasses.dataclass(frozen=True)
 class LowRank(LowRankFields, TokenCodec):
-    """Abstract. A family says in which frame its coefficients are read, where bases come from and when they move."""
+    """Abstract. A family says in which frame its coefficients are read, where bases come from and when they move.
+
+    Attributes:
+        prefill: what a prompt attends to: "exact", its own keys and values; "compressed", layer after layer what they are
+            coded as, which is what low-rank projections in the place of W_k and W_v do (Palu, StreamingKV). The exact
+            tokens at both ends stay exact; coefficients are not rounded to `bits`.
+    """
+
+    prefill: str = "exact"
 
     adapts: ClassVar[bool] = False
     """Whether rows own their bases (a prompt-fitted or moving basis)."""
@@ -60,6 +68,15 @@ class LowRank(LowRankFields, TokenCodec):
     @abc.abstractmethod
     def frame(self, spec: AttentionSpec, bases: Any, store: LowRankStore | None) -> Frame:
         """What the coefficients of `store` are read in, and tokens coded in; without one, before anything was seen."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.prefill not in ("exact", "compressed"):
+            raise ValueError(f"prefill={self.prefill!r}: allowed are exact, compressed")
+
+    @property
+    def attends_codes(self):
+        return self.prefill == "compressed"
 
     @property
     def folds(self) -> bool:

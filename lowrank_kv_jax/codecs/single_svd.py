@@ -7,13 +7,24 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.codecs.component_bits import stored_ranks
 from lowrank_kv_jax.codecs.frame import Frame
-from lowrank_kv_jax.codecs.lowrank import SIDES, of_each_row
+from lowrank_kv_jax.codecs.lowrank import SIDES, LowRankStore, of_each_row
 from lowrank_kv_jax.codecs.principal import Principal
+from lowrank_kv_jax.codecs.prompt_means import PromptMeans, mean_of, without
 from lowrank_kv_jax.codecs.refit import refit
 from lowrank_kv_jax.estimators.svd import principal_subspace, second_moment
-from lowrank_kv_jax.method import register
+from lowrank_kv_jax.method import Layout, register
+from lowrank_kv_jax.method.codec import Tokens
+from lowrank_kv_jax.storage.state import state
+
+
+@state
+class CentredStore(LowRankStore):
+    """Coefficients around the means of each row's prompt."""
+
+    means: PromptMeans
 
 
 @register("single-svd")
@@ -23,40 +34,55 @@ class SingleSVD(Principal):
 
     The right singular vectors are taken from the second moment of the tokens that will be coded. As in xKV what is
     decoded stays exact; unlike there, so do the sinks and the prompt's last tokens (`single-svd:paper` keeps none).
+
+    Attributes:
+        centred: code tokens around the mean of those of the prompt that are coded, which is stored beside the bases. A
+            bias of keys (Qwen2) then costs no direction.
     """
 
     rank: int | float | None = 0.25
     rope: str = "pre"
     heads: str = "joint"
     decoded: str = "exact"
+    centred: bool = False
 
     adapts: ClassVar[bool] = True
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"paper": {"sinks": 0, "recent": 0}}
 
     def frame(self, spec, bases, store):
         if store is not None:
-            return Frame(store.k_basis, store.v_basis)
+            means = store.means.of_heads(spec.kv_heads) if self.centred else ()
+            return Frame(store.k_basis, store.v_basis, *means)
         ranks = stored_ranks(self.profile(spec, bases), self.ranks(spec))
         eyes = (jnp.eye(self.width(spec), rank, dtype=jnp.float32) for rank in ranks)
         return Frame(*(jnp.broadcast_to(eye, (self.basis_heads(spec), *eye.shape)) for eye in eyes))
 
     def empty(self, layout, bases, size, positions=None):
         start = self.frame(layout.spec, bases, None)
-        return self.empty_store(layout, bases, size, positions, *of_each_row(layout, start.k, start.v))
+        store = self.empty_store(layout, bases, size, positions, *of_each_row(layout, start.k, start.v))
+        if not self.centred:
+            return store
+        heads = self.basis_heads(layout.spec)
+        mean = jnp.zeros((layout.batch, heads, self.width(layout.spec)), layout.dtype)
+        return CentredStore(*(getattr(store, field.name) for field in dataclasses.fields(store)), PromptMeans(mean, mean))
 
     def learn(self, layout, bases, store, taps, lengths, weight):
-        (tap,), found = taps, []
-        for x, basis in zip(self.sides(tap), (store.k_basis, store.v_basis), strict=True):
-            x = x.reshape(*x.shape[:2], self.basis_heads(layout.spec), -1)
-            found.append(principal_subspace(second_moment(x, weight), basis.shape[-1]).astype(layout.dtype))
-        store = dataclasses.replace(store, k_basis=found[0], v_basis=found[1])
+        (tap,), found = taps, {}
+        for side, x in zip(SIDES, self._by_basis(layout, tap), strict=True):
+            mean = mean_of(x, weight, layout.dtype) if self.centred else None
+            rank = getattr(store, f"{side}_basis").shape[-1]
+            found[side] = mean, principal_subspace(second_moment(without(x, mean), weight), rank).astype(layout.dtype)
+        store = dataclasses.replace(store, k_basis=found["k"][1], v_basis=found["v"][1])
+        if self.centred:
+            store = dataclasses.replace(store, means=PromptMeans(found["k"][0], found["v"][0]))
         return self.with_steps_of(layout, bases, store, taps, weight)
 
     def relearn(self, layout, bases, store, tokens, weight):
-        """A basis for the stored coefficients, which are carried over, and the new tokens."""
+        """A basis for the stored coefficients, which are carried over, and the new tokens; means stay."""
         (one,), held, new = tokens, store.tokens, {}
-        for side, x in zip(SIDES, self.sides(one), strict=True):
-            x = x.reshape(*x.shape[:2], self.basis_heads(layout.spec), -1).astype(jnp.float32) * weight[:, :, None, None]
+        for side, x in zip(SIDES, self._by_basis(layout, one), strict=True):
+            x = without(x, getattr(store.means, side) if self.centred else None)
+            x = x.astype(jnp.float32) * weight[:, :, None, None]
             basis, steps = (getattr(store, f"{side}_{what}") for what in ("basis", "steps"))
 
             def fit(moment: jax.Array, basis: jax.Array = basis) -> jax.Array:
@@ -66,3 +92,7 @@ class SingleSVD(Principal):
                 layout, held, side, basis, steps, x, weight, second_moment(x), fit)
             held = dataclasses.replace(held, **{side: codes})
         return dataclasses.replace(store, tokens=held, **new)
+
+    def _by_basis(self, layout: Layout, tokens: Tokens | Taps) -> tuple[jax.Array, ...]:
+        """Keys as they are coded and values `[B, T, J, W]`."""
+        return tuple(x.reshape(*x.shape[:2], self.basis_heads(layout.spec), -1) for x in self.sides(tokens))

@@ -22,8 +22,9 @@ from lowrank_kv_jax.codecs.layer_groups import (
     stride_groups,
 )
 from lowrank_kv_jax.codecs.lowrank import tile_for
+from lowrank_kv_jax.codecs.prompt_means import PromptMeans
 from lowrank_kv_jax.codecs.refit import refit
-from lowrank_kv_jax.codecs.xkv_store import SIDES, XKVStore, side_by_side
+from lowrank_kv_jax.codecs.xkv_store import SIDES, XKVStore, means_of, side_by_side
 from lowrank_kv_jax.estimators.rank import check_rank, rank_multiple, resolve_rank
 from lowrank_kv_jax.estimators.rank_for_bytes import largest_rank
 from lowrank_kv_jax.estimators.row_steps import fitted_steps
@@ -82,6 +83,8 @@ class XKV(TokenCodec):
             paper's experiments: they stay exact for good.
         refit: whether the basis is fitted anew to all tokens when that happens (stored coefficients are
             carried over), or the new ones are projected on the prompt's.
+        centred: code tokens around the mean of those of the prompt that are coded, which is stored beside the bases. A
+            bias of keys (Qwen2) then costs no direction.
     """
 
     group: int | None = None
@@ -99,6 +102,7 @@ class XKV(TokenCodec):
     rebuild_block: int = 32
     recompress: int | None = None
     refit: bool = True
+    centred: bool = False
 
     exact_at: ClassVar[Mapping[str, Any] | None] = {"rank": 1.0, "sinks": 4, "recent": 8}
     small: ClassVar[Mapping[str, Any]] = {"sinks": 4, "recent": 8}
@@ -212,7 +216,7 @@ class XKV(TokenCodec):
     def empty(self, layout, bases, size, positions=None):
         ranks, layers, dtype = bases.ranks, bases.layers, jnp.dtype(layout.dtype)
         if layout.spec.latent is not None:
-            return xkv_latents.empty(layout, layers, ranks.k, size, self.bits, self._basis_dtype(layout))
+            return xkv_latents.empty(layout, layers, ranks.k, size, self.bits, self._basis_dtype(layout), self.centred)
         bits, steps = mean_bits(self.bits), (None, None)
         if bits is None:
             tile = tile_for(size, positions)
@@ -228,15 +232,17 @@ class XKV(TokenCodec):
             steps = tuple(plain_steps((layout.batch, 1, rank), dtype) for rank in ranks)
         width = _width(layout.spec, layers)
         bases = (self._store_basis(layout, jnp.zeros((layout.batch, 1, width, r))) for r in ranks)
-        return XKVStore(tokens, *bases, *steps)
+        mean = jnp.zeros((layout.batch, 1, width), dtype)
+        return XKVStore(tokens, *bases, *steps, PromptMeans(mean, mean) if self.centred else None)
 
     def learn(self, layout, bases, store, taps, lengths, weight):
         if layout.spec.latent is not None:
             return xkv_latents.learn(layout, store, taps, weight, self._basis_dtype(layout))
-        new: dict[str, Any] = {}
-        for side, name in SIDES:
-            x, stored = side_by_side([getattr(tap, name) for tap in taps], weight), getattr(store, f"{side}_basis")
-            found = self._store_basis(layout, leading_subspace(gram(x), stored.shape[-1]))
+        means = means_of(taps, weight, layout.dtype) if self.centred else None
+        new: dict[str, Any] = {"means": means}
+        for side, _ in SIDES:
+            x = side_by_side(taps, side, weight, means)
+            found = self._store_basis(layout, leading_subspace(gram(x), getattr(store, f"{side}_basis").shape[-1]))
             new[f"{side}_basis"] = found
             if store.k_steps is not None:
                 runs = getattr(store.tokens, side).runs
@@ -245,8 +251,9 @@ class XKV(TokenCodec):
 
     def encode(self, layout, bases, store, tokens):
         out = []
-        for side, name in SIDES:
-            x, steps = side_by_side([getattr(one, name) for one in tokens]), getattr(store, f"{side}_steps")
+        for side, _ in SIDES:
+            steps = getattr(store, f"{side}_steps")
+            x = side_by_side(tokens, side, means=store.means)
             x = project(read_basis(getattr(store, f"{side}_basis")), x)
             out.append(x if steps is None else steps.count(x))
         return out[0], out[1]
@@ -276,8 +283,8 @@ class XKV(TokenCodec):
     def _refitted(self, layout: Layout, store: XKVStore, tokens: tuple[Tokens, ...], weight: jax.Array) -> XKVStore:
         new: dict[str, Any] = {}
         held = store.tokens
-        for side, name in SIDES:
-            x = side_by_side([getattr(one, name) for one in tokens], weight)
+        for side, _ in SIDES:
+            x = side_by_side(tokens, side, weight, store.means)
             basis, steps = (getattr(store, f"{side}_{what}") for what in ("basis", "steps"))
             rank = basis.shape[-1]
 
@@ -312,7 +319,8 @@ class XKV(TokenCodec):
         width = layout.spec.kv_heads * layout.spec.head_dim
         begin = index * width
         k, v = (read_basis(u, begin, begin + width) for u in (store.k_basis, store.v_basis))
-        return Frame(k, v).of_codes(store.k_steps, store.v_steps, layout.spec.kv_heads)
+        means = () if store.means is None else store.means.of_heads(layout.spec.kv_heads, begin, begin + width)
+        return Frame(k, v, *means).of_codes(store.k_steps, store.v_steps, layout.spec.kv_heads)
 
     def _basis_dtype(self, layout: Layout) -> str:
         return self.basis_dtype or layout.dtype

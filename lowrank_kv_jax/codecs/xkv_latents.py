@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.spec import LatentSpec, Taps
 from lowrank_kv_jax.codecs.component_bits import mean_bits, typical_runs, uniform_bits
+from lowrank_kv_jax.codecs.prompt_means import mean_of, without
 from lowrank_kv_jax.codecs.refit import refit
 from lowrank_kv_jax.estimators.row_steps import fitted_steps
 from lowrank_kv_jax.estimators.subspace_iteration import leading_subspace
@@ -61,6 +62,7 @@ class LatentStore:
         positions: where they stood.
         basis: `[B, 1, G * r, R]`, layer by layer.
         steps: what codes count in where components have bits of their own; None otherwise.
+        mean: `[B, 1, G * r]`, which latents are coded without; None: there is none.
     """
 
     rotary: tuple[RotaryKeys, ...]
@@ -69,23 +71,31 @@ class LatentStore:
     positions: Runs
     basis: Any = leaf("batch", "kv_heads", "width", "rank", kind="bases")
     steps: Steps | None
+    mean: jax.Array | None = leaf("batch", "kv_heads", "width", kind="bases")
 
 
 class RebuiltKeys:
     """Keys [rotary | normed latent] of one layer, rebuilt block by block; read by the attention ops."""
 
-    def __init__(self, rotary: jax.Array, codes: Any, basis: jax.Array, latent: LatentSpec, steps: Steps | None):
-        self.rotary, self.codes, self.basis, self.latent, self.steps = rotary, codes, basis, latent, steps
+    def __init__(
+        self, rotary: jax.Array, codes: Any, basis: jax.Array, latent: LatentSpec, steps: Steps | None,
+        mean: jax.Array | None = None,
+    ):
+        self.rotary, self.codes, self.steps = rotary, codes, steps
+        self.basis, self.mean, self.latent = basis, mean, latent
         self.shape = (*rotary.shape[:3], rotary.shape[3] + latent.rank)
 
     def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
         """Tokens `start` to `start + size`, float32 `[B, 1, size, D]`."""
         codes, rotary = (slice_block(x, start, size).astype(jnp.float32) for x in (self.codes, self.rotary))
         latents = reconstruct(self.basis, codes if self.steps is None else self.steps.widen(codes), 1)
+        latents = latents if self.mean is None else latents + self.mean.astype(jnp.float32)[:, :, None]
         return jnp.concatenate([rotary, self.latent.normalise(latents)], axis=-1)
 
 
-def empty(layout: Layout, layers: int, rank: int, size: int, bits: float | None, basis_dtype: str) -> LatentStore:
+def empty(
+    layout: Layout, layers: int, rank: int, size: int, bits: float | None, basis_dtype: str, centred: bool = False
+) -> LatentStore:
     """An empty store with room for `size` tokens, coefficients in `bits` bits or the cache's dtype."""
     spec, dtype = layout.spec, jnp.dtype(layout.dtype)
     assert spec.latent is not None
@@ -98,7 +108,8 @@ def empty(layout: Layout, layers: int, rank: int, size: int, bits: float | None,
         rank = codes.shape[-1]
         steps = plain_steps((layout.batch, 1, rank), dtype)
     basis = store_basis(jnp.zeros((layout.batch, 1, layers * spec.latent.rank, rank)), basis_dtype)
-    return LatentStore((rotary,) * layers, codes, none, Runs(gaps, gaps), basis, steps)
+    mean = jnp.zeros((layout.batch, 1, layers * spec.latent.rank), dtype) if centred else None
+    return LatentStore((rotary,) * layers, codes, none, Runs(gaps, gaps), basis, steps, mean)
 
 
 def learn(
@@ -106,12 +117,14 @@ def learn(
 ) -> LatentStore:
     """Fit one basis to the group's latents."""
     latents = _latents(layout, [tap.k_pre for tap in taps])
+    mean = None if store.mean is None else mean_of(latents, weight, store.mean.dtype)
+    latents = without(latents, mean)
     basis = leading_subspace(second_moment(latents, weight), store.codes.shape[-1])
     basis, steps = store_basis(basis, basis_dtype), None
     if store.steps is not None:
         found = project(read_basis(basis), latents.astype(jnp.float32))
         steps = fitted_steps(found, weight, store.codes.runs, layout.dtype)
-    return dataclasses.replace(store, basis=basis, steps=steps)
+    return dataclasses.replace(store, basis=basis, steps=steps, mean=mean)
 
 
 def fill(
@@ -123,7 +136,7 @@ def fill(
     def room(x: jax.Array) -> jax.Array:  # tokens [B, 1, S, .] to the size of the buffers
         return jnp.pad(x[:, :, :size], ((0, 0), (0, 0), (0, max(size - x.shape[2], 0)), (0, 0)))
 
-    codes = project(read_basis(store.basis), _latents(layout, [one.k_pre for one in tokens]).astype(jnp.float32))
+    codes = project(read_basis(store.basis), _coded(layout, store, tokens))
     codes = codes if store.steps is None else store.steps.count(codes)
     rotary = tuple(
         RotaryKeys(narrow(room(one.k[..., :rotary_dim].swapaxes(1, 2)), own.k.dtype))
@@ -138,7 +151,7 @@ def take_more(
 ) -> LatentStore:
     """A further chunk of the prompt behind what is stored, in a basis that is fitted to both where it `fits`."""
     weight = (jnp.arange(tokens[0].k.shape[1])[None] < counts[:, None]).astype(jnp.float32)
-    x = _latents(layout, [one.k_pre for one in tokens]).astype(jnp.float32) * weight[:, :, None, None]
+    x = _coded(layout, store, tokens) * weight[:, :, None, None]
     size = store.codes.shape[2]
     store = dataclasses.replace(store, codes=padded_to_tiles(store.codes))
     if fits:
@@ -165,7 +178,8 @@ def attend(layout: Layout, store: LatentStore, q: jax.Array, positions: jax.Arra
     assert latent is not None
     begin = place.index * latent.rank
     basis = read_basis(store.basis, begin, begin + latent.rank)
-    keys: Any = RebuiltKeys(store.rotary[place.index].k, store.codes, basis, latent, store.steps)
+    mean = None if store.mean is None else store.mean[..., begin : begin + latent.rank]
+    keys: Any = RebuiltKeys(store.rotary[place.index].k, store.codes, basis, latent, store.steps, mean)
     tokens = CachedTokens(keys, keys, store.length, store.positions)
     return coefficient_attention(
         q, tokens, **layout.spec.logits, q_positions=positions, causal=False, window=place.window
@@ -175,6 +189,11 @@ def attend(layout: Layout, store: LatentStore, q: jax.Array, positions: jax.Arra
 def _rotary_dim(layout: Layout) -> int:
     assert layout.spec.latent is not None
     return layout.spec.head_dim - layout.spec.latent.rank
+
+
+def _coded(layout: Layout, store: LatentStore, tokens: tuple[Tokens, ...]) -> jax.Array:
+    """What is coded of tokens, float32 `[B, S, 1, G * r]`."""
+    return without(_latents(layout, [one.k_pre for one in tokens]).astype(jnp.float32), store.mean)
 
 
 def _latents(layout: Layout, keys: list[jax.Array]) -> jax.Array:

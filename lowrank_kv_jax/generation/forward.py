@@ -24,6 +24,7 @@ from lowrank_kv_jax.generation.layers import (
     last_logits,
     layer_extend,
     layer_prefill,
+    layer_prefill_coded,
     layer_prefill_twice,
     logits_of,
     together,
@@ -127,7 +128,8 @@ def _compressed(method, config, params, layout: Layout, bases, tokens, lengths, 
     for group, group_bases in zip(method.layer_groups(config.attention), bases, strict=True):
         taps = []
         for layer in group:
-            reading, tap = read_layer(config, params, layer, reading)
+            own = Coding(method, layout.of_layer(layer), group_bases, lengths)
+            reading, tap = read_layer(config, params, layer, reading, own)
             taps.append(tap)
         state = compress_group(method, layout.of_layer(group[0]), group_bases, tuple(taps), lengths, goes_on)
         # Without the barrier a compiler may compress all groups at the end and keep every exact K/V until then.
@@ -145,6 +147,15 @@ class Reading(NamedTuple):
     x: jax.Array
     positions: jax.Array
     lengths: jax.Array | None
+
+
+class Coding(NamedTuple):
+    """What a layer's prompt `[B]` of `lengths` is coded by; read of methods whose prompts attend to their codes."""
+
+    method: Part
+    layout: Layout
+    bases: Any
+    lengths: jax.Array
 
 
 def start_reading(
@@ -171,11 +182,20 @@ def check_context(config: ModelConfig, width: int, copies: int) -> None:
                          f"has {config.context}")
 
 
-def read_layer(config: ModelConfig, params: Any, layer: int, reading: Reading) -> tuple[Reading, Taps]:
-    """A layer over a prompt, exactly: what goes on to the next one, and the prompt's taps."""
+def read_layer(
+    config: ModelConfig, params: Any, layer: int, reading: Reading, coding: Coding | None = None
+) -> tuple[Reading, Taps]:
+    """A layer over a prompt: what goes on to the next one, and the prompt's taps.
+
+    It attends exactly, or as `coding` says.
+    """
     config, window, weights = config.by_layer[layer], config.windows[layer], params["layers"][layer]
     x, positions, lengths = reading
-    if lengths is None:
+    if coding is not None and coding.method.attends_codes:
+        method, layout, bases, known = coding
+        x, taps = layer_prefill_coded(
+            config, window, method, layout, weights, bases, x, positions, known, lengths is not None)
+    elif lengths is None:
         x, taps = layer_prefill(config, window, weights, x, positions)
     else:
         x, taps = layer_prefill_twice(config, window, weights, x, positions, lengths)

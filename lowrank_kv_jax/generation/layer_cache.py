@@ -106,6 +106,9 @@ def plan_layers(
     if isinstance(prompt, int) and prompt < 1:
         raise ValueError(f"prompt={prompt}: must be at least 1; what is appended needs something to be appended to")
     method.validate(spec)
+    if method.attends_codes:
+        raise ValueError("prefill='compressed': a decoder of one's own attends within its prompts itself; allowed is "
+                         "prefill=exact")
     rows = 1 if mesh is None else mesh.shape.get("data", 1)
     layout = layout_of(spec, rows, prompt, capacity, block, dtype, mesh)
     groups = method.layer_groups(spec)

@@ -10,6 +10,9 @@ from jaxtyping import Float, Int
 
 from lowrank_kv_jax.generation.groups import read_chunk, step_group
 from lowrank_kv_jax.generation.rereading import read_chunk_twice
+from lowrank_kv_jax.method import Layout, Part
+from lowrank_kv_jax.method.coded_prompt import as_coded
+from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import block_output, block_prefill, block_taps, embed, unembed
 from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention
@@ -39,6 +42,29 @@ def layer_prefill_twice(
 
     x, taps = block_prefill(config, layer, x, positions, attend)
     return x, taps.part(slice(size))._replace(reread=votes[0])
+
+
+@functools.partial(jax.jit, static_argnames=("config", "window", "method", "layout", "twice"))
+def layer_prefill_coded(
+    config: ModelConfig, window: int | None, method: Part, layout: Layout, layer: Any, bases: Any, x: jax.Array,
+    positions: jax.Array, lengths: jax.Array, twice: bool,
+):
+    """Attention of a prompt to what a method codes its tokens as: the residual stream after the layer and exact taps.
+
+    Args:
+        bases: of the group, as `compress_group` takes them.
+        lengths: int32 `[B]`.
+        twice: whether a copy of the prompt stands behind it, as for `layer_prefill_twice`.
+    """
+    taps = block_taps(config, layer, x, positions)
+    seen, rule = as_coded(machine_of(method), layout, bases, taps, positions, lengths), config.attention.logits
+    if twice:
+        out, votes = attend_twice(
+            seen.q, seen.k, seen.v, lengths, **rule, window=window, sink_logits=taps.sink_logits)
+        return block_output(config, layer, x, out), taps.part(slice(x.shape[1] // 2))._replace(reread=votes)
+    sinks = () if taps.sink_logits is None else (taps.sink_logits,)
+    out = causal_attention(seen.q, seen.k, seen.v, *sinks, **rule, window=window)
+    return block_output(config, layer, x, out), taps
 
 
 @functools.partial(jax.jit, static_argnames=("config", "method", "layout", "place"), donate_argnames=("state",))

@@ -94,12 +94,18 @@ def joined_codes(old: jax.Array, new: jax.Array, room: Room) -> jax.Array:
     return jnp.concatenate([old, narrow(pack(new) if room.packed else new, old.dtype)], axis=2)
 
 
-def best(found: Candidates, score: jax.Array, tokens: int, heads: int, shares: HeadShares) -> jax.Array:
-    """Which candidates stay, bool `[B, J, S]`: `tokens` of each unit, or of packed heads as many as they are given."""
-    score = jnp.where(found.valid, score, -jnp.inf)
+def best(
+    found: Candidates, score: jax.Array, tokens: int, heads: int, shares: HeadShares, share_by: jax.Array
+) -> jax.Array:
+    """Which candidates stay, bool `[B, J, S]`: `tokens` of each unit, or of packed heads as many as they are given.
+
+    Args:
+        share_by: the scores by which heads share, `[B, J, S]`; read of packed heads.
+    """
+    score, share_by = (jnp.where(found.valid, x, -jnp.inf) for x in (score, share_by))
     if found.owner is None:
         return found.valid & (ranks(score) < tokens)
-    budgets = head_budgets(score[:, 0], found.owner[:, 0], heads, tokens, shares)
+    budgets = head_budgets(share_by[:, 0], found.owner[:, 0], heads, tokens, shares)
     most = jnp.take_along_axis(budgets[:, None], found.owner.astype(jnp.int32), axis=2)
     return found.valid & (ranks(score[:, 0], found.owner[:, 0], heads)[:, None] < most)
 

@@ -134,7 +134,8 @@ def _best(machine, layout, bases, room: Room, found: pool.Candidates, score) -> 
     """Which candidates stay, bool `[B, J, S]`."""
     ends, rule = machine.ends_of(layout, bases), machine.selection
     shares = HeadShares(rule.allocation, rule.alpha, ends.sinks + ends.recent)
-    return pool.best(found, score, room.tokens, layout.spec.kv_heads, shares)
+    share_by = found.votes if rule.heads_by == "attention" else score
+    return pool.best(found, score, room.tokens, layout.spec.kv_heads, shares, share_by)
 
 
 def _informed(layout, room: Room, score, sums, pairs, owner):

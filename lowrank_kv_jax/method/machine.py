@@ -88,6 +88,10 @@ class Machine(KVMethod):
         return self.selection is not None and self.selection.rereads
 
     @property
+    def attends_codes(self) -> bool:
+        return self.codec.attends_codes
+
+    @property
     def reads(self):
         return frozenset().union(*(part.reads for part in self._fitted))
 

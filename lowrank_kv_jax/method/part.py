@@ -47,6 +47,9 @@ class Part(abc.ABC):
     rereads: ClassVar[bool] = False
     """Whether prefill reads the prompt a second time, for `Taps.reread`: about three times the work."""
 
+    attends_codes: ClassVar[bool] = False
+    """Whether a prompt attends to its own tokens as they are coded, layer after layer, and not to exact ones."""
+
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named settings, say of a paper: field values that `name:preset` stands for."""
 

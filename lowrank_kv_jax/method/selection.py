@@ -49,6 +49,9 @@ class Selection(Part):
     alpha = 0.0
     """Share of the budget that every head is sure of."""
 
+    heads_by = "informed"
+    """What heads' budgets follow where `statistics` weigh the scores: "informed", these; "attention", the votes alone."""
+
     by_votes: ClassVar[bool] = False
     """Whether `prompt_scores` are votes of the prompt's queries: of a prompt in chunks each chunk's queries then `vote`
     for what the cache holds, too. Otherwise every chunk is scored by itself, and its tokens' scores stay."""

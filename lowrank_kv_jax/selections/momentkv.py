@@ -26,6 +26,8 @@ class MomentKV(Adaptive):
             evicts attention sinks beyond the first token, whose values are tiny: on SmolLM2 at 64 of 2K tokens layers 3
             to 7 lose 86 to 91% of the attention, with the default 55 to 76% (H2O: 14 to 28%). From 128 tokens on the two
             are alike.
+        heads_by: what heads' budgets follow: "informed", the scores that decide within a head; "attention", its mass,
+            as of the paper's prompts.
         chunk: adjacent tokens of the prompt that share a score.
     """
 
@@ -37,11 +39,13 @@ class MomentKV(Adaptive):
     moments_dtype: str = "float32"
     schedule: str = "block"
     prefill: str = "informed"
+    heads_by: str = "informed"
     chunk: int = 4
 
     def __post_init__(self):
         super().__post_init__()
-        allowed = {"schedule": ("block", "paper"), "prefill": ("informed", "literal"), "moments_dtype": DTYPES}
+        allowed = {"schedule": ("block", "paper"), "prefill": ("informed", "literal"), "moments_dtype": DTYPES,
+                   "heads_by": ("informed", "attention")}
         for field, values in allowed.items():
             if getattr(self, field) not in values:
                 raise ValueError(f"{field}={getattr(self, field)!r}: allowed are {', '.join(values)}")

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from lowrank_kv_jax.attention.spec import Taps
-from lowrank_kv_jax.generation.forward import last_logits, layer_extend, read_layer, start_reading
+from lowrank_kv_jax.generation.forward import Coding, last_logits, layer_extend, read_layer, start_reading
 from lowrank_kv_jax.generation.groups import compress_group, refresh_group
 from lowrank_kv_jax.method import Layout, Part, Place
 from lowrank_kv_jax.method.cache import Cache
@@ -50,7 +50,8 @@ def prefill_rows(
     for group, own, state in zip(method.layer_groups(config.attention), of_groups, cache.groups, strict=True):
         taps = []
         for layer in group:
-            reading, tap = read_layer(config, params, layer, reading)
+            coding = Coding(method, layout.of_layer(layer), own, lengths)
+            reading, tap = read_layer(config, params, layer, reading, coding)
             taps.append(tap._replace(x=None))
         states.append(_compress(method, layout.of_layer(group[0]), own, state, rows, tuple(taps), lengths))
     length, limit = _counted(method, layout, cache.length, cache.limit, rows, lengths)

@@ -65,7 +65,7 @@ VARIANTS = [
     "static-pca-h:rank=1.0,rope=pre,order=reconstruct,recent_of=prompt,sinks=0,recent=9",
     "static-pca-h:rank=1.0,heads=joint,decoded=exact,sinks=2,recent=0",
     pytest.param("static-pca:energy=1.0,heads=joint", marks=pytest.mark.slow),
-    "single-svd:rank=1.0,rope=post,heads=per_head,decoded=coded,sinks=1,recent=2",
+    "single-svd:rank=1.0,rope=post,heads=per_head,decoded=coded,sinks=1,recent=2,centred=true",
     pytest.param("single-svd:rank=1.0,decoded=coded,recent_of=prompt,order=reconstruct", marks=pytest.mark.slow),
     pytest.param("streamingllm:keep=none,budget=160,positions=original", marks=pytest.mark.slow),
     "transform:bits=none,group=2,heads=per_head,rope=post,metric=plain,sinks=1,recent=2",

@@ -211,6 +211,17 @@ def test_config_reads_both_spellings_of_rope_scaling():
     assert models.read_config(new) == models.read_config(CONFIGS["llama3.1"])
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_model_of_dual_chunks_is_read_and_says_that_they_are_not_applied():
+    """The attribute of Qwen2.5-7B-Instruct-1M."""
+    plain = SMALL | {"model_type": "qwen2"}
+    chunks = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
+    with pytest.warns(UserWarning, match="dual_chunk_attention_config is not applied.* up to 262144 tokens"):
+        assert models.read_config(plain | {"dual_chunk_attention_config": chunks}) == models.read_config(plain)
+    with pytest.raises(ValueError, match="dual_chunk_attention_config=7: must be an object"):
+        models.read_config(plain | {"dual_chunk_attention_config": 7})
+
+
 def test_config_lists_every_attribute_it_does_not_know():
     bad = CONFIGS["llama2"] | {"num_experts": 8, "logit_cap": 30.0, "unset": None, "hidden_act": "gelu"}
     del bad["vocab_size"]

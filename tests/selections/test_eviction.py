@@ -259,6 +259,7 @@ def test_compose_and_plus_are_the_same():
                                               "decoding; allowed are decoding=evict, or schedule=block"),
     ("momentkv:paper,schedule=paper", "schedule='paper', decoding='keep'"),
     ("momentkv:prefill=guess", "prefill='guess': allowed are informed, literal"),
+    ("momentkv:heads_by=guess", "heads_by='guess': allowed are informed, attention"),
     ("momentkv:moments_dtype=int8", "dtype='int8'"),
     ("snapkv:keep=0.5+h2o:keep=0.5", "snapkv and h2o are both a selection"),
     ("ojakv+single-svd", "ojakv and single-svd are both a codec"),

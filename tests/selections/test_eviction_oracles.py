@@ -39,12 +39,16 @@ RULES = {
     "momentkv:budget=20,recent=6": Rule(
         snapkv_scores(6, 6, "none", 1, chunk=4), total, 20, 1, 6, decay=0.9, budgets=official_budgets(0.2),
         inform=residual, correct=True, informed_prompt=True),
+    "momentkv:budget=20,recent=6,heads_by=attention": Rule(
+        snapkv_scores(6, 6, "none", 1, chunk=4), total, 20, 1, 6, decay=0.9, budgets=official_budgets(0.2),
+        inform=residual, correct=True, informed_prompt=True, budgets_by_attention=True),
     "momentkv:budget=20,recent=6,prefill=literal,allocation=uniform,nc=false": Rule(
         snapkv_scores(6, 6, "none", 1, chunk=4), total, 20, 1, 6, decay=0.9, inform=residual),
 }
 
 
-CASES = [(spec, kind) for spec in RULES for kind in ("random", "giant", "constant")]
+CASES = [(spec, kind) for spec in RULES for kind in ("random", "giant", "constant")
+         if kind == "random" or "heads_by" not in spec]
 WITH_SINKS = ("h2o:budget=20,recent=6,sinks=2+moments", "snapkv:budget=20,recent=6,sinks=3", "momentkv:budget=20,recent=6")
 
 
