@@ -8,7 +8,7 @@ from lowrank_kv_jax.cli.options import add_model_options, append_records
 from lowrank_kv_jax.cli.tables import print_table
 
 HELP = "what eviction costs and saves, and what the moments of the evicted recover"
-STUDIES = ("error", "precision", "ablation", "bytes", "ojakv", "speed")
+STUDIES = ("error", "precision", "ablation", "bytes", "ojakv", "speed", "tasks")
 THOUSANDTHS = "{:.3f}".format
 
 
@@ -19,10 +19,11 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         description="error: ||f - f_R|| / ||f|| in each layer, and what is left of it with moments (MomentKV, figures 2 "
                     "and 3). precision: moments in 16 bits after many evictions. ablation: perplexity and needles of "
                     "MomentKV without and with its parts. bytes: rules at equal bytes, with statistics. ojakv: table 6 "
-                    "of OjaKV. speed: decode steps and attention alone.",
+                    "of OjaKV. speed: decode steps and attention alone. tasks: RULER or LongBench by budget, under any "
+                    "protocol, with the share of Ada-KV's gap that is closed (MomentKV, tables 1 to 4 and 7).",
     )
     add_model_options(parser)
-    parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES), help="(all)")
+    parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES[:-1]), help="(all but tasks)")
     parser.add_argument("--length", type=int, default=2048, help="tokens of the prompt (%(default)s)")
     parser.add_argument("--budgets", nargs="+", type=int, default=[64, 128, 256, 512], metavar="N",
                         help="tokens a kv head keeps (64 128 256 512)")
@@ -31,6 +32,10 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
                         help="tokens evicted when the precision is measured (512 4096 100000)")
     parser.add_argument("--depths", type=int, default=4, help="of needles (%(default)s)")
     parser.add_argument("--samples", type=int, default=2, help="needles at each depth, 0 for none (%(default)s)")
+    parser.add_argument("--protocol", choices=("query-agnostic", "query-aware"), default="query-aware",
+                        help="of tasks: compress before the question is seen, or with it (%(default)s)")
+    parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="of RULER (ruler-6) or LongBench (all)")
+    parser.add_argument("--longbench", metavar="DIR", help="tasks from files in LongBench's format instead of RULER")
     parser.add_argument("--timed-length", type=int, default=4096, metavar="N",
                         help="context in which decoding is timed (%(default)s)")
     parser.add_argument("--timed-budget", type=int, default=256, metavar="N", help="budget there (%(default)s)")
@@ -67,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
             _print_scores(study, [rows[spec] for spec in own])
     if "speed" in args.studies:
         _speed(args, model)
+    if "tasks" in args.studies:
+        _tasks(args, model, settings)
     print(device_line())
     return 0
 
@@ -99,6 +106,18 @@ def _precision(args, model, settings) -> None:
                 ("dtype", "order", "evictions", "|log Z^ - log Z^_32|", "||f^ - f^_32|| / ||f^_32||"),
                 [(row.dtype, row.order, str(row.evictions), f"{row.lse:.4f}", f"{row.output:.4f}") for row in rows])
     _append(args, "eviction-precision", max(args.evictions), 1, map(dataclasses.asdict, rows))
+
+
+def _tasks(args, model, settings) -> None:
+    from lowrank_kv_jax.evals.studies.eviction.tasks import task_table
+
+    tasks = args.tasks or ([] if args.longbench else ["ruler-6"])
+    rows = task_table(model, settings, tasks, args.protocol, args.longbench, args.json, sys.stderr.isatty())
+    names = list(rows[0].by_task)
+    print_table(f"tasks, {args.protocol}", ("method", "part", *names, "mean", "recovery, %", "x smaller"), [
+        (row.spec, row.part, *(f"{row.by_task[name]:.0f}" for name in names), f"{row.score:.1f}",
+         "" if row.recovery is None else f"{row.recovery:.0f}", f"{row.full_cache_bytes / row.cache_bytes:.2f}")
+        for row in rows])
 
 
 def _print_scores(study: str, rows) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,12 @@ import pytest
 from character_tokenizer import Characters
 from eviction_oracle import kept_positions, softmax
 from helpers import PLAIN, model, prompts
+from suites import Letters
 
 from lowrank_kv_jax.cli import main, options
 from lowrank_kv_jax.evals.results.records import read_records
 from lowrank_kv_jax.evals.studies.eviction import run as eviction
+from lowrank_kv_jax.evals.studies.eviction import tasks
 from lowrank_kv_jax.evals.studies.eviction.error import eviction_errors
 from lowrank_kv_jax.evals.studies.eviction.speed import eviction_speed
 from lowrank_kv_jax.generation.forward import embed_tokens, layer_prefill, make_layout
@@ -131,6 +134,34 @@ def test_the_command_prints_and_records(tmp_path, monkeypatch, capsys):
     assert "eviction error by layer" in printed and "momentkv:budget=48" in printed and "bytes of full" in printed
     found = read_records(path)
     assert {(r["command"], r["task"]) for r in found} == {("eviction", "eviction-error"), ("eval perplexity", "perplexity-stream")}
+
+
+def test_recovery_is_the_share_of_the_gap_that_is_closed():
+    known = tasks.specs_of([64])
+    scores = {"full": (100, 60), "adakv:budget=64": (60, 20), "momentkv:budget=64": (80, 30)}  # of a gap of 40, 15
+    records = [{"method": spec, "task": task, "score": score, "cache_bytes": 10, "full_cache_bytes": 40}
+               for spec in known for task, pair in (("a", scores.get(spec, (50, 30))[0]), ("b", scores.get(spec, (50, 30))[1]))
+               for score in (pair - 1, pair + 1)]
+    rows = {row.spec: row for row in tasks.summed_up(records, known)}
+    assert rows["momentkv:budget=64"].recovery == pytest.approx(37.5) and rows["momentkv:budget=64"].by_task == {"a": 80, "b": 30}
+    assert rows["momentkv:budget=64,nc=false"].recovery == 0
+    assert rows["full"].recovery is None and rows["adakv:budget=64"].recovery is None
+    assert {row.part for row in rows.values()} == {"full", "snapkv", "adakv", *tasks.PARTS}
+
+
+@pytest.mark.slow
+def test_tasks_of_a_file_under_the_papers_protocol(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(options, "load_from", lambda args: Loaded(tokenizer=Letters()))
+    monkeypatch.setattr(tasks, "PARTS", {"MI and NC": ""})
+    row = {"context": "fox " * 40, "input": "who?", "answers": ["fox"], "all_classes": None, "_id": "1"}
+    (tmp_path / "qasper.jsonl").write_text(json.dumps(row))
+    path = tmp_path / "records.jsonl"
+    assert main(["eviction", "--studies", "tasks", "--longbench", str(tmp_path), "--tasks", "qasper", "--length", "128",
+                 "--budgets", "48", "--samples", "1", "--json", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "tasks, query-aware" in printed and "MI and NC" in printed
+    found = read_records(path)
+    assert {r["protocol"] for r in found} == {"query-aware"} and len(found) == 4
 
 
 @pytest.mark.parametrize("arguments, message", [
