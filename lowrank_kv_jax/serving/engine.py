@@ -169,6 +169,7 @@ class Engine:
         errors: list[Exception] = []
         ended = [answer for pool in self._pools for answer in pool.clear()]
         for pool, queue in zip(self._pools, self._queues, strict=True):
+            ended += _cancelled(queue)
             ended += self._admit(pool, queue, errors)
             if (found := pool.advance()) is not None:
                 ended += self._seat(pool, *found, errors)
@@ -184,9 +185,6 @@ class Engine:
         """Prompts into rows that are free; who is done at once."""
         ended, left = [], self._admits or len(queue)
         while queue and left and pool.free:
-            if queue[0].done:  # cancelled while it waited
-                ended.append(queue.popleft())
-                continue
             in_chunks = pool.in_chunks(queue[0])
             if in_chunks and pool.filling is not None:
                 break
@@ -251,3 +249,13 @@ def _tell(answer: Answer, new: list[int], errors: list[Exception]) -> None:
     except Exception as error:
         answer.cancel()
         errors.append(error)
+
+
+def _cancelled(queue: collections.deque[Answer]) -> list[Answer]:
+    """Those that were cancelled while they waited; they wait no longer."""
+    gone = [answer for answer in queue if answer.done]
+    if gone:
+        left = [answer for answer in queue if not answer.done]
+        queue.clear()
+        queue.extend(left)
+    return gone

@@ -73,7 +73,7 @@ class EngineThread:
             tell: called in the engine's thread with new tokens, and at last, from whatever thread, with the end.
 
         Raises:
-            QueueFull: too many wait; one that was cancelled while it waited counts until its turn comes. Closed.
+            QueueFull: too many wait; one that was cancelled while it waited counts until the next step. Closed.
         """
         ticket = Ticket(dataclasses.replace(request, on_tokens=self._hear), tell)
         with self._lock:
