@@ -13,7 +13,7 @@ from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
 from lowrank_kv_jax.calibration.calibrator import Calibrator, fit_to
 from lowrank_kv_jax.calibration.checkpoint_sums import CheckpointedSums
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus, token_windows
-from lowrank_kv_jax.calibration.fisher import collect_fisher
+from lowrank_kv_jax.calibration.fisher import FisherSample, collect_fisher
 from lowrank_kv_jax.calibration.layer_votes import collect_votes
 from lowrank_kv_jax.calibration.needs import groups_read
 from lowrank_kv_jax.calibration.refine import MOST_STEPS, check_refinable
@@ -79,7 +79,8 @@ def collect_moments(
 def calibrate(
     model: Any, method: Part | str, texts: Corpus | Sequence[str] | None = None, length: int = 2048,
     windows: int = 4, seed: int = 0, dtype: Any = jnp.bfloat16, progress: bool = False,
-    resume: str | os.PathLike | None = None, refine: int = 0,
+    resume: str | os.PathLike | None = None, refine: int = 0, fisher_length: int = FisherSample().length,
+    fisher_sequences: int | None = None,
 ) -> tuple[Any, ...]:
     """Bases of a method for a model, fitted to texts.
 
@@ -96,6 +97,8 @@ def calibrate(
             one that ends deletes them.
         refine: steps of Adam by which each group's bases are refined on these texts (see `calibration.refine`); for
             methods whose bases can be.
+        fisher_length, fisher_sequences: tokens of a sequence whose gradient is one sample of Fisher information, and how
+            many there are, by default all that the windows hold; for methods that read it (`rank_by=fisher`).
 
     Returns:
         One entry for each of the method's layer groups. Save it with `save_bases`.
@@ -113,8 +116,14 @@ def calibrate(
     corpus = texts if isinstance(texts, Corpus) else load_corpus() if texts is None else Corpus.of(texts)
     length = min(length, model.config.context)
     tokens = token_windows(model.tokenizer, corpus.texts, length, windows, seed)
-    held = _checkpoints(model, method, tokens, seed, resume)
-    moments = moments_for(model, [method], tokens, progress, held, seed)
+    check_int("fisher_length", fisher_length, 2)
+    sample = FisherSample(fisher_length, fisher_sequences)
+    if fisher_sequences is not None:
+        check_int("fisher_sequences", fisher_sequences, 1)
+    if "fisher" in method.reads:
+        sample.rows(tokens)
+    held = _checkpoints(model, method, tokens, seed, resume, sample)
+    moments = moments_for(model, [method], tokens, progress, held, seed, sample)
     bases = fit_bases(model, method, moments, dtype)
     if refine:
         bases = refined(model, method, bases, tokens, refine, seed=seed, progress=progress)
@@ -125,7 +134,7 @@ def calibrate(
 
 def moments_for(
     model: Any, methods: Sequence[Part], tokens: Int[np.ndarray, "n S"], progress: bool = False,
-    sums: tuple[CheckpointedSums, ...] | None = None, seed: int = 0,
+    sums: tuple[CheckpointedSums, ...] | None = None, seed: int = 0, fisher: FisherSample | None = None,
 ) -> Moments:
     """What the `fit` of all of these methods reads of a corpus (see `Part.reads`).
 
@@ -133,6 +142,7 @@ def moments_for(
         sums: of moments, of Fisher information and of moments of text that the model writes, to go on from; see
             `collect_moments`.
         seed: of that text.
+        fisher: see `collect_fisher`.
 
     Raises:
         ValueError: a method that does not suit the model, before the model runs.
@@ -152,7 +162,7 @@ def moments_for(
         sampled = collect_moments(model, written, progress, sums=of_sampled, groups=sorted(groups))
         moments = moments._replace(sampled=sampled)
     if "fisher" in read:
-        moments = moments._replace(fisher=collect_fisher(model, tokens, progress, of_fisher))
+        moments = moments._replace(fisher=collect_fisher(model, tokens, progress, of_fisher, fisher))
     if "votes" in read:
         moments = moments._replace(votes=collect_votes(model, tokens, progress))
     if "sensitivity" in read:
@@ -167,12 +177,15 @@ def serve(moments: Moments, method: Part, spec: AttentionSpec) -> bool:
     return method.reads <= moments.held and all(group in (own.across or ()) for own in of_layers for group in groups)
 
 
-def _checkpoints(model: Any, method: Part, tokens: np.ndarray, seed: int, prefix: str | os.PathLike | None):
+def _checkpoints(
+    model: Any, method: Part, tokens: np.ndarray, seed: int, prefix: str | os.PathLike | None, fisher: FisherSample
+):
     key: dict[str, Any] = {"fingerprint": getattr(model, "fingerprint", None), "shape": list(tokens.shape),
            "sha256": hashlib.sha256(np.ascontiguousarray(tokens).tobytes()).hexdigest()}
     if groups := groups_read(model.config.attention, method):
         key["groups"] = [list(group) for group in groups]
-    own = {"moments": {}, "fisher": {}, "sampled": {"seed": seed}}  # a short corpus has the same windows for every seed
+    # a short corpus has the same windows for every seed
+    own = {"moments": {}, "fisher": fisher._asdict(), "sampled": {"seed": seed}}
     return tuple(
         CheckpointedSums(None if prefix is None else f"{os.fspath(prefix)}.{kind}.npz", {"of": kind, **key, **more})
         for kind, more in own.items()

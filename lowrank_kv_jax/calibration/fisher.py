@@ -1,7 +1,7 @@
 """Fisher information of the key and value projections over a corpus, by `jax.grad` (Palu; StreamingKV, 3.1 and 4.1)."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,34 @@ from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.progress import ProgressBar
 from lowrank_kv_jax.storage.sharding import to_host
 
-LENGTH = 512
-"""Tokens of a sequence whose gradient is one sample."""
 PROJECTIONS = {"k": "k_proj", "v": "v_proj"}
+
+
+class FisherSample(NamedTuple):
+    """Of how many sequences the gradients are taken.
+
+    Attributes:
+        length: tokens of a sequence, at most a window's.
+        sequences: how many, spread evenly over the windows; None: as many as there are.
+    """
+
+    length: int = 512
+    sequences: int | None = None
+
+    def rows(self, tokens: np.ndarray) -> np.ndarray:
+        """The sequences `[m, length]` of windows `[n, S]`.
+
+        Raises:
+            ValueError: more sequences than there are.
+        """
+        length = min(self.length, tokens.shape[1])
+        rows = tokens[:, : tokens.shape[1] // length * length].reshape(-1, length)
+        if self.sequences is None:
+            return rows
+        if self.sequences > len(rows):
+            raise ValueError(f"fisher_sequences={self.sequences}: {tokens.shape[0]} windows of {tokens.shape[1]} hold "
+                             f"{len(rows)} of {length} tokens; give more windows, or shorter sequences")
+        return rows[np.arange(self.sequences) * len(rows) // self.sequences]
 
 
 def check_projections(params: Any) -> None:
@@ -28,9 +53,10 @@ def check_projections(params: Any) -> None:
 
 
 def collect_fisher(
-    model: Any, tokens: np.ndarray, progress: bool = False, sums: CheckpointedSums | None = None
+    model: Any, tokens: np.ndarray, progress: bool = False, sums: CheckpointedSums | None = None,
+    sample: FisherSample | None = None,
 ) -> Fisher:
-    """Fisher information over windows of tokens, each cut into sequences of at most `LENGTH`.
+    """Fisher information over windows of tokens, each cut into sequences.
 
     Layer by layer: forward once, then back through one compiled program that all layers share. What is kept is one
     residual stream for each layer.
@@ -40,6 +66,7 @@ def collect_fisher(
         tokens: int32 `[n, S]`, S >= 2.
         progress: show a progress bar.
         sums: goes on where a run that was killed left them.
+        sample: how long sequences are, and how many; `FisherSample()` by default.
 
     Raises:
         ValueError: projections that are fused, windows too short, or gradients that are not finite (layer named).
@@ -48,8 +75,7 @@ def collect_fisher(
     tokens = np.asarray(tokens, np.int32)
     if tokens.ndim != 2 or tokens.shape[1] < 2:
         raise ValueError(f"tokens: expected [windows, length of at least 2], got {tokens.shape}")
-    length = min(LENGTH, tokens.shape[1])
-    rows = tokens[:, : tokens.shape[1] // length * length].reshape(-1, length)
+    rows = (sample or FisherSample()).rows(tokens)
     sums = sums or CheckpointedSums(None, {})
     begin = sums.load()
     with ProgressBar("Fisher information", len(rows), progress) as bar:

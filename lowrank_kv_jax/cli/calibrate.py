@@ -27,6 +27,10 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--refine", type=int, default=0, metavar="STEPS",
                         help="steps of Adam on the attention outputs of each layer group, for methods whose bases can be "
                              "refined (%(default)s)")
+    parser.add_argument("--fisher-length", type=int, default=512, metavar="N",
+                        help="tokens of a sequence whose gradient is one sample of Fisher information, for methods whose "
+                             "ranks it decides (%(default)s)")
+    parser.add_argument("--fisher-sequences", type=int, metavar="N", help="how many (all that the windows hold)")
     parser.add_argument("--out", required=True, metavar="DIR",
                         help="directory to save to; windows that are done lie beside it until then, and a command that "
                              "was killed goes on from them")
@@ -54,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     method = parse_method(args.method)
     if not method.calibrated:
         raise ValueError(f"method {method.name!r} takes nothing from calibration: use it as it is")
-    check_numbers(args, length=1, windows=1, seed=0, refine=0)
+    check_numbers(args, length=1, windows=1, seed=0, refine=0, fisher_length=2, fisher_sequences=1)
     if args.refine:
         check_refinable(method)
     check_bases_replaceable(args.out)
@@ -64,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     model = load_from(args)
     method.validate(model.config.attention)
     settings = {"length": args.length, "windows": args.windows, "seed": args.seed, "refine": args.refine}
+    if "fisher" in method.reads:
+        settings |= {"fisher_length": args.fisher_length, "fisher_sequences": args.fisher_sequences}
     bases = calibrate(model, method, corpus, **settings, dtype=args.bases_dtype, progress=True, resume=args.out)
     save_bases(args.out, bases, model, method, corpus, settings)
     print(f"{spell_method(method)} for {model.name}: {_ranks(bases)}")

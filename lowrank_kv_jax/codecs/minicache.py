@@ -13,6 +13,7 @@ from lowrank_kv_jax.codecs.layer_groups import stride_groups
 from lowrank_kv_jax.method import Layout, register
 from lowrank_kv_jax.method.codec import Codec, Ends, Tokens
 from lowrank_kv_jax.method.group import LayerGroup
+from lowrank_kv_jax.method.token_share import share_of
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.segments.merged import Listed, Merged, angle, empty_merged, layer_tokens, slerp
 from lowrank_kv_jax.storage.cache_dtype import narrow
@@ -119,8 +120,7 @@ class MiniCache(Codec):
         """How many tokens of prompts of these lengths are retained; for arrays and numbers."""
         if self.budget is not None:
             return jnp.minimum(lengths, self.budget)
-        keep = 0.05 if self.keep is None else self.keep
-        return jnp.floor(keep * lengths + 1e-4).astype(jnp.int32)
+        return share_of(lengths, 0.05 if self.keep is None else self.keep)
 
     # ---- the contract --------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class MiniCache(Codec):
         """Static number of retained tokens."""
         if self.budget is not None:
             return min(self.budget, layout.prompt)
-        return int((0.05 if self.keep is None else self.keep) * layout.prompt + 1e-4)
+        return share_of(layout.prompt, 0.05 if self.keep is None else self.keep)
 
     def take_in(self, layout, bases, store, tokens, counts, seen, positions=None, of_prompt=False):
         if positions is None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from lowrank_kv_jax import methods
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.generation.forward import make_layout, prefill
 from lowrank_kv_jax.method.accounting import cache_bytes
+from lowrank_kv_jax.method.token_share import share_of
 from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.segments.merged import angle, layer_tokens, slerp
@@ -75,6 +77,14 @@ def test_which_tokens_are_retained(retain, index):
     np.testing.assert_allclose(state.store.retained[1].k[0, :, 0], second.k[0, index[0]], atol=1e-6)
     rest = [i for i in range(64) if i not in index]
     np.testing.assert_array_equal(state.store.merged.positions.position[0], rest)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.999, 1 / 3])
+def test_shares_of_many_tokens_are_exact(share):
+    tokens = np.array([0, 1, 63, 20_000, 65_536, 99_999, 131_072, 1_048_580, 20_000_020])
+    wanted = [int(np.floor(np.longdouble(str(share)) * n + 1e-4)) for n in tokens]
+    assert [share_of(int(n), share) for n in tokens] == wanted
+    assert jax.jit(lambda n: share_of(n, share))(jnp.asarray(tokens, jnp.int32)).tolist() == wanted
 
 
 def test_half_of_the_layers_merged_is_the_paper_s_ratio():

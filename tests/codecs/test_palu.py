@@ -15,7 +15,7 @@ from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, QWEN, WINDOWED, attend, mode
 
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.calibration.calibrate import calibrate, collect_moments, iterate_taps, moments_for
-from lowrank_kv_jax.calibration.fisher import collect_fisher
+from lowrank_kv_jax.calibration.fisher import FisherSample, collect_fisher
 from lowrank_kv_jax.codecs.folding import fold_layer
 from lowrank_kv_jax.codecs.palu import hadamard_blocks
 from lowrank_kv_jax.estimators.moments import Fisher
@@ -208,6 +208,16 @@ def test_nearest_ranks_are_those_of_palus_code(total, multiple, groups):
         assert found.ravel().tolist() == palus_code(fisher.ravel().tolist(), total, multiple, 64, groups)
     with pytest.raises(ValueError, match=r"must lie in 1\.\.768"):
         nearest_ranks(fisher, 769, 8, 64)
+
+
+def test_fisher_information_of_as_many_sequences_as_asked_for():
+    tokens, tiny = np.asarray(prompts(2, 64)), types.SimpleNamespace(config=PLAIN, params=model().params)
+    np.testing.assert_array_equal(FisherSample(32, 2).rows(tokens), tokens[:, :32])  # of four, the first and the third
+    assert FisherSample().rows(tokens).shape == (2, 64) and FisherSample(24).rows(tokens).shape == (4, 24)
+    found = collect_fisher(tiny, tokens, sample=FisherSample(64, 1))
+    np.testing.assert_allclose(found.k, collect_fisher(tiny, tokens[:1]).k, rtol=1e-6)
+    with pytest.raises(ValueError, match="fisher_sequences=5: 2 windows of 64 hold 4 of 32 tokens"):
+        FisherSample(32, 5).rows(tokens)
 
 
 def test_the_papers_preset_takes_any_rank_of_any_depth():
