@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PLAIN, prompts
+from helpers import PLAIN, REPRESENTATIVES, prompts
 from suites import Loaded
 
 import lowrank_kv_jax as lkv
@@ -112,8 +112,15 @@ def parts(file):
     return own, params, tokens, np.stack([logits[row, n - 1 : n + STEPS] for row, n in enumerate(LENGTHS)])
 
 
-@pytest.mark.parametrize("file", ["own_model.py", "own_model_nnx.py"])
-@pytest.mark.parametrize("method", [*EVERY_ONE, *BESIDES])
+def of_both_decoders():
+    """Every method with the one; with its twin in Flax NNX the representatives, the others under -m slow."""
+    for file in ("own_model.py", "own_model_nnx.py"):
+        for method in (*EVERY_ONE, *BESIDES):
+            quick = file == "own_model.py" or method.split(":")[0] in REPRESENTATIVES
+            yield pytest.param(file, method, marks=[] if quick else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("file, method", of_both_decoders())
 def test_a_decoder_of_ones_own_is_exact(file, method):
     own, params, tokens, expected = parts(file)
     np.testing.assert_allclose(logits_through_a_cache(own, method, params, tokens), expected, atol=2e-4)

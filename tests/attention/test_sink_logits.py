@@ -116,8 +116,8 @@ def test_sinks_matter():
 
 
 @pytest.mark.parametrize("spec", [
-    "ojakv:rank=1.0", "kvzip:keep=1.0,layers=uniform", "momentkv:keep=1.0",
-    *(pytest.param(spec, marks=pytest.mark.slow) for spec in ("kivi:bits=none", "snapkv:keep=1.0", "xkv:group=3,rank=1.0", "quest:keep=1.0")),
+    "ojakv:rank=1.0", "momentkv:keep=1.0", *(pytest.param(spec, marks=pytest.mark.slow) for spec in (
+        "kvzip:keep=1.0,layers=uniform", "kivi:bits=none", "snapkv:keep=1.0", "xkv:group=3,rank=1.0", "quest:keep=1.0")),
 ])
 def test_at_full_quality_every_kind_of_cache_is_the_full_one(spec):
     np.testing.assert_allclose(through_cache(spec, model()), exact(), atol=3e-4)

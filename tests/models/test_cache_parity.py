@@ -21,7 +21,11 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+ALIKE = {"llama2_tied", "llama2_mha_bias", "qwen3_untied"}  # other families' parts, put together otherwise
+
+
+@pytest.mark.parametrize("family", [
+    pytest.param(family, marks=[pytest.mark.slow] if family in ALIKE else []) for family in CONFIGS])
 def test_steps_through_the_cache_give_the_logits_of_transformers(family):
     """Prefill to `PREFILL`, then one token at a time; for the scaled families beyond their original context."""
     config, golden = models.read_config(CONFIGS[family]), tiny_goldens()

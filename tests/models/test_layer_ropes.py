@@ -33,8 +33,9 @@ def fitted(method):
 
 
 @pytest.mark.parametrize("spec", [
-    "single-svd:rank=1.0,rope=pre", "transform:bits=8,metric=attention,sampled=False", "h2o:keep=1.0,positions=cache",
+    "transform:bits=8,metric=attention,sampled=False",
     *(pytest.param(spec, marks=pytest.mark.slow) for spec in (
+        "single-svd:rank=1.0,rope=pre", "h2o:keep=1.0,positions=cache",
         "static-pca:rank=1.0,rope=pre", "osp:rank=1.0,rope=pre,chunk_length=16", "shadowkv:rank=1.0,budget=64",
     )),
 ])
