@@ -120,7 +120,7 @@ def of_both_decoders():
             yield pytest.param(file, method, marks=[] if quick else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize("file, method", of_both_decoders())
+@pytest.mark.parametrize("file, method", [*of_both_decoders()])
 def test_a_decoder_of_ones_own_is_exact(file, method):
     own, params, tokens, expected = parts(file)
     np.testing.assert_allclose(logits_through_a_cache(own, method, params, tokens), expected, atol=2e-4)
