@@ -182,6 +182,11 @@ class Codec(Part):
     ) -> AttnPartial:
         """Attention of one layer's queries over its stored tokens, all of which lie before every query."""
 
+    def counts(self, store: Any) -> dict[str, Int[jax.Array, " B"]]:
+        """Numbers of a store that are worth showing, int32 `[B]` by name. Default: none."""
+        del store
+        return {}
+
     def fault(self, stores: tuple[Any, ...]) -> str | None:
         """As `KVMethod.fault`, of the stores of all groups."""
         del stores
