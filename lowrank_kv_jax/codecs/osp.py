@@ -232,7 +232,7 @@ class OnlineSubspaceProjection(Subspace):
             store = dataclasses.replace(store, tokens=dataclasses.replace(store.tokens, positions=positions))
             if most <= self.recent:
                 return store
-        sides, rules = self._sides(layout, bases, one), self.rules(layout, bases)
+        sides, rules = self.coding_sides(layout, bases, one), self.rules(layout, bases)
 
         def step(_, carry):
             return take_page(rules, carry[0], sides, carry[1], counts, seen)
@@ -241,7 +241,8 @@ class OnlineSubspaceProjection(Subspace):
         steps = -(-(most + self.page - 1) // self.page)
         return jax.lax.fori_loop(0, steps, step, (store, jnp.zeros_like(counts)))[0]
 
-    def _sides(self, layout: Layout, bases: SubspaceBases, tokens: Tokens) -> tuple[Side, Side]:
+    def coding_sides(self, layout: Layout, bases: SubspaceBases, tokens: Tokens) -> tuple[Side, Side]:
+        """Keys and values of tokens as they are coded and learned."""
         spec, out = layout.spec, []
         given = zip(self.sides(tokens), (bases.k, bases.v), (bases.k_energy, bases.v_energy), strict=True)
         for index, (x, u, energy) in enumerate(given):

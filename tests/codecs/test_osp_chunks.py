@@ -90,7 +90,7 @@ def test_each_head_has_chunks_of_its_own_rank():
     assert ((np.abs(blocks).max(2) > 0).sum(1) == 1).all()  # each column is of one head
     with pytest.raises(ValueError, match="head_ranks='own', rotary=False, estimator='oja'"):
         dataclasses.replace(own, estimator="oja")
-    ones = {"energy": 1e-6, "rank": None}  # one column for every head, either way
+    ones = {"energy": 1e-6, "rank": None, "when_full": "keep"}  # one column for every head, either way
     found = [compressed(small(**ones, head_ranks=x, tau_k=0.5)) for x in ("own", "max")]
     for a, b in zip(*(seen(small(**ones, head_ranks=x), s) for x, (_, s) in zip(("own", "max"), found, strict=True)), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-3)
