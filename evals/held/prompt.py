@@ -28,7 +28,7 @@ class HeldPrompt(NamedTuple):
         layer_bytes: of each layer.
         size: of the cache as a whole, and of the bases that it is read with.
         summarised: whether a summary stands for what is not held.
-        counts: of each layer, what its codec counts by name (`Codec.counts`): chunks and slots for them.
+        counts: of each layer, what its codec counts by name (`Codec.counted`): chunks and slots for them.
     """
 
     held: np.ndarray
@@ -57,7 +57,7 @@ def hold_prompt(model: Any, method: Part, ids: list[int], *, bases: Any = None, 
     attention = attention_on(config, model.params, tokens, held > Held.GONE)
     machine, counts = machine_of(method), {}
     for layers, group in zip(method.layer_groups(config.attention), cache.groups, strict=True):
-        found = {name: int(x[0]) for name, x in machine.codec.counts(group.store).items()}
+        found = {name: int(count(group.store)[0]) for name, count in machine.codec.counted.items()}
         counts |= dict.fromkeys(layers, found)
     size, summarised = cache_bytes(cache, bases), machine.standing is not None
     in_order = tuple(counts[layer] for layer in range(config.num_layers))

@@ -12,7 +12,7 @@ from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.codecs.component_bits import uniform_bits
 from lowrank_kv_jax.codecs.frame import as_met, as_seen
 from lowrank_kv_jax.codecs.osp_checks import check_osp_fields
-from lowrank_kv_jax.codecs.osp_chunks import ChunkedStore, Chunks
+from lowrank_kv_jax.codecs.osp_chunks import ChunkedStore, Chunks, slots_of
 from lowrank_kv_jax.codecs.osp_coding import Rules, take_page
 from lowrank_kv_jax.codecs.osp_sides import Side, column_heads, prior_tokens, quarter_turn, side_by_side
 from lowrank_kv_jax.codecs.principal import side_moments
@@ -87,6 +87,7 @@ class OnlineSubspaceProjection(Subspace):
     exact_at: ClassVar[Mapping[str, Any] | None] = {"rank": 1.0, "sinks": 4, "recent": 8, "chunk_length": 32}
     small: ClassVar[Mapping[str, Any]] = {"sinks": 4, "recent": 8, "chunk_length": 32}
     per_token: ClassVar[bool] = False
+    counted: ClassVar[Mapping[str, Any]] = {"chunks": lambda store: store.chunks.used, "slots": slots_of}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "streaming": STREAMING,
         "paper": STREAMING | {
@@ -135,7 +136,8 @@ class OnlineSubspaceProjection(Subspace):
     def learners(self, spec: AttentionSpec, bases: SubspaceBases) -> tuple[Estimator, Estimator]:
         """Of keys and values; of whole heads where every head has a rank of its own."""
         if self.head_ranks == "own":
-            return (make_estimator(self.estimator, size=spec.head_dim),) * 2
+            whole = make_estimator(self.estimator, size=spec.head_dim)
+            return whole, whole
         k, v = (self.learner(u.shape[-1], u.shape[-2]) for u in (bases.k, bases.v))
         return k, v
 
@@ -217,9 +219,6 @@ class OnlineSubspaceProjection(Subspace):
             x = x.reshape(*x.shape[:2], -1, heads // x.shape[1], dim).swapaxes(2, 3)
             out.append(x.reshape(len(x), heads, -1, dim))
         return as_seen(out[0], self.gammas(layout.spec, bases)), out[1]
-
-    def counts(self, store):
-        return {"chunks": store.chunks.used, "slots": jnp.full_like(store.chunks.used, store.chunks.k_bases.capacity)}
 
     # ---- coding -------------------------------------------------------------------------------------------------
 

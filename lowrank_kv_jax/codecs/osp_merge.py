@@ -72,8 +72,8 @@ def _merge_side(
         return jax.vmap(lambda own, i: own[i])(x, number)
 
     pair = [(of(bases, first + i), of(moments, first + i)) for i in (0, 1)]
-    whole = sum(jnp.matmul(jnp.matmul(u, s), u.mT, precision=jax.lax.Precision.HIGHEST) for u, s in pair)
-    new = side.joined(principal_subspace(side.moment(whole), side.columns))
+    first_part, second_part = (jnp.matmul(jnp.matmul(u, s), u.mT, precision=jax.lax.Precision.HIGHEST) for u, s in pair)
+    new = side.joined(principal_subspace(side.moment(first_part + second_part), side.columns))
     room = room.without(first, rows).put(first, new, rows)
     stored = room.take(first[:, None])[:, 0]
     return room, (coded_tokens.change_of_basis(pair[0][0], stored), coded_tokens.change_of_basis(pair[1][0], stored))

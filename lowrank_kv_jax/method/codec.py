@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -116,6 +116,9 @@ class Codec(Part):
     reading: ClassVar[Reading | None] = None
     """The reading that belongs to the codec itself."""
 
+    counted: ClassVar[Mapping[str, Callable[[Any], jax.Array]]] = {}
+    """Numbers of a store that are worth showing, by name: functions from it to int32 `[B]`."""
+
     @abc.abstractmethod
     def ends(self, layout: Layout, bases: Any) -> Ends:
         """Exact tokens of a cache of this codec alone, and those that it asks of a selection."""
@@ -181,11 +184,6 @@ class Codec(Part):
         positions: Int[jax.Array, "B T"], place: Place,
     ) -> AttnPartial:
         """Attention of one layer's queries over its stored tokens, all of which lie before every query."""
-
-    def counts(self, store: Any) -> dict[str, Int[jax.Array, " B"]]:
-        """Numbers of a store that are worth showing, int32 `[B]` by name. Default: none."""
-        del store
-        return {}
 
     def fault(self, stores: tuple[Any, ...]) -> str | None:
         """As `KVMethod.fault`, of the stores of all groups."""

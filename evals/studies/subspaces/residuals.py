@@ -67,12 +67,12 @@ def residuals_by_part(
     model: Any, method: Any, tokens: np.ndarray, bases: Any, dtype: Any, parts: int
 ) -> dict[str, Any]:
     """RER of keys and of values of each of so many equal parts of a text, sinks apart, and the means over layers and rows
-    of what the codec counts (`Codec.counts`)."""
+    of what the codec counts (`Codec.counted`)."""
     counts: dict[str, list[np.ndarray]] = {}
 
     def see(store: Any) -> None:
-        for name, found in method.counts(store).items():
-            counts.setdefault(name, []).append(np.asarray(found))
+        for name, count in method.counted.items():
+            counts.setdefault(name, []).append(np.asarray(count(store)))
 
     left = prompt_residuals(model, method, tokens, bases, dtype, see)
     edges = np.maximum(np.linspace(0, tokens.shape[1], parts + 1).astype(int) - method.sinks, 0)
