@@ -43,7 +43,7 @@ def _merged(store: ChunkedStore, sides: tuple[Side, Side], page: int, rows: jax.
 
 def _moments(stored, chunks: Chunks, lengths: jax.Array, page: int) -> jax.Array:
     """Second moments of the coefficients of each chunk, float32 `[B, C, J, R, R]`."""
-    x = read_tokens(stored)
+    x = read_tokens(stored).astype(jnp.float32)
     x = jnp.where((jnp.arange(x.shape[2]) < lengths[:, None])[:, None, :, None], x, 0)
     x = x.reshape(*x.shape[:2], -1, page, x.shape[-1])
     of_pages = jnp.einsum("bjpsr,bjpsq->bpjrq", x, x, precision=jax.lax.Precision.HIGHEST)
@@ -81,7 +81,8 @@ def _merge_side(
 
 def _transported(stored, moves, owner: jax.Array, first: jax.Array, lengths: jax.Array, page: int, rows: jax.Array):
     """Coefficients of the chunks `first` and the one behind it, in the basis that they share now."""
-    x = read_tokens(stored)
+    old = read_tokens(stored)
+    x = old.astype(jnp.float32)
     by_page = x.reshape(*x.shape[:2], -1, page, x.shape[-1])
     for i, move in enumerate(moves):
         changed = jnp.einsum("bjpsr,bjrq->bjpsq", by_page, move, precision=jax.lax.Precision.HIGHEST)
@@ -90,6 +91,7 @@ def _transported(stored, moves, owner: jax.Array, first: jax.Array, lengths: jax
     touched = jnp.repeat((owner - first[:, None] < 2) & (owner >= first[:, None]) & rows[:, None], page, axis=1)
     x = by_page.reshape(x.shape)
     if not isinstance(stored, QuantisedTokens):
-        return jnp.where(touched[:, None, :, None], narrow(x, stored.dtype), stored)
+        new = jnp.where(touched[:, None, :, None], narrow(x, stored.dtype), old.astype(stored.dtype))
+        return stored.write_block(0, new) if hasattr(stored, "write_block") else new
     valid = jnp.arange(x.shape[2]) < lengths[:, None]
     return stored.write_block(0, x, valid, jnp.any(touched.reshape(len(rows), -1, stored.tile.tokens), axis=2))

@@ -5,10 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import attend, rebuilt, softmax_attention
+from helpers import PLAIN, attend, bases_for, model, prompts, rebuilt, softmax_attention
 from test_osp import DIM, KV, LENGTH, SPEC, bases_of, compressed, layer_taps, layout_of, residual, small
 
+from lowrank_kv_jax import with_token_layout
 from lowrank_kv_jax.codecs.osp_sides import quarter_turn
+from lowrank_kv_jax.generation.forward import extend, prefill, refresh
 from lowrank_kv_jax.methods import OnlineSubspaceProjection, StaticSubspace, machine_of
 from lowrank_kv_jax.methods.parse import parse_method
 
@@ -134,3 +136,19 @@ def test_presets_are_the_papers_settings():
     assert (streaming.lookahead, streaming.prior, streaming.window) == (0, 0, 256)
     assert (paper.estimator, paper.gamma, paper.bits, paper.sinks, paper.lookahead) == (
         "frequent_directions", "sqrt_rank", 8, 0, 0)
+
+
+@pytest.mark.parametrize("layout", ["tokens", pytest.param("lanes", marks=pytest.mark.slow)])
+def test_chunks_are_merged_while_decoding(layout):
+    """A bfloat16 cache, whose buffers a CPU holds as bits, in either layout; at full rank as good as the full cache."""
+    method = parse_method("osp:rank=1.0,sinks=4,recent=8,chunk_length=16,min_chunk=8,tau_k=0,chunks=3")
+    tokens, params, given = prompts(2), model().params, {"bases": bases_for(method)}
+    cache, _ = prefill(method, PLAIN, params, tokens[:, :64], capacity=112, block=16, **given)
+    exact, _ = prefill(parse_method("full"), PLAIN, params, tokens[:, :64], capacity=112, block=16)
+    cache = with_token_layout(cache, "lanes") if layout == "lanes" else cache
+    for begin in (64, 80):
+        cache, ours = extend(method, PLAIN, params, cache, tokens[:, begin : begin + 16], **given)
+        exact, theirs = extend(parse_method("full"), PLAIN, params, exact, tokens[:, begin : begin + 16])
+        np.testing.assert_allclose(ours, theirs, atol=0.1)
+        cache, exact = refresh(method, cache, **given), refresh(parse_method("full"), exact)
+    assert np.asarray(cache.groups[0].store.chunks.used).tolist() == [3, 3]
