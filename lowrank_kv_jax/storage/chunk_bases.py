@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Float32, Int
+from jaxtyping import Bool, Float, Float32, Int, Integer
 
 from lowrank_kv_jax.storage.quantised import _LARGEST, quantise
 from lowrank_kv_jax.storage.state import leaf, state, static
@@ -86,14 +86,14 @@ class ChunkBases:
         return blocks.reshape(*bases.shape[:2], 1, -1, bases.shape[-1])
 
 
-def hot_columns(heads: Int[jax.Array, " R"], kv_heads: int) -> Float32[jax.Array, "{kv_heads} R"]:
+def hot_columns(heads: Integer[jax.Array, " R"], kv_heads: int) -> Float32[jax.Array, "{kv_heads} R"]:
     """1 where a column is of a head, `[K, R]`."""
     return (heads[None] == jnp.arange(kv_heads)[:, None]).astype(jnp.float32)
 
 
 def store_bases(
     bases: Float[jax.Array, "B C J W R"], dtype: str, by_rows: bool = False,
-    heads: Int[jax.Array, "B R"] | None = None, kv_heads: int = 1,
+    heads: Integer[jax.Array, "B R"] | None = None, kv_heads: int = 1,
 ) -> ChunkBases:
     """Keep bases `[B, C, J, W, R]` as one of `quantised.BASIS_STORAGE`.
 
