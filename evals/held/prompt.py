@@ -28,6 +28,7 @@ class HeldPrompt(NamedTuple):
         layer_bytes: of each layer.
         size: of the cache as a whole, and of the bases that it is read with.
         summarised: whether a summary stands for what is not held.
+        counts: of each layer, what its codec counts by name (`Codec.counted`): chunks and slots for them.
     """
 
     held: np.ndarray
@@ -35,6 +36,7 @@ class HeldPrompt(NamedTuple):
     layer_bytes: tuple[int, ...]
     size: CacheBytes
     summarised: bool
+    counts: tuple[dict[str, int], ...]
 
 
 def hold_prompt(model: Any, method: Part, ids: list[int], *, bases: Any = None, dtype: Any = None) -> HeldPrompt:
@@ -53,8 +55,13 @@ def hold_prompt(model: Any, method: Part, ids: list[int], *, bases: Any = None, 
     cache, _ = prefill(method, config, model.params, tokens, bases=bases, capacity=capacity, dtype=dtype)
     held = held_tokens(cache)
     attention = attention_on(config, model.params, tokens, held > Held.GONE)
-    summarised = machine_of(method).standing is not None
-    return HeldPrompt(held, attention, layer_bytes(cache), cache_bytes(cache, bases), summarised)
+    machine, counts = machine_of(method), {}
+    for layers, group in zip(method.layer_groups(config.attention), cache.groups, strict=True):
+        found = {name: int(count(group.store)[0]) for name, count in machine.codec.counted.items()}
+        counts |= dict.fromkeys(layers, found)
+    size, summarised = cache_bytes(cache, bases), machine.standing is not None
+    in_order = tuple(counts[layer] for layer in range(config.num_layers))
+    return HeldPrompt(held, attention, layer_bytes(cache), size, summarised, in_order)
 
 
 def attention_on(config: Any, params: Any, tokens: jax.Array, there: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ import numpy as np
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.estimators.moments import Across, Fisher, Moments, Sensitivity
+from lowrank_kv_jax.estimators.rank_for_output import THRESHOLDS, OutputErrors
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, decode_step, make_layout
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.accounting import cache_bytes
@@ -129,7 +130,8 @@ def white_bases(spec: AttentionSpec, method: Part, dtype: Any) -> Any:
     votes, ones = np.broadcast_to(np.linspace(1, 0, 16), (layers, 16)), np.ones((layers, kv, dim))
     across = {group: Across(*3 * [eye(len(group) * kv * dim)]) for group in groups if len(group) > 1}
     moments = Moments(1, wide, wide, wide, heads, heads, fisher=Fisher(wide, wide, 1, np.ones((layers, 2))), votes=votes,
-                      sensitivity=Sensitivity(ones, ones, ones), across=across)
+                      sensitivity=Sensitivity(ones, ones, ones), across=across,
+                      outputs=OutputErrors(np.zeros((layers, len(THRESHOLDS)))))
     fitted = method.fit(fitted_to, moments._replace(sampled=moments))
     fitted = fitted * spec.num_layers if alone else fitted  # all layers are alike
     return jax.tree.map(lambda x: jnp.asarray(x, dtype if jnp.issubdtype(x.dtype, jnp.floating) else None), fitted)

@@ -16,6 +16,7 @@ from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus, token_windows
 from lowrank_kv_jax.calibration.fisher import FisherSample, collect_fisher
 from lowrank_kv_jax.calibration.layer_votes import collect_votes
 from lowrank_kv_jax.calibration.needs import groups_read
+from lowrank_kv_jax.calibration.output_errors import collect_output_errors
 from lowrank_kv_jax.calibration.refine import MOST_STEPS, check_refinable
 from lowrank_kv_jax.calibration.refine import refine as refined
 from lowrank_kv_jax.calibration.sampled import sampled_windows
@@ -163,6 +164,8 @@ def moments_for(
         moments = moments._replace(sampled=sampled)
     if "fisher" in read:
         moments = moments._replace(fisher=collect_fisher(model, tokens, progress, of_fisher, fisher))
+    if "outputs" in read:
+        moments = moments._replace(outputs=collect_output_errors(model, moments, tokens, progress))
     if "votes" in read:
         moments = moments._replace(votes=collect_votes(model, tokens, progress))
     if "sensitivity" in read:

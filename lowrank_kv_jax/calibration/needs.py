@@ -9,7 +9,7 @@ SHOWN = frozenset({"moments", "across", "votes"})
 """What sums of taps can give of `Part.reads`; votes where texts were read twice."""
 COSTS = {
     "fisher": "gradients by the projections", "sensitivity": "gradients by keys and values",
-    "sampled": "text that the model writes",
+    "sampled": "text that the model writes", "outputs": "errors of the layers' outputs",
 }
 
 

@@ -32,9 +32,15 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--calibrate-windows", type=int, default=4, help="of 2048 tokens (%(default)s)")
     parser.add_argument("--texts", nargs=2, default=["pydoc:second", "python"], metavar=("PROSE", "CODE"),
                         help="what is measured on (pydoc:second python)")
-    parser.add_argument("--falsifiers", nargs="+", type=int, choices=(1, 2, 3, 4), default=[1, 2, 3, 4], help="(all)")
+    parser.add_argument("--falsifiers", nargs="*", type=int, choices=(1, 2, 3, 4), default=[1, 2, 3, 4], help="(all)")
+    parser.add_argument("--residuals", type=int, metavar="N",
+                        help="also print what both variants lose of N parts of the text that turns from prose to code, "
+                             "and how many chunks they use")
     parser.add_argument("--thresholds", type=float, metavar="P",
-                        help="also print the tau_k and tau_v that P percent of all pages of prose stay below")
+                        help="also print the tau_k and tau_v that P percent of all pages of prose stay below, under the "
+                             "variant's look-ahead, in a prompt and while decoding")
+    parser.add_argument("--drift", action="store_true",
+                        help="also print residuals against position and RoPE phase, and chunk counts against drift")
     parser.add_argument("--spectra", type=int, metavar="L",
                         help="also print the ranks that hold 90%% of the energy of chunks of L tokens")
     parser.add_argument("--seed", type=int, default=0, help="shifts the windows (%(default)s)")
@@ -54,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.evals.asking.methods import moments_of, parse_methods
     from lowrank_kv_jax.evals.studies.subspaces import falsify
 
-    check_numbers(args, length=1, lengths=1, windows=1, calibrate_windows=1, seed=0)
+    check_numbers(args, residuals=1, length=1, lengths=1, windows=1, calibrate_windows=1, seed=0)
     check_outputs(args)
     methods = parse_methods(list(dict.fromkeys((args.static, args.adaptive))))
     if args.scored < 1 or max(args.lengths) > args.length:
@@ -76,9 +82,15 @@ def run(args: argparse.Namespace) -> int:
     )
     for number in args.falsifiers:
         _show(args, model, number, verdicts[number - 1]())
+    if args.residuals is not None:
+        _show_residuals(args, measured, texts.shifted[:, : args.length])
     if args.thresholds is not None:
-        k, v = falsify.residual_thresholds(measured, prose, args.rank, args.thresholds)
-        print(f"{args.thresholds:g}% of the pages stay below tau_k={k:.3f},tau_v={v:.3f} at rank {args.rank:g}")
+        for place, decoding in (("a prompt", False), ("decoded text", True)):
+            k, v = falsify.residual_thresholds(measured, prose, args.rank, args.thresholds, decoding)
+            print(f"{args.thresholds:g}% of the pages of {place} stay below tau_k={k:.3f},tau_v={v:.3f} "
+                  f"({args.adaptive}, rank {args.rank:g})")
+    if args.drift:
+        _show_drift(args, measured, texts)
     if args.spectra is not None:
         _show_spectra(args, falsify.spectra_by_chunk(model, texts.shifted, args.spectra))
     return 0
@@ -88,11 +100,58 @@ def _show(args, model, number: int, verdict) -> None:
     outcome = "FALSIFIED" if verdict.falsified else "not falsified"
     columns = [column.replace("_", " ") for column in verdict.figures[0]]
     print_table(f"{number}. {verdict.claim}: {outcome}", columns,
-                [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()] for row in verdict.figures],
+                [["" if x is None else f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()]
+                 for row in verdict.figures],
                 texts=("text", "variant", "what"))
     print(f"{outcome}: {verdict.summary}\n")
     append_records(args, "falsify", verdict.figures, model=model.name, task=f"falsifier {number}", seed=args.seed,
                    samples=args.windows, claim=verdict.claim, falsified=verdict.falsified, length=args.length)
+
+
+def _show_residuals(args, measured, tokens) -> None:
+    """Relative residual energy of parts of a text, chunks and bytes."""
+    from lowrank_kv_jax.evals.studies.subspaces.residuals import residuals_by_part
+    from lowrank_kv_jax.method.accounting import full_cache_bytes
+
+    rows, full = [], full_cache_bytes(measured.model.config.attention, tokens.shape[1])
+    for (name, rank), method in measured.methods((args.rank,), ("static", "adaptive")).items():
+        bases, of_full = measured.bases(method), measured.row_bytes(method, tokens.shape[1]) / full
+        found = residuals_by_part(measured.model, method, tokens, bases, measured.dtype, args.residuals)
+        rows.append({"variant": name, "rank": rank, "of_full": of_full, **found})
+    append_records(args, "falsify", rows, model=measured.model.name, task="residuals", seed=args.seed,
+                   samples=args.windows, length=args.length)
+
+    def cells(row):
+        sides = (" ".join(f"{x:.3f}" for x in row[side]) for side in ("rer_k", "rer_v"))
+        chunks = f"{row['chunks']:.1f} of {row['slots']:.0f}" if "chunks" in row else ""
+        return [row["variant"], f"{row['of_full']:.3f}", *sides, chunks]
+
+    print_table(f"RER of {args.residuals} parts, prose then code: {args.static}, {args.adaptive}, rank {args.rank:g}",
+                ("variant", "of full", "keys", "values", "chunks"), list(map(cells, rows)), texts=("variant",))
+
+
+def _show_drift(args, measured, texts) -> None:
+    """Residuals by position and phase, and chunks by drift, under thresholds that half of the pages exceed where none are
+    given."""
+    import dataclasses
+
+    from lowrank_kv_jax.evals.studies.subspaces import drift, falsify
+
+    (method,) = measured.methods((args.rank,), ("adaptive",)).values()
+    given, bases = (measured.model, method), measured.bases(method)
+    rows = drift.residual_profile(*given, texts.shifted[:1, : args.length], bases, measured.dtype)
+    _show_rows("Relative residual energy by position and by phase since the chunk began (prose, then code)", rows)
+    if method.tau_k is None and method.tau_v is None:
+        k, v = falsify.residual_thresholds(measured, texts.prose, args.rank, 50, decoding=not method.lookahead)
+        method = dataclasses.replace(method, tau_k=k, tau_v=v)
+    named = {name: getattr(texts, name)[:1, : args.length] for name in ("prose", "code", "shifted")}
+    rows = drift.chunks_against_drift(measured.model, method, named, bases, measured.dtype)
+    _show_rows(f"Chunks against drift, tau_k={method.tau_k:.3f},tau_v={method.tau_v:.3f}", rows)
+
+
+def _show_rows(title: str, rows) -> None:
+    cells = [["" if x is None else f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()] for row in rows]
+    print_table(title, [name.replace("_", " ") for name in rows[0]], cells, texts=("what",))
 
 
 def _show_spectra(args, spectra) -> None:

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     title = (f"{args.method}: what {model.name} holds of {len(ids)} tokens, {size.total / 2**20:.2f} MiB, "
              f"{size.smaller:.2f}x smaller than a full cache in 16 bits")
     rows = layer_rows(found)
-    _print(title, rows, found.summarised)
+    _print(title, rows, found.summarised, list(found.counts[0]))
     plot_held(args.out, title, found, by_head=args.heads)
     print(f"drew {args.out}")
     append_records(args, "inspect", [{
@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def layer_rows(found) -> list[dict]:
-    """Of each layer: tokens held exactly, coded and gone (means over the kv heads), bytes, share of attention or None."""
+    """Of each layer: tokens held exactly, coded and gone (means over the kv heads), bytes, what its codec counts, and the
+    share of attention or None."""
     import numpy as np
 
     from lowrank_kv_jax.method.held import Held
@@ -69,21 +70,23 @@ def layer_rows(found) -> list[dict]:
     for layer, (held, size) in enumerate(zip(found.held, found.layer_bytes, strict=True)):
         counts = {how.name.lower(): float((held == how).mean(0).sum()) for how in reversed(Held)}
         attention = found.attention[layer].mean()
-        rows.append({"layer": layer, **counts, "bytes": size,
+        rows.append({"layer": layer, **counts, "bytes": size, **found.counts[layer],
                      "attention": float(attention) if np.isfinite(attention) else None})
     return rows
 
 
-def _print(title: str, rows: list[dict], summarised: bool) -> None:
+def _print(title: str, rows: list[dict], summarised: bool, counted: list[str]) -> None:
     from lowrank_kv_jax.cli.tables import print_table
 
     def line(name: str, row: dict) -> tuple[str, ...]:
         attention = "" if row["attention"] is None else f"{100 * row['attention']:.1f}"
-        return (name, *(f"{row[how]:.0f}" for how in ("exact", "coded", "gone")), f"{row['bytes'] / 1024:.1f}", attention)
+        more = (f"{row[how]:.3g}" for how in counted)
+        tokens = (f"{row[how]:.0f}" for how in ("exact", "coded", "gone"))
+        return (name, *tokens, f"{row['bytes'] / 1024:.1f}", attention, *more)
 
     shares = [row["attention"] for row in rows if row["attention"] is not None]
-    mean = {name: sum(row[name] for row in rows) / len(rows) for name in ("exact", "coded", "gone", "bytes")}
+    mean = {name: sum(row[name] for row in rows) / len(rows) for name in ("exact", "coded", "gone", "bytes", *counted)}
     mean = {**mean, "attention": sum(shares) / len(shares) if shares else None}
     heads = ("layer", "exact\ntokens", "coded\ntokens", "summarised\ntokens" if summarised else "dropped\ntokens", "KiB",
-             "attention\non held, %")
+             "attention\non held, %", *counted)
     print_table(title, heads, [*(line(str(row["layer"]), row) for row in rows), None, line("mean", mean)])

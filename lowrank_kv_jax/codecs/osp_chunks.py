@@ -41,6 +41,11 @@ class ChunkedStore:
     chunks: Chunks
 
 
+def slots_of(store: ChunkedStore) -> jax.Array:
+    """Bases that each row has room for, int32 `[B]`."""
+    return jnp.full_like(store.chunks.used, store.chunks.k_bases.capacity)
+
+
 def overlap_of(first: jax.Array, second: jax.Array) -> jax.Array:
     """Tr(U1^T U2 U2^T U1) / r, `[B, J]`."""
     return jnp.sum(jnp.matmul(first.mT, second) ** 2, axis=(-2, -1)) / first.shape[-1]

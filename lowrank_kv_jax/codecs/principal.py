@@ -49,9 +49,6 @@ class Bases(NamedTuple):
 class Principal(LowRank):
     """Abstract. Calibrated bases are of queries and keys stacked, [Q; K], and of values (OjaKV, A.2)."""
 
-    shared_key_basis: ClassVar[bool] = False
-    """Whether the keys of all heads lie in one basis of a head's width."""
-
     bases_type: ClassVar[type | None] = Bases
 
     def basis_heads(self, spec):
@@ -63,7 +60,7 @@ class Principal(LowRank):
     def check_bases(self, spec, bases):
         if bases is not None:
             check_widths(self, bases, mean_bits(self.bits))
-        check_shapes(self, spec, bases, shared_key_basis=self.shared_key_basis)
+        check_shapes(self, spec, bases)
 
     def fit(self, spec: AttentionSpec, moments: Moments) -> tuple[Bases, ...]:
         """Float32, of each layer."""
@@ -76,14 +73,12 @@ class Principal(LowRank):
             for head in range(spec.kv_heads):
                 block = slice(head * spec.head_dim, (head + 1) * spec.head_dim)
                 k[:, 0, block, block] += queries[:, head]
-        k = np.sum(k, axis=1, keepdims=True) if self.shared_key_basis else k
         bits, fitted = mean_bits(self.bits), tuple(Bases(*pair) for pair in leading_bases(self, spec, k, v))
         return fitted if bits is None else by_component(self, spec, moments, fitted, bits)
 
     def fit_key(self, spec):
         """Methods with the same ranks, RoPE side and heads share their bases, whatever they do with them."""
-        fit = "pca of [q; k] of all heads together, and v" if self.shared_key_basis else "pca of [q; k] and v"
-        return {"fit": fit, "rope": self.rope, "heads": self.heads, **self.rank_key(spec)}
+        return {"fit": "pca of [q; k] and v", "rope": self.rope, "heads": self.heads, **self.rank_key(spec)}
 
 
 def side_moments(codec: LowRankFields, spec: AttentionSpec, moments: Moments) -> tuple[np.ndarray, np.ndarray]:
@@ -115,16 +110,19 @@ def leading_bases(
     return out
 
 
-def check_shapes(codec: LowRankFields, spec: AttentionSpec, bases: Any, shared_key_basis: bool = False) -> None:
+def check_shapes(
+    codec: LowRankFields, spec: AttentionSpec, bases: Any, shared_key_basis: bool = False, any_rank: bool = False
+) -> None:
     """`check_bases`: heads, width and rank; ranks that `energy` or bits chose may be any. Raises ValueError.
 
     Args:
         shared_key_basis: whether the keys of all heads may lie in one basis.
+        any_rank: whether something else chose ranks.
     """
     if bases is None:
         return
     heads, width = codec.basis_heads(spec), codec.width(spec)
-    fixed = codec.energy is None and mean_bits(codec.bits) is None
+    fixed = codec.energy is None and mean_bits(codec.bits) is None and not any_rank
     for side, rank in zip("kv", codec.ranks(spec) if fixed else (None, None), strict=True):
         *_, found_heads, found_width, found = getattr(bases, side).shape
         allowed = (1, heads) if shared_key_basis and side == "k" else (heads,)

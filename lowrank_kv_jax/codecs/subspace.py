@@ -12,6 +12,7 @@ from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.codecs.lowrank_fields import LowRankFields
 from lowrank_kv_jax.codecs.principal import check_shapes, leading_bases, query_moments
 from lowrank_kv_jax.estimators.moments import Moments, head_blocks
+from lowrank_kv_jax.estimators.rank import rank_for_energy
 
 GAMMAS = ("unit", "sqrt_rank", "calibrated")
 
@@ -23,6 +24,7 @@ class SubspaceBases(NamedTuple):
         k, v: orthonormal `[J, W, R]`.
         k_energy, v_energy: mean squared coefficients `[J, R]`.
         gain: the least-squares gamma of each head less 1, `[K]`.
+        k_scales, v_scales: `[J, 1, R]`, where `k` and `v` are int8 codes in units of them; None where they are floats.
     """
 
     k: jax.Array
@@ -30,6 +32,16 @@ class SubspaceBases(NamedTuple):
     k_energy: jax.Array
     v_energy: jax.Array
     gain: jax.Array
+    k_scales: jax.Array | None = None
+    v_scales: jax.Array | None = None
+
+    quantised = ("k", "v")
+
+    def wide(self) -> tuple[jax.Array, jax.Array]:
+        """Bases of keys and of values as floats."""
+        sides = ((self.k, self.k_scales), (self.v, self.v_scales))
+        k, v = (u if scales is None else u.astype(jnp.float32) * scales.astype(jnp.float32) for u, scales in sides)
+        return k, v
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +52,13 @@ class Subspace(LowRankFields):
         gamma: "unit"; "sqrt_rank", the paper's default sqrt(r / d), which shrinks logits even of keys that lie in the
             basis; "calibrated", least squares over the calibration set's queries and keys, for each kv head. In the
             principal basis of the keys, per head or joint, that is exactly 1 (P commutes with their second moment).
+        head_ranks: where `energy` chooses the rank: "max", one for all heads of a layer, or "own", one for each head and
+            side. Coefficients of the heads then lie side by side, as many as are needed and no padding; they are read in
+            the block-diagonal joint basis, so that a query is multiplied with the coefficients of all heads.
     """
 
     gamma: str = "unit"
+    head_ranks: str = "max"
 
     calibrated: ClassVar[bool] = True
     bases_type: ClassVar[type | None] = SubspaceBases
@@ -51,6 +67,14 @@ class Subspace(LowRankFields):
         super().__post_init__()
         if self.gamma not in GAMMAS:
             raise ValueError(f"gamma={self.gamma!r}: allowed are {', '.join(GAMMAS)}")
+        if self.head_ranks not in ("max", "own"):
+            raise ValueError(f"head_ranks={self.head_ranks!r}: allowed are max, own")
+        if self.head_ranks == "own" and (self.energy is None or self.heads != "per_head"):
+            raise ValueError(f"head_ranks='own', energy={self.energy!r}, heads={self.heads!r}: ranks of each head come "
+                             "from an energy, with heads='per_head'")
+
+    def basis_heads(self, spec):
+        return 1 if self.heads == "joint" or self.head_ranks == "own" else spec.kv_heads
 
     def check_bases(self, spec, bases):
         check_shapes(self, spec, bases)
@@ -72,17 +96,34 @@ def fit_subspaces(
     queries, keys = gamma_moments(codec, spec, moments)
     out = []
     for layer, bases in enumerate(leading_bases(codec, spec, k, v)):
-        energy = [
-            jnp.asarray(np.einsum("jwr,jwx,jxr->jr", u, side[layer], u) / moments.tokens, jnp.float32)
-            for u, side in zip(bases, (k, v), strict=True)
-        ]
-        out.append(SubspaceBases(*bases, *energy, gain_of(bases[0], queries[layer], keys[layer])))
+        sides = []
+        for u, side in zip(bases, (k, v), strict=True):
+            energy = jnp.asarray(np.einsum("jwr,jwx,jxr->jr", u, side[layer], u) / moments.tokens, jnp.float32)
+            if codec.head_ranks == "own":
+                values = np.linalg.eigvalsh(side[layer].astype(np.float64))[..., ::-1]
+                u, energy = _side_by_side(u, energy, [rank_for_energy(x, codec.energy or 1.0) for x in values])
+            sides.append((u, energy))
+        (u_k, k_energy), (u_v, v_energy) = sides
+        out.append(SubspaceBases(u_k, u_v, k_energy, v_energy, gain_of(u_k, queries[layer], keys[layer])))
     return tuple(out)
+
+
+def _side_by_side(u: jax.Array, energy: jax.Array, ranks: list[int]) -> tuple[jax.Array, jax.Array]:
+    """The leading columns of each head of `[K, D, R]` as one block-diagonal basis `[1, K * D, sum of ranks]`."""
+    heads, dim, _ = u.shape
+    joint = np.zeros((1, heads * dim, sum(ranks)), np.float32)
+    begin = 0
+    for head, rank in enumerate(ranks):
+        joint[0, head * dim : (head + 1) * dim, begin : begin + rank] = u[head, :, :rank]
+        begin += rank
+    kept = jnp.concatenate([energy[head, :rank] for head, rank in enumerate(ranks)])
+    return jnp.asarray(joint), kept[None]
 
 
 def subspace_key(codec: Subspace, spec: AttentionSpec) -> dict[str, Any]:
     """What decides the outcome of `fit_subspaces`."""
-    return {"fit": "pca of k and v, and gamma", "rope": codec.rope, "heads": codec.heads, **codec.rank_key(spec)}
+    own = {"head_ranks": "own"} if codec.head_ranks == "own" else {}
+    return {"fit": "pca of k and v, and gamma", "rope": codec.rope, "heads": codec.heads, **codec.rank_key(spec), **own}
 
 
 def gamma_moments(codec: Subspace, spec: AttentionSpec, moments: Moments) -> tuple[np.ndarray, np.ndarray]:

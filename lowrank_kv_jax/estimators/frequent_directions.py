@@ -36,11 +36,13 @@ class Sketch:
 @register_estimator("frequent_directions")
 @dataclasses.dataclass(frozen=True)
 class FrequentDirections(SizedEstimator):
-    """A sketch of l = `size` rows with ||A^T A - S^T S|| <= ||A - A_r||_F^2 / (l - r) for every r < l.
+    """A sketch of l = `size` rows with ||A^T A - S^T S|| <= ||A - A_r||_F^2 / (l + 1 - r) for every r <= l.
 
-    An update stacks any number of rows under the sketch and shrinks once, by the l-th squared singular value: all of
-    the l leading directions lose as much, which is what the bound counts. (Shrinking only l rows by the middle one, as
-    is often done, has l / 2 in its place.) One batched update of T tokens costs l W^2 + T W^2 multiplications and an
+    An update stacks any number of rows under the sketch and shrinks once, by the squared singular value behind the l-th,
+    the least that leaves l rows: the l leading directions and the next one lose as much, which is what the bound counts,
+    and a sketch of as many rows as channels loses nothing. (Shrinking by the l-th, as the paper does, leaves a row of
+    zeros and has l in the place of l + 1; shrinking only l rows by the middle one, as is often done, l / 2.) One batched
+    update of T tokens costs l W^2 + T W^2 multiplications and an
     eigendecomposition O(W^3), whatever T: large batches are cheap, and shrink less often. l W numbers are kept.
 
     Attributes:
@@ -101,13 +103,13 @@ def leading_rows(
     Args:
         moment: symmetric positive semidefinite `[..., W, W]`.
         size: l; with more rows than W the rest is zero.
-        shrink: subtract the l-th eigenvalue from all of them; from W < l nothing is subtracted.
+        shrink: subtract the eigenvalue behind the l-th from all of them; from W <= l, which are all kept, nothing.
     """
     width = moment.shape[-1]
     vectors = eigenvectors(moment)[..., ::-1]
     values = jnp.sum(vectors * jnp.matmul(moment, vectors, precision=jax.lax.Precision.HIGHEST), axis=-2)
     values = jnp.maximum(values, 0.0)
-    lost = values[..., size - 1] if shrink and size <= width else jnp.zeros(values.shape[:-1], jnp.float32)
+    lost = values[..., size] if shrink and size < width else jnp.zeros(values.shape[:-1], jnp.float32)
     kept = jnp.sqrt(jnp.maximum(values - lost[..., None], 0.0))[..., :size]
     rows = kept[..., None] * vectors[..., :size].mT
     room = [(0, 0)] * (rows.ndim - 2) + [(0, max(size - width, 0)), (0, 0)]

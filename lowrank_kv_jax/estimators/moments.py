@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Float32, Int
 
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
+from lowrank_kv_jax.estimators.rank_for_output import OutputErrors
 
 
 class Fisher(NamedTuple):
@@ -68,6 +69,7 @@ class Moments(NamedTuple):
         votes: of a second reading, where a method reads them; see `calibration.layer_votes.collect_votes`.
         sensitivity: of the loss to keys and values, where a method reads it.
         across: of groups of layers, where a method reads them.
+        outputs: errors of the layers' outputs, where a method reads them; see `calibration.output_errors`.
         sampled: of text that the model wrote itself, where a method reads it; see `calibration.sampled`.
     """
 
@@ -85,12 +87,13 @@ class Moments(NamedTuple):
     sensitivity: Sensitivity | None = None
     across: Mapping[tuple[int, ...], Across] | None = None
     sampled: "Moments | None" = None
+    outputs: OutputErrors | None = None
 
     @property
     def held(self) -> frozenset[str]:
         """What of `KVMethod.reads` is here."""
         there = {"moments": self.k, "fisher": self.fisher, "votes": self.votes, "sensitivity": self.sensitivity,
-                 "across": self.across, "sampled": self.sampled}
+                 "across": self.across, "sampled": self.sampled, "outputs": self.outputs}
         return frozenset(name for name, found in there.items() if found is not None)
 
     def with_sampled(self) -> "Moments":

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -115,6 +115,9 @@ class Codec(Part):
 
     reading: ClassVar[Reading | None] = None
     """The reading that belongs to the codec itself."""
+
+    counted: ClassVar[Mapping[str, Callable[[Any], jax.Array]]] = {}
+    """Numbers of a store that are worth showing, by name: functions from it to int32 `[B]`."""
 
     @abc.abstractmethod
     def ends(self, layout: Layout, bases: Any) -> Ends:

@@ -183,7 +183,7 @@ def reference_chunks(method, x, count, seen, start, energy):
 
 
 @pytest.mark.parametrize("fields", [
-    pytest.param({}, marks=pytest.mark.slow), {"lookahead": 0, "tau_k": 0.3, "tau_v": 0.3, "chunk_length": 96, "chunks": 12}, {"chunks": 2, "prior": 5.0},
+    pytest.param({}, marks=pytest.mark.slow), {"lookahead": 0, "tau_k": 0.3, "tau_v": 0.3, "chunk_length": 96, "chunks": 12}, {"chunks": 2, "when_full": "keep", "prior": 5.0},
 ])
 def test_chunks_equal_a_float64_oracle(fields):
     method, lengths = small(**fields), (LENGTH, 90)
@@ -242,7 +242,7 @@ def test_a_basis_that_still_fits_is_used_again():
 
 def test_when_there_is_no_room_the_last_basis_stays():
     """More chunks than the capacity holds: tokens are coded in the last basis, as good as it is; nothing breaks."""
-    method = small(chunks=2)
+    method = small(chunks=2, when_full="keep")
     _, state = compressed(method)
     assert np.asarray(state.store.chunks.used).tolist() == [2, 2]
     np.testing.assert_array_equal(state.store.chunks.owner[0, :12], [0] * 3 + [1] * 9)

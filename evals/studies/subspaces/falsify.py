@@ -4,20 +4,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.calibration.calibrate import fit_bases, iterate_taps
-from lowrank_kv_jax.estimators import make_estimator
-from lowrank_kv_jax.estimators.linalg import eigenvalues
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.evals.perplexity.score import score_many
 from lowrank_kv_jax.evals.speed.roofline import white_bases
 from lowrank_kv_jax.evals.studies.bases.metrics import rank_of_energy, second_moment
-from lowrank_kv_jax.evals.studies.subspaces.error_tracking import attention_errors
+from lowrank_kv_jax.evals.studies.subspaces.prediction import CLAIMED, correlations, prompt_errors
 from lowrank_kv_jax.evals.studies.subspaces.residuals import prompt_residuals
-from lowrank_kv_jax.generation.forward import compress_group, make_layout
+from lowrank_kv_jax.generation.forward import make_layout
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.accounting import cache_bytes, full_cache_bytes
 from lowrank_kv_jax.methods.parse import parse_method
@@ -199,76 +195,32 @@ def error_grows_with_length(run: Run, texts: Texts, lengths: Sequence[int], rank
 
 
 def bounds_predict_nothing(run: Run, tokens: np.ndarray, rank: float, queries: int = 16) -> Verdict:
-    """4: neither the sketch's epsilon nor operator residuals predict the errors of logits and outputs."""
+    """4: neither the sketch's epsilon nor operator residuals predict the errors of logits and outputs, chunk by chunk.
+
+    The variant's own sketches, at its own size and look-ahead, as each basis is taken from them. A chunk's errors are
+    those of this chunk alone, all other tokens being exact.
+    """
     (method,) = run.methods((rank,), ("adaptive",)).values()
-    assert method.rebuilds
-    bases, config = run.bases(method), run.model.config
-    layout = make_layout(config, *tokens.shape, tokens.shape[1], dtype=run.dtype)
-    lengths = jnp.full((len(tokens),), tokens.shape[1], jnp.int32)
-    errors = jax.jit(attention_errors, static_argnums=(0, 1, 6))
-    sketched = jax.jit(sketch_prediction, static_argnums=1)
-    rows: dict[str, list[np.ndarray]] = {}
-    for layer, taps in enumerate(iterate_taps(config, run.model.params, tokens)):
-        own = layout.of_layer(layer)
-        state = compress_group(method, own, bases[layer], (taps,), lengths)
-        found = errors(method, own, bases[layer], state, taps, lengths, queries)._asdict()
-        width = config.head_dim
-        for side, x in (("key", taps.k), ("value", taps.v)):
-            predicted, measured = sketched(x.swapaxes(1, 2), max(1, round(rank * width)))
-            found |= {f"{side}_sketch": predicted, f"{side}_sketched": measured}
-        for name, value in found.items():
-            rows.setdefault(name, []).append(np.asarray(value, np.float64).ravel())
-    flat = {name: np.concatenate(parts) for name, parts in rows.items()}
-    pairs = (
-        ("key_sketch", "key_sketched", "sketch's sqrt(s_{r+1}^2 + eps) and ||K (I - P)||"),
-        ("value_sketch", "value_sketched", "sketch's sqrt(s_{r+1}^2 + eps) and ||V (I - P)||"),
-        ("logit_bound", "logit", "bound and measured ||l - l^||_inf"),
-        ("output_bound", "output", "bound and measured ||o - o^||"),
-        ("measured_bound", "output", "bound from the measured logit error, and ||o - o^||"),
-    )
-    figures = [{
-        "what": what, "spearman": rank_correlation(flat[bound], flat[value]),
-        "violated": float(np.mean(flat[value] > flat[bound] * (1 + 1e-3) + 1e-4)),
-        "median_slack": float(np.median(flat[bound] / np.maximum(flat[value], 1e-12))),
-    } for bound, value, what in pairs]
+    found = prompt_errors(run.model, method, tokens, run.bases(method), run.dtype, queries)
+    figures = correlations(found)
     # what the paper claims: sketch and operator residuals predict both kinds of errors
-    weakest = min(figures[:4], key=lambda row: row["spearman"])
+    weakest = min((figures[i] for i in CLAIMED), key=lambda row: row["spearman"])
+    chunks = found.used.sum(-1).mean()
     return Verdict(f"epsilon and operator residuals predict errors with a rank correlation below {FAITHFUL}",
                    weakest["spearman"] < FAITHFUL, figures,
-                   f"weakest: {weakest['what']}, {weakest['spearman']:.2f}")
-
-
-def sketch_prediction(x: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
-    """What a sketch of 2r rows says about ||A (I - P)||, and what it is, both `[B, K]`, of tokens `[B, K, S, D]`.
-
-    S^T S <= A^T A <= S^T S + shrunk gives ||A (I - P)||^2 <= s_{r+1}(S)^2 + shrunk, known without the tokens.
-    """
-    made = make_estimator("frequent_directions", size=2 * rank)
-    x = x.astype(jnp.float32)
-    learned = made.init(x.shape[:2], x.shape[-1])
-    for begin in range(0, x.shape[2], 256):
-        learned = made.update(learned, x[:, :, begin : begin + 256])
-    basis = made.basis(learned, rank)
-    left = x - jnp.matmul(jnp.matmul(x, basis), basis.mT)
-    rows = jnp.sum(learned.rows**2, axis=-1)  # squared singular values, descending
-    following = rows[..., rank] if rows.shape[-1] > rank else jnp.zeros_like(learned.shrunk)
-    gram = jnp.matmul(left.mT, left, precision=jax.lax.Precision.HIGHEST)
-    return jnp.sqrt(following + learned.shrunk), jnp.sqrt(jnp.maximum(eigenvalues(gram)[..., -1], 0.0))
-
-
-def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Spearman's, 0 where one of the two is constant."""
-    if np.ptp(x) == 0 or np.ptp(y) == 0:
-        return 0.0
-    ranks = [np.argsort(np.argsort(a)).astype(np.float64) for a in (x, y)]
-    return float(np.corrcoef(*ranks)[0, 1])
+                   f"weakest: {weakest['what']}, {weakest['spearman']:.2f} ({chunks:.0f} chunks a layer)")
 
 
 # ---- thresholds and spectra -------------------------------------------------------------------------------------
 
 
-def residual_thresholds(run: Run, tokens: np.ndarray, rank: float, percentile: float) -> tuple[float, float]:
+def residual_thresholds(
+    run: Run, tokens: np.ndarray, rank: float, percentile: float, decoding: bool = False
+) -> tuple[float, float]:
     """tau_k and tau_v below which the mean relative residual of so many percent of all pages lies, worst head of each.
+
+    They are those of the variant without thresholds, under its own look-ahead: all of it in a prompt, and while
+    `decoding` as much of it as there are recent tokens.
 
     Raises:
         ValueError: a percentile outside of [0, 100], or texts shorter than a page.
@@ -277,7 +229,11 @@ def residual_thresholds(run: Run, tokens: np.ndarray, rank: float, percentile: f
         raise ValueError(f"percentile={percentile}: must lie in [0, 100]")
     (method,) = run.methods((rank,), ("adaptive",)).values()
     assert method.rebuilds
-    page = getattr(method, "page", 1)
+    page, known = getattr(method, "page", 1), {field.name for field in dataclasses.fields(method)}
+    if "tau_k" in known:
+        method = dataclasses.replace(method, tau_k=None, tau_v=None)
+        if decoding:
+            method = dataclasses.replace(method, lookahead=min(method.lookahead, method.recent))
     relative = prompt_residuals(run.model, method, tokens, run.bases(method), run.dtype).relative()
     whole = int(np.isfinite(relative[0][0, 0, 0]).sum()) // page * page
     if not whole:

@@ -1,6 +1,7 @@
 """What the coded tokens of a prompt have lost, token by token."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -36,8 +37,13 @@ class Residuals(NamedTuple):
         return k, v
 
 
-def prompt_residuals(model: Any, method: Any, tokens: np.ndarray, bases: Any, dtype: Any = None) -> Residuals:
+def prompt_residuals(
+    model: Any, method: Any, tokens: np.ndarray, bases: Any, dtype: Any = None, see: Callable[[Any], None] | None = None
+) -> Residuals:
     """Residuals of prompts int32 `[B, S]` that a low-rank method has coded.
+
+    Args:
+        see: called with the store of each layer.
 
     Raises:
         ValueError: a method that does not code tokens in a basis.
@@ -51,8 +57,27 @@ def prompt_residuals(model: Any, method: Any, tokens: np.ndarray, bases: Any, dt
         own = None if bases is None else bases[layer]
         shape = layout.of_layer(layer)
         state = compress_group(method, shape, own, (taps,), lengths)
+        if see is not None:
+            see(state.store)
         layers.append([np.asarray(x) for x in _layer_residuals(method, shape, own, state.store, taps)])
     return Residuals(*(np.stack(x) for x in zip(*layers, strict=True)))
+
+
+def residuals_by_part(
+    model: Any, method: Any, tokens: np.ndarray, bases: Any, dtype: Any, parts: int
+) -> dict[str, Any]:
+    """RER of keys and of values of each of so many equal parts of a text, sinks apart, and the means over layers and rows
+    of what the codec counts (`Codec.counted`)."""
+    counts: dict[str, list[np.ndarray]] = {}
+
+    def see(store: Any) -> None:
+        for name, count in method.counted.items():
+            counts.setdefault(name, []).append(np.asarray(count(store)))
+
+    left = prompt_residuals(model, method, tokens, bases, dtype, see)
+    edges = np.maximum(np.linspace(0, tokens.shape[1], parts + 1).astype(int) - method.sinks, 0)
+    k, v = zip(*(left.energy_ratio(a, b) for a, b in zip(edges, edges[1:], strict=False)), strict=True)
+    return {"rer_k": list(k), "rer_v": list(v)} | {name: float(np.mean(found)) for name, found in counts.items()}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

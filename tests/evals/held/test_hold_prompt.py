@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from helpers import PLAIN, WINDOWED, model, prompts, softmax_attention
+from helpers import PLAIN, WINDOWED, bases_for, model, prompts, softmax_attention
 
 import lowrank_kv_jax as lkv
+from lowrank_kv_jax.cli.inspect import layer_rows
 from lowrank_kv_jax.evals.held.plot import plot_held
 from lowrank_kv_jax.evals.held.prompt import QUERIES, attention_on, hold_prompt
 from lowrank_kv_jax.generation.forward import read_layer, start_reading
@@ -46,3 +47,12 @@ def test_it_is_drawn(spec, by_head, tmp_path):
     assert found.summarised == ("moments" in spec)
     plot_held(str(tmp_path / "held.png"), spec, found, by_head=by_head)
     assert (tmp_path / "held.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_chunks_are_counted():
+    """Beside how many slots there are for them, in the rows that `inspect` prints."""
+    method = lkv.parse_method("osp:rank=4,sinks=4,recent=8,chunk_length=16,min_chunk=8,tau_k=0,chunks=6")
+    found = hold_prompt(model(), method, IDS, bases=bases_for(method))
+    assert found.counts == ({"chunks": 6, "slots": 6},) * PLAIN.num_layers
+    assert [row["chunks"] for row in layer_rows(found)] == [6] * PLAIN.num_layers
+    assert hold_prompt(model(), lkv.parse_method("full"), IDS).counts == ({},) * PLAIN.num_layers
