@@ -15,6 +15,9 @@ from lowrank_kv_jax.storage.block_reads import BLOCK
 KERNELS = {"triton": "gpu_cudnn", "mosaic_gpu": "gpu_cudnn", "tpu": "tpu_splash"}
 """Modules of this folder that hold the op, by backend: flash attention of cuDNN and of JAX, none of our own."""
 
+PARTIALS = {"triton": "gpu_triton", "mosaic_gpu": "gpu_triton", "tpu": "tpu_splash"}
+"""The same of the op with its log-sum-exp."""
+
 
 def causal_attention(
     q: Float[jax.Array, "B T N D"], k: Float[jax.Array, "B T K D"], v: Float[jax.Array, "B T K Dv"],
@@ -53,18 +56,30 @@ def causal_attention(
 
 def causal_partial(
     q: Float[jax.Array, "B T N D"], k: Float[jax.Array, "B T K D"], v: Float[jax.Array, "B T K Dv"], *, scale: float,
-    window: int | None, cap: float | None = None,
+    window: int | None, cap: float | None = None, backend: str | None = None,
 ) -> AttnPartial:
-    """The same attention with its log-sum-exp, to be merged with that over other tokens; by XLA on every platform.
+    """The same attention with its log-sum-exp, to be merged with that over other tokens.
 
-    Args: as for `causal_attention`.
+    Args, Raises: as for `causal_attention`.
 
     Returns:
-        Partial, float32: out `[B, T, N, Dv]`.
+        Partial, float32: out `[B, T, N, Dv]`, by a kernel of an accelerator rounded to the dtype of `q` before.
     """
-    return reference.causal_partial(q, k, v, scale=scale, window=window, cap=cap)
+    attend = functools.partial(_partial, q=q, k=k, v=v, scale=scale, window=window)
+    reference = functools.partial(attend, "reference", cap=cap)
+    if q.shape[1] <= BLOCK:
+        dispatch.choose(backend)
+        return reference()
+    kernels = {name: functools.partial(attend, module) for name, module in PARTIALS.items()}
+    if cap is not None:
+        kernels = dispatch.without_kernels(kernels, "logits that are capped")
+    return dispatch.run("causal_partial", backend, kernels, reference)
 
 
 def _implementation(module: str, **arguments: Any) -> jax.Array:
     """Call the op in a module of this folder, imported when it is needed: Pallas is not where XLA is enough."""
     return importlib.import_module(f"{__package__}.{module}").causal_attention(**arguments)
+
+
+def _partial(module: str, **arguments: Any) -> AttnPartial:
+    return importlib.import_module(f"{__package__}.{module}").causal_partial(**arguments)

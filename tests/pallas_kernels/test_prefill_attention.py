@@ -17,7 +17,7 @@ from lowrank_kv_jax.generation.forward import layer_prefill
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.parameters import param_table
 from lowrank_kv_jax.pallas_kernels import dispatch
-from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention
+from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention, causal_partial
 
 TOKENS = 4096  # more squared than any activation of the model below has numbers
 N, K, D, SCALE = 4, 2, 8, 0.35
@@ -80,26 +80,43 @@ def test_the_program_of_a_longer_prompt_is_no_longer():
     assert lengths[0] == lengths[1]
 
 
-@pytest.mark.parametrize("size, window, sinks", [
-    (513, None, None), (1100, None, None), (1100, 5, None), (1100, 600, None), (600, 300, (2.0, -1.0, 4.0, 0.5)),
-])
-def test_splash_attention_against_float64(size, window, sinks):
+def case(size, window):
+    """Queries, keys and values in 16 bits, and what float64 makes of them, with its log-sum-exp."""
     rng, rows = np.random.default_rng(size), 2 if size < 1000 else 1  # interpreted: every row takes its time
     q = rng.normal(size=(rows, size, N, D))
     k, v = (rng.normal(size=(rows, size, K, D)) for _ in range(2))
-    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
+    given = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
     i = np.arange(size)
     mask = i[None, :] <= i[:, None]
     if window is not None:
         mask &= i[None, :] > i[:, None] - window
-    exact = (np.asarray(x, np.float32) for x in (q, k, v))
-    oracle, lse = softmax_attention(*exact, np.broadcast_to(mask, (rows, size, size)), SCALE)
+    exact = (np.asarray(x, np.float32) for x in given)
+    return given, *softmax_attention(*exact, np.broadcast_to(mask, (rows, size, size)), SCALE)
+
+
+@pytest.mark.parametrize("size, window, sinks", [
+    (513, None, None), (1100, None, None), (1100, 5, None), (1100, 600, None), (600, 300, (2.0, -1.0, 4.0, 0.5)),
+])
+def test_splash_attention_against_float64(size, window, sinks):
+    given, oracle, lse = case(size, window)
     if sinks is not None:
         sinks = np.array(sinks, np.float32)
         oracle = oracle * np.exp(lse - np.logaddexp(lse, sinks))[..., None]
-    found = jax.jit(functools.partial(causal_attention, scale=SCALE, window=window, backend="tpu"))(q, k, v, sinks)
+    found = jax.jit(functools.partial(causal_attention, scale=SCALE, window=window, backend="tpu"))(*given, sinks)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(found, np.float32), oracle, atol=0.03)
+
+
+@pytest.mark.parametrize("backend, size, window", [("tpu", 600, None), ("tpu", 600, 300), ("triton", 600, None)])
+def test_a_chunk_on_an_accelerator_against_float64(backend, size, window):
+    given, oracle, lse = case(size, window)
+    dispatch._warn_once.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing falls back
+        found = jax.jit(functools.partial(causal_partial, scale=SCALE, window=window, backend=backend))(*given)
+    assert found.out.dtype == found.lse.dtype == jnp.float32
+    np.testing.assert_allclose(found.out, oracle, atol=0.03)
+    np.testing.assert_allclose(found.lse, lse, atol=0.02 if backend == "tpu" else 1e-4)  # queries carry the scale
 
 
 @pytest.mark.parametrize("backend, reason", [("tpu", "bfloat16"), ("triton", "cuDNN takes a GPU")])
@@ -110,3 +127,15 @@ def test_what_a_kernel_does_not_cover_is_the_loop_over_blocks(backend, reason):
     with pytest.warns(RuntimeWarning, match=f"causal_attention runs on XLA instead of {backend}: .*{reason}"):
         found = causal_attention(q, k, v, scale=SCALE, window=None, backend=backend)
     np.testing.assert_array_equal(found, causal_attention(q, k, v, scale=SCALE, window=None, backend="xla"))
+
+
+@pytest.mark.parametrize("window, dtype, dim, reason", [
+    (5, "bfloat16", D, "no sliding window"), (None, "float32", D, "are float32"), (None, "bfloat16", 4, "values of 4"),
+])
+def test_what_triton_does_not_cover_of_a_chunk_is_the_loop_over_blocks(window, dtype, dim, reason):
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 600, *shape)), dtype) for shape in ((N, D), (K, D), (K, dim)))
+    dispatch._warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match=f"causal_partial runs on XLA instead of triton: .*{reason}"):
+        found = causal_partial(q, k, v, scale=SCALE, window=window, backend="triton")
+    np.testing.assert_array_equal(found.out, causal_partial(q, k, v, scale=SCALE, window=window, backend="xla").out)
