@@ -1,6 +1,7 @@
 """A chunk of a long prompt at the shape of Llama 3.1 8B: what its programs hold, by the compiler, without a weight."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -8,14 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.spec import Taps
-from lowrank_kv_jax.evals.speed.compile_whole import LLAMA_8B
+from lowrank_kv_jax.evals.speed.llama_8b import LLAMA_8B, layer_weights
 from lowrank_kv_jax.generation.groups import compress_group, ingest_group
 from lowrank_kv_jax.generation.layers import layer_prefill, layer_read
 from lowrank_kv_jax.method import Layout, Part, Place
 from lowrank_kv_jax.method.layout import DEFAULT_BLOCK, layout_of
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.group_bases import bases_of_group
-from lowrank_kv_jax.models.parameters import param_table
+from lowrank_kv_jax.models.config import ModelConfig
 
 LAYERS = 32
 
@@ -48,19 +49,29 @@ def chunk_memory(method: Part, tokens: int, chunk: int, *, whole: bool = True) -
     whole_model = dataclasses.replace(LLAMA_8B, num_layers=LAYERS, windows=(None,) * LAYERS)
     size = max(map(len, machine_of(method).layer_groups(whole_model.attention)))
     config = dataclasses.replace(LLAMA_8B, num_layers=size, windows=(None,) * size, context=2 * LLAMA_8B.context)
-    layout = layout_of(config.attention, 1, tokens, tokens + DEFAULT_BLOCK, dtype=jnp.bfloat16)
+    reading, args = reading_program(method, config, tokens, chunk)
+    _, bases, state, _, positions, counts = args
+    layout, (_, taps, seen) = _layout(config, tokens), jax.eval_shape(reading, *args)
+    coding = ingest_group.lower(method, layout, bases, state, (taps,) * size, (seen,) * size, positions, counts, True)
+    most = _most(jax.jit(reading).lower(*args), coding, size, _bytes((taps, seen)))
+    cache = _bytes(state) * LAYERS // size
+    return ChunkMemory(cache, most, _whole(method, config, layout, bases, tokens) if whole else None)
+
+
+def reading_program(method: Part, config: ModelConfig, tokens: int, chunk: int) -> tuple[Any, tuple[Any, ...]]:
+    """A layer over a chunk behind what a cache for `tokens` tokens holds: a function and the shapes of its arguments."""
+    layout = _layout(config, tokens)
     (bases, *_) = bases_of_group(method, config.attention, None)
     state = jax.eval_shape(lambda: _begun(method, config, layout, bases, chunk))
     shape = jax.ShapeDtypeStruct
     positions, counts = shape((1, chunk), jnp.int32), shape((1,), jnp.int32)
-    x, layer = shape((1, chunk, config.hidden_size), jnp.bfloat16), _weights(config)
-    args = (layer, bases, state, x, positions, counts)
-    reading = layer_read.lower(config.by_layer[0], method, layout, Place(), *args)
-    _, taps, seen = jax.eval_shape(lambda *args: layer_read(config.by_layer[0], method, layout, Place(), *args), *args)
-    coding = ingest_group.lower(method, layout, bases, state, (taps,) * size, (seen,) * size, positions, counts, True)
-    most = _most(reading, coding, size, _bytes((taps, seen)))
-    cache = _bytes(state) * LAYERS // size
-    return ChunkMemory(cache, most, _whole(method, config, layout, bases, tokens) if whole else None)
+    x = shape((1, chunk, config.hidden_size), jnp.bfloat16)
+    reading = functools.partial(layer_read, config.by_layer[0], method, layout, Place())
+    return reading, (layer_weights(config), bases, state, x, positions, counts)
+
+
+def _layout(config: ModelConfig, tokens: int) -> Layout:
+    return layout_of(config.attention, 1, tokens, tokens + DEFAULT_BLOCK, dtype=jnp.bfloat16)
 
 
 def _begun(method: Part, config: Any, layout: Layout, bases: Any, tokens: int) -> Any:
@@ -72,15 +83,12 @@ def _begun(method: Part, config: Any, layout: Layout, bases: Any, tokens: int) -
     return compress_group(method, layout, bases, (taps,) * spec.num_layers, jnp.ones((1,), jnp.int32), True)
 
 
-def _weights(config: Any) -> Any:
-    return jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, jnp.bfloat16), param_table(config)["layers"][0])
-
-
 def _whole(method: Part, config: Any, layout: Layout, bases: Any, tokens: int) -> int:
     shape, spec = jax.ShapeDtypeStruct, config.attention
     x, positions = shape((1, tokens, config.hidden_size), jnp.bfloat16), shape((1, tokens), jnp.int32)
-    reading = layer_prefill.lower(config.by_layer[0], None, _weights(config), x, positions)
-    _, taps = jax.eval_shape(lambda *args: layer_prefill(config.by_layer[0], None, *args), _weights(config), x, positions)
+    reading = layer_prefill.lower(config.by_layer[0], None, layer_weights(config), x, positions)
+    weights = layer_weights(config)
+    _, taps = jax.eval_shape(lambda *args: layer_prefill(config.by_layer[0], None, *args), weights, x, positions)
     reread = shape((1, spec.kv_heads, tokens), jnp.float32) if method.rereads else None
     all_taps = (taps._replace(reread=reread),) * spec.num_layers
     coding = compress_group.lower(method, layout, bases, all_taps, shape((1,), jnp.int32))

@@ -7,50 +7,47 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.attention.rope import RopeSpec
-from lowrank_kv_jax.generation.forward import layer_prefill
+from lowrank_kv_jax.evals.speed.compile_chunk import reading_program
+from lowrank_kv_jax.evals.speed.llama_8b import LLAMA_8B, layer_weights
+from lowrank_kv_jax.generation.layers import layer_prefill
+from lowrank_kv_jax.methods.parse import as_method
 from lowrank_kv_jax.models.config import ModelConfig
-from lowrank_kv_jax.models.parameters import param_table
 from lowrank_kv_jax.pallas_kernels.compile_grid import Result
 from lowrank_kv_jax.pallas_kernels.compile_only import NoCompiler, compile_for
 
-LLAMA_8B = ModelConfig(
-    family="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=1, q_heads=32, kv_heads=8,
-    head_dim=128, norm_eps=1e-5, rope=RopeSpec(500000.0, 128), context=131072, windows=(None,),
-)
-"""One layer of Llama 3.1 8B; its scaled frequencies change no shape."""
+METHODS = ("full", "kivi:bits=4")
 
 
 def prefill_program(tokens: int = 32768, config: ModelConfig = LLAMA_8B) -> tuple[Any, tuple[Any, ...]]:
     """The exact prefill of the first layer, one row of bfloat16, as a function and the shapes of its arguments."""
     shape = jax.ShapeDtypeStruct
-    weights = jax.tree.map(lambda info: shape(info.shape, jnp.bfloat16), param_table(config)["layers"][0])
     hidden, positions = shape((1, tokens, config.hidden_size), jnp.bfloat16), shape((1, tokens), jnp.int32)
-    return functools.partial(layer_prefill, config, config.windows[0]), (weights, hidden, positions)
+    return functools.partial(layer_prefill, config, config.windows[0]), (layer_weights(config), hidden, positions)
 
 
-def prefill_temporaries(target: str, tokens: int = 32768) -> int:
-    """Bytes that the compiled prefill of one layer of Llama 3.1 8B holds beside its arguments and results.
+def compile_whole(
+    targets: Sequence[str], tokens: int = 32768, chunk: int = 2048, methods: Sequence[str] = METHODS
+) -> tuple[list[Result], dict[str, str]]:
+    """The prefill of one layer, and that of a chunk behind `tokens` tokens, for every target whose compiler is there.
 
-    Args:
-        target: one of `compile_only.TARGETS`.
-        tokens: of the prompt, one row.
-
-    Raises:
-        ValueError, NoCompiler: as `compile_only.device`.
+    Returns:
+        Bytes that each program holds beside its arguments and results; and the reasons of targets that were left out.
     """
-    program, arguments = prefill_program(tokens)
-    return compile_for(target, program, *arguments).memory_analysis().temp_size_in_bytes
-
-
-def compile_whole(targets: Sequence[str], tokens: int = 32768) -> tuple[list[Result], dict[str, str]]:
-    """The prefill of one layer for every target whose compiler is there; and the others' reasons."""
-    results, missing, name = [], {}, f"prefill of one layer of Llama 3.1 8B, B=1, T={tokens}"
+    results, missing = [], {}
+    programs = {f"prefill of one layer of Llama 3.1 8B, B=1, T={tokens}": functools.partial(prefill_program, tokens)}
+    for spec in methods:
+        name = f"chunk of {chunk} behind {tokens} tokens, one layer, {spec}"
+        programs[name] = functools.partial(reading_program, as_method(spec), LLAMA_8B, tokens, chunk)
     for target in targets:
-        try:
-            results.append(Result(name, target, {"temporaries": prefill_temporaries(target, tokens)}))
-        except NoCompiler as reason:
-            missing[target] = str(reason)
-        except Exception as error:  # a compiler raises what it likes
-            results.append(Result(name, target, {}, " ".join(str(error).split())[:400] or type(error).__name__))
+        for name, program in programs.items():
+            try:
+                results.append(Result(name, target, {"temporaries": _temporaries(target, *program())}))
+            except NoCompiler as reason:
+                missing[target] = str(reason)
+            except Exception as error:  # a compiler raises what it likes
+                results.append(Result(name, target, {}, " ".join(str(error).split())[:400] or type(error).__name__))
     return results, missing
+
+
+def _temporaries(target: str, program: Any, arguments: tuple[Any, ...]) -> int:
+    return compile_for(target, program, *arguments).memory_analysis().temp_size_in_bytes

@@ -87,7 +87,8 @@ def add_compile_parser(kinds) -> argparse.ArgumentParser:
     parser = kinds.add_parser("compile", help=text, description=text)
     parser.add_argument("--targets", nargs="+", choices=("sm_90", "v5e", "v6e"), default=["sm_90", "v5e", "v6e"])
     parser.add_argument("--whole", action="store_true",
-                        help="instead of the kernels, the prefill of one layer of Llama 3.1 8B at 32K tokens")
+                        help="instead of the kernels, the prefill of one layer of Llama 3.1 8B at 32K tokens, and "
+                             "that of a chunk behind them")
     parser.add_argument("--json", metavar="FILE", help="append one JSON object for each program and target")
     parser.set_defaults(run=run_compile)
     return parser

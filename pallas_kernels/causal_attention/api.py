@@ -9,7 +9,6 @@ from jaxtyping import Float
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels import dispatch
-from lowrank_kv_jax.pallas_kernels.causal_attention import reference
 from lowrank_kv_jax.storage.block_reads import BLOCK
 
 KERNELS = {"triton": "gpu_cudnn", "mosaic_gpu": "gpu_cudnn", "tpu": "tpu_splash"}
