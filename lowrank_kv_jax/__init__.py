@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         prefill_layer,
         refresh_layer,
     )
+    from lowrank_kv_jax.generation.layer_chunks import ReadChunk, add_chunk, attend_chunk, end_prompt
     from lowrank_kv_jax.generation.sampling import Sampler
     from lowrank_kv_jax.method import KVMethod, Layout, Part, Place, register
     from lowrank_kv_jax.method.accounting import CacheBytes, cache_bytes, full_cache_bytes
@@ -53,6 +54,7 @@ _HOME = {
     "generation.layer_cache": (
         "LayerCache", "LayerPlan", "append_and_attend", "plan_layers", "prefill_layer", "refresh_layer",
     ),
+    "generation.layer_chunks": ("ReadChunk", "add_chunk", "attend_chunk", "end_prompt"),
     "generation.sampling": ("Sampler",),
     "method": ("KVMethod", "Layout", "Part", "Place", "register"),
     "method.accounting": ("CacheBytes", "cache_bytes", "full_cache_bytes"),
@@ -71,13 +73,13 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "AttentionSpec", "AttnPartial", "Cache", "CacheBytes", "Calibrator", "Generation", "Held", "KVMethod", "LayerCache",
-    "LayerPlan", "Layout", "LoadedModel", "Part", "Place", "RopeSpec", "Sampler", "Taps", "__version__",
-    "append_and_attend", "apply_rope", "attend_twice", "cache_bytes", "calibrate", "check_rotation", "collect_moments",
-    "compose", "decode_block", "decode_step", "describe", "extend", "fork", "full_cache_bytes", "generate",
-    "held_tokens", "ingest", "insert_rows", "layer_bytes", "load_bases", "load_cache", "load_corpus", "load_layers",
-    "load_model", "merge", "methods", "parse_method", "plan_layers", "prefill", "prefill_layer", "prompt_twice",
-    "refresh", "refresh_layer", "register", "rotary_taps", "save_bases", "save_cache", "save_layers", "serve",
-    "spell_method", "take_rows", "with_token_layout",
+    "LayerPlan", "Layout", "LoadedModel", "Part", "Place", "ReadChunk", "RopeSpec", "Sampler", "Taps", "__version__",
+    "add_chunk", "append_and_attend", "apply_rope", "attend_chunk", "attend_twice", "cache_bytes", "calibrate",
+    "check_rotation", "collect_moments", "compose", "decode_block", "decode_step", "describe", "end_prompt", "extend",
+    "fork", "full_cache_bytes", "generate", "held_tokens", "ingest", "insert_rows", "layer_bytes", "load_bases",
+    "load_cache", "load_corpus", "load_layers", "load_model", "merge", "methods", "parse_method", "plan_layers",
+    "prefill", "prefill_layer", "prompt_twice", "refresh", "refresh_layer", "register", "rotary_taps", "save_bases",
+    "save_cache", "save_layers", "serve", "spell_method", "take_rows", "with_token_layout",
 ]
 
 

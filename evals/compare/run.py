@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
+from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.evals.asking.ask import Asker
 from lowrank_kv_jax.evals.asking.batches import make_batches, one_shape
 from lowrank_kv_jax.evals.asking.methods import bases_of, check_methods
@@ -54,6 +55,7 @@ class Settings:
         dtype: of the caches whose quality and bytes are measured.
         timed_dtype: of the caches that are timed; None: float32 on a CPU, which has no fast bfloat16
             products, else `dtype`.
+        prefill_chunk: `chunk` of `prefill`, of all caches, timed ones too.
     """
 
     lengths: tuple[int, ...] = (1024, 2048)
@@ -71,12 +73,15 @@ class Settings:
     timed_length: int | None = None
     dtype: str = dataclasses.field(default_factory=default_cache_dtype)
     timed_dtype: str | None = None
+    prefill_chunk: int | None = None
 
     def __post_init__(self):
         positive = ("samples", "calibration_windows", "windows", "scored", "new_tokens", "rows", "rounds")
         for field in (*positive, "steps"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)}: must be at least 1")
+        if self.prefill_chunk is not None:
+            check_int("prefill_chunk", self.prefill_chunk, 1)
         if not self.lengths or min(self.lengths) <= self.steps or len(set(self.lengths)) < len(self.lengths):
             raise ValueError(f"lengths={self.lengths}: give different lengths, each above {self.steps}")
         if self.length_timed <= self.steps:
@@ -144,7 +149,7 @@ def compare(
     if bases:
         on_step("calibrated", _calibration_work(settings))
     results = {spec: Result(spec, method) for spec, method in methods.items()}
-    asker = Asker(model, bases, settings.dtype)
+    asker = Asker(model, bases, settings.dtype, prefill_chunk=settings.prefill_chunk)
     for length in settings.lengths:
         _needles(asker, results, settings, length, on_step)
     _perplexities(model, results, bases, settings, on_step)
@@ -223,7 +228,8 @@ def _perplexities(model, results: dict[str, Result], bases, settings: Settings, 
     size = min(prefix + settings.scored, model.config.context)
     tokens = token_windows(model.tokenizer, texts, size, settings.windows, settings.seed)
     methods = {spec: result.method for spec, result in results.items()}
-    found = score_many(model, methods, tokens, prefix, bases=bases, dtype=settings.dtype)
+    found = score_many(model, methods, tokens, prefix, bases=bases, dtype=settings.dtype,
+                       prefill_chunk=settings.prefill_chunk)
     on_step("text", _prefill_work(settings.windows, prefix))
     for scored in found:
         results[scored.spec].perplexity = scored.perplexity
@@ -236,7 +242,8 @@ def _timings(model, methods, bases, settings: Settings, on_step: Step) -> dict[s
     tokens = token_windows(model.tokenizer, texts, length - settings.steps, 1, settings.seed)
     # compile everything that will be timed, at the price of one prefill
     caches, logits = prefill_many(
-        methods, model.config, model.params, jnp.asarray(tokens), bases=bases, capacity=length, dtype=dtype
+        methods, model.config, model.params, jnp.asarray(tokens), bases=bases, capacity=length, dtype=dtype,
+        chunk=settings.prefill_chunk,
     )
     on_step("times", _prefill_work(1, length))
     for spec, method in methods.items():
@@ -245,7 +252,8 @@ def _timings(model, methods, bases, settings: Settings, on_step: Step) -> dict[s
             pass
         on_step(f"times {spec}", _COMPILE_WORK)
     contenders = {
-        spec: CacheContender(model, method, bases.get(spec), tokens, settings.steps, dtype=dtype)
+        spec: CacheContender(model, method, bases.get(spec), tokens, settings.steps, dtype=dtype,
+                             chunk=settings.prefill_chunk)
         for spec, method in methods.items()
     }
     return alternate(contenders, settings.steps, settings.rounds, warmup=False,
@@ -262,6 +270,7 @@ def records(model: Any, results: Sequence[Result], settings: Settings) -> list[d
         "model": model.name, "fingerprint": model.fingerprint, "seed": settings.seed, "protocol": PROTOCOL,
         "cache_dtype": settings.dtype, "timed_cache_dtype": settings.cache_dtype_timed,
         "timed_length": settings.length_timed, "calibration": settings.calibrate,
+        "prefill_chunk": settings.prefill_chunk,
     }
     out = []
     for result in results:

@@ -51,11 +51,11 @@ class CacheContender:
 
     def __init__(
         self, model: Any, method: Part, bases: Any, tokens: np.ndarray, steps: int, *,
-        block: int = DEFAULT_BLOCK, dtype: Any = None,
+        block: int = DEFAULT_BLOCK, dtype: Any = None, chunk: int | None = None,
     ):
         self._model, self._method, self._bases = model, method, bases
         self._tokens, self._steps = jnp.asarray(tokens, jnp.int32), steps
-        self._options = {"capacity": tokens.shape[1] + steps, "block": block, "dtype": dtype}
+        self._options = {"capacity": tokens.shape[1] + steps, "block": block, "dtype": dtype, "chunk": chunk}
 
     def round(self) -> tuple[float, float]:
         config, params = self._model.config, self._model.params

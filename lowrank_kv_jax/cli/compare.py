@@ -29,6 +29,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
                         help="what perplexity is measured on; by default the second half")
     parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, default=default_cache_dtype(),
                         help="of the caches whose quality and bytes are measured (%(default)s)")
+    parser.add_argument("--prefill-chunk", type=int, metavar="N",
+                        help="read contexts N tokens at a time and compress between them; by default as a whole")
     parser.add_argument("--timed-length", type=int, metavar="N",
                         help="tokens of the prompt that is timed; by default the shortest length")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds (%(default)s)")
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     methods = parse_methods(args.methods)
     settings = Settings(
         lengths=tuple(args.lengths), samples=args.samples, seed=args.seed, rounds=args.rounds,
-        timed_length=args.timed_length,
+        timed_length=args.timed_length, prefill_chunk=args.prefill_chunk,
         dtype=args.cache_dtype, calibrate=corpus_of(args.calibrate, "pydoc:first"),
         text=corpus_of(args.text, "pydoc:second"),
     )
@@ -107,8 +109,9 @@ def _print(model, results, settings) -> None:
 
 
 def _caption(settings, context: int, scored: int, device: str) -> str:
+    chunks = f"contexts are read {settings.prefill_chunk} tokens at a time. " if settings.prefill_chunk else ""
     return (
-        f"needle: {settings.samples} samples a length, greedy. text: perplexity of {scored} tokens, scored "
+        f"{chunks}needle: {settings.samples} samples a length, greedy. text: perplexity of {scored} tokens, scored "
         f"in blocks through the cache of {settings.prefix(context)} tokens.\n"
         f"KiB/tok, MiB, x smaller: every leaf of a {settings.dtype} cache, bases and free slots included, "
         "against a full cache in 16 bits; bases apart: without those that all requests share; nominal: of very long "

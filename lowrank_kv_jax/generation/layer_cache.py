@@ -65,6 +65,7 @@ class LayerCache:
         pending: int32 scalar, slots used since the last refresh.
         method, layout: those of its plan.
         turn: which layer of the group is next.
+        goes_on: whether more chunks of its prompt come, see `layer_chunks`.
     """
 
     group: GroupState
@@ -74,6 +75,7 @@ class LayerCache:
     method: Part = static()
     layout: Layout = static()
     turn: int = static(default=0)
+    goes_on: bool = static(default=False)
 
     __repr__, _repr_html_ = as_text, as_html
 
@@ -119,14 +121,16 @@ def plan_layers(
 
 
 def prefill_layer(
-    plan: LayerPlan, taps: Taps | Sequence[Taps], lengths: jax.Array | np.ndarray | None = None
+    plan: LayerPlan, taps: Taps | Sequence[Taps], lengths: jax.Array | np.ndarray | None = None, *, goes_on: bool = False
 ) -> LayerCache:
     """The compressed prompt of a layer, which has attended to itself exactly before.
 
     Args:
         taps: of any number of prompts, T = `layout.prompt` at positions 0 to T - 1; of each layer where the plan is of
             several.
-        lengths: int32 `[B]` in 1..T; None means that no row is padded.
+        lengths: int32 `[B]` in 1..`layout.prompt`, of the whole prompts; None means that no row is padded.
+        goes_on: the taps are of the prompts' first T tokens, any T up to `layout.prompt`: `layer_chunks.attend_chunk`
+            reads on, `end_prompt` says where it ends.
 
     Raises:
         ValueError: taps or lengths of other shapes than the plan's.
@@ -135,12 +139,13 @@ def prefill_layer(
     if len(given) != len(plan.windows):
         raise ValueError(f"taps of {len(given)} layers: this plan is of {len(plan.windows)} layers that share a store")
     layout = _of_rows(plan.layout, given[0].k.shape[0])
+    tokens = min(given[0].k.shape[1], layout.prompt) if goes_on else layout.prompt
     for one in given:
-        _check_taps(layout, one, layout.prompt)
+        check_taps(layout, one, tokens)
     lengths = checked_lengths(lengths, layout.batch, layout.prompt)
-    group = compress_group(plan.method, layout, plan.bases, tuple(one._replace(x=None) for one in given), lengths)
-    limit = machine_of(plan.method).limit(layout, lengths)
-    return LayerCache(group, jnp.copy(lengths), limit, jnp.int32(0), plan.method, layout)
+    limit, begun = machine_of(plan.method).limit(layout, lengths), jnp.minimum(lengths, tokens)
+    group = compress_group(plan.method, layout, plan.bases, tuple(one._replace(x=None) for one in given), begun, goes_on)
+    return LayerCache(group, begun, limit, jnp.int32(0), plan.method, layout, goes_on=goes_on)
 
 
 def append_and_attend(
@@ -159,12 +164,13 @@ def append_and_attend(
         The cache, and the attended values of each query head, float32 `[B, T, N, D]`.
 
     Raises:
-        ValueError: a cache of another plan, taps or counts of other shapes.
+        ValueError: a cache of another plan or whose prompt goes on, taps or counts of other shapes.
     """
     check_plan(plan, cache)
+    check_ended(cache)
     tokens = taps.k.shape[1]
     block = next_block(cache, tokens, counts)
-    _check_taps(cache.layout, taps, tokens)
+    check_taps(cache.layout, taps, tokens)
     place = Place(cache.turn, plan.windows[cache.turn])
     group, out = _step(cache.method, cache.layout, place, plan.bases, cache.group, taps._replace(x=None),
                        block.positions, block.counts)
@@ -176,9 +182,10 @@ def refresh_layer(plan: LayerPlan, cache: LayerCache) -> LayerCache:
     """Periodic work of the method (flush, evict, move bases), after at most `layout.block` appended tokens.
 
     Raises:
-        ValueError: a cache of another plan, or between two layers of a group.
+        ValueError: a cache of another plan, whose prompt goes on, or between two layers of a group.
     """
     check_plan(plan, cache)
+    check_ended(cache)
     if cache.turn:
         raise ValueError(f"refresh after layer {cache.turn} of a group of {len(plan.windows)}: append to all of them "
                          "first")
@@ -199,13 +206,19 @@ def check_plan(plan: LayerPlan, cache: LayerCache) -> None:
         raise ValueError("this cache was made for another decoder: its attention differs")
 
 
+def check_ended(cache: LayerCache) -> None:
+    """Raise ValueError where more chunks of the prompt are to come."""
+    if cache.goes_on:
+        raise ValueError("the prompt of this cache goes on: `end_prompt` says where it ends")
+
+
 def _of_rows(layout: Layout, rows: int) -> Layout:
     if layout.mesh is not None:
         check_mesh(layout.mesh, layout.spec, rows)
     return dataclasses.replace(layout, batch=rows)
 
 
-def _check_taps(layout: Layout, taps: Taps, tokens: int) -> None:
+def check_taps(layout: Layout, taps: Taps, tokens: int) -> None:
     """Raise ValueError where the shapes are not those of the layout."""
     spec = layout.spec
     for name, heads in (("q", spec.q_heads), ("k", spec.kv_heads), ("k_pre", spec.kv_heads), ("v", spec.kv_heads)):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from lowrank_kv_jax.checks.json_objects import check_fields
 from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.files import behind_links
-from lowrank_kv_jax.generation.layer_cache import LayerCache, LayerPlan, check_plan
+from lowrank_kv_jax.generation.layer_cache import LayerCache, LayerPlan, check_ended, check_plan
 from lowrank_kv_jax.method import Layout
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.saving.checkpoint import METADATA, load_metadata
@@ -44,8 +44,8 @@ def save_layers(
         compress: as for `save_cache`.
 
     Raises:
-        ValueError: caches that are not one for each plan, of another plan, stacked, between two layers of a group or of
-            different layouts; weights that are no arrays.
+        ValueError: caches that are not one for each plan, of another plan, stacked, between two layers of a group, whose
+            prompt goes on or of different layouts; weights that are no arrays.
         FileExistsError: `path` holds something else.
         OSError: it cannot be written; what was saved there before is as it was.
     """
@@ -109,6 +109,7 @@ def _check_caches(plans: Sequence[LayerPlan], caches: Sequence[LayerCache]) -> L
     first = caches[0].layout
     for i, (plan, cache) in enumerate(zip(plans, caches, strict=True)):
         check_plan(plan, cache)
+        check_ended(cache)
         if cache.turn:
             raise ValueError(f"caches[{i}]: stands before layer {cache.turn} of a group of {len(plan.windows)}: append "
                              "to all of them first")

@@ -41,18 +41,20 @@ def reread_positions(lengths: Int[jax.Array, " B"], size: int) -> Int32[jax.Arra
 
 
 def prompt_twice(
-    tokens: Int[jax.Array, "B S"], lengths: Int[jax.Array, " B"]
+    tokens: Int[jax.Array, "B S"], lengths: Int[jax.Array, " B"], start: Int[jax.Array, " B"] | None = None
 ) -> tuple[Int[jax.Array, "B 2*S"], Int32[jax.Array, "B 2*S"]]:
-    """A prompt with its copy behind it.
+    """A prompt, or a chunk of one, with its copy behind it.
 
     Args:
         tokens: `[B, S]`, rows padded on the right.
         lengths: int32 `[B]`.
+        start: int32 `[B]`, how many tokens stand before a chunk; None: none.
 
     Returns:
-        Tokens `[B, 2 S]` and their positions, int32 `[B, 2 S]`, the largest below S + min(S, `CHUNK`).
+        Tokens `[B, 2 S]` and their positions, int32 `[B, 2 S]`, the largest below `start` + S + min(S, `CHUNK`).
     """
     first = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    first, lengths = (first, lengths) if start is None else (first + start[:, None], start + lengths)
     positions = jnp.concatenate([first, reread_positions(lengths, tokens.shape[1])], axis=1)
     return jnp.concatenate([tokens, tokens], axis=1), positions
 

@@ -339,6 +339,18 @@ def test_compare_on_a_tiny_model(model, tmp_path):
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_compare_in_chunks_measures_caches_that_were_read_so(model):
+    """A selection that forgets between chunks says other things than one that sees the whole."""
+    methods = parse_methods(["full", "snapkv:keep=0.1,sinks=4,recent=8"])
+    base = Settings(lengths=(1000,), samples=1, new_tokens=2, windows=1, scored=16, rounds=1, steps=4, dtype="float32")
+    whole, chunked = (compare(model, methods, dataclasses.replace(base, prefill_chunk=chunk)) for chunk in (None, 128))
+    full, snapkv = zip(whole, chunked, strict=True)
+    np.testing.assert_allclose(full[0].perplexity.nll, full[1].perplexity.nll, atol=1e-3)
+    assert np.abs(snapkv[0].perplexity.nll - snapkv[1].perplexity.nll).max() > 1e-3
+    rows = compare_records(model, chunked, dataclasses.replace(base, prefill_chunk=128))
+    assert {row["prefill_chunk"] for row in rows} == {128}
+
+
 def test_a_text_is_scored_within_the_context():
     assert Settings(lengths=(1024, 8192), scored=512).prefix(8192) == 1024
     assert Settings(lengths=(8192,), scored=512).prefix(8192) == 7680
@@ -346,6 +358,8 @@ def test_a_text_is_scored_within_the_context():
 
 
 def test_compare_refuses_what_cannot_be(model):
+    with pytest.raises(ValueError, match="prefill_chunk=0: must be at least 1"):
+        Settings(prefill_chunk=0)
     with pytest.raises(ValueError, match="each may be given once"):
         parse_methods(["full", "full"])
     with pytest.raises(ValueError, match="context is 2048"):
