@@ -12,6 +12,7 @@ from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.method import Layout, Part, Place
 from lowrank_kv_jax.method.chunk import with_votes
 from lowrank_kv_jax.methods.compose import machine_of
+from lowrank_kv_jax.pallas_kernels.over_mesh import over_mesh
 from lowrank_kv_jax.storage.bits import hold_bits, like_before
 from lowrank_kv_jax.storage.lanes import lay_out
 from lowrank_kv_jax.storage.sharding import constrain
@@ -36,7 +37,8 @@ def step_group(
     """Append T tokens to the cache of one layer of a group and attend through it; not compiled by itself."""
     machine, before = machine_of(method), state
     state = machine.append(layout, bases, state, taps, counts, positions, place)
-    partial = with_sink(machine.attend(layout, bases, state, taps.q, positions, place), taps.sink_logits)
+    with over_mesh(layout.mesh):
+        partial = with_sink(machine.attend(layout, bases, state, taps.q, positions, place), taps.sink_logits)
     state = machine.observe(layout, bases, state, taps.q, partial.lse, positions, place)
     return constrain(layout.mesh, like_before(before, state)), partial
 
@@ -50,7 +52,8 @@ def read_chunk(
     Returns:
         The partial, and what its queries say of the tokens, for `ingest_group`.
     """
-    return machine_of(method).read_chunk(layout, bases, state, taps, positions, counts, place)
+    with over_mesh(layout.mesh):
+        return machine_of(method).read_chunk(layout, bases, state, taps, positions, counts, place)
 
 
 @functools.partial(jax.jit, static_argnames=("method", "layout", "of_prompt"), donate_argnames=("state",))

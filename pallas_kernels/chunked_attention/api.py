@@ -1,5 +1,6 @@
 """The op that the core calls; the platform decides the backend."""
 
+import dataclasses
 import functools
 import importlib
 from typing import Any
@@ -12,6 +13,15 @@ from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels import dispatch
 from lowrank_kv_jax.pallas_kernels.chunked_attention import by_kernel, reference
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import api
+from lowrank_kv_jax.pallas_kernels.over_mesh import (
+    POSITIONS,
+    QUERIES,
+    cut,
+    cut_state,
+    cut_tokens,
+    devices_of_heads,
+    local,
+)
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.chunk_bases import ChunkBases
 
@@ -37,16 +47,33 @@ def chunked_attention(
     Returns:
         Partial in head space: the exact softmax over the approximated logits, applied to the approximated values.
     """
-    attend: dict[str, Any] = dict(
-        q=q, tokens=tokens, owner=owner, k_bases=k_bases, v_bases=v_bases, page=page, rope=rope, kv_heads=kv_heads,
-        scale=scale, q_positions=q_positions, window=window,
-    )
+    attend: dict[str, Any] = dict(page=page, rope=rope, scale=scale, window=window)
+    arrays = {"q": q, "tokens": tokens, "owner": owner, "k_bases": k_bases, "v_bases": v_bases, "q_positions": q_positions}
 
-    def run(module: str, interpret: bool) -> AttnPartial:
+    def specs():
+        return {"q": cut(q, QUERIES), "tokens": cut_tokens(tokens), "owner": cut(owner, POSITIONS),
+                "k_bases": _cut_bases(k_bases), "v_bases": _cut_bases(v_bases),
+                "q_positions": cut(q_positions, POSITIONS)}
+
+    def run(module: str, **given: Any) -> AttnPartial:
         kernel = importlib.import_module(f"{api.__package__}.{module}")
-        return by_kernel.chunked_attention(kernel, **attend, interpret=interpret)
+        return by_kernel.chunked_attention(kernel, **attend, kv_heads=kv_heads // devices_of_heads(), **given)
 
-    kernels = {name: functools.partial(run, module) for name, module in api.KERNELS.items()}
+    kernels = {name: local(functools.partial(run, module), specs, arrays) for name, module in api.KERNELS.items()}
     if cap is not None:
         kernels = dispatch.without_kernels(kernels, "logits that are capped")
-    return dispatch.run("chunked_attention", backend, kernels, lambda: reference.chunked_attention(**attend, cap=cap))
+    return dispatch.run(
+        "chunked_attention", backend, kernels,
+        lambda: reference.chunked_attention(**attend, **arrays, kv_heads=kv_heads, cap=cap))
+
+
+def _cut_bases(bases: ChunkBases) -> Any:
+    """How bases of chunks lie: by heads, or by the channels of heads that share one."""
+    if bases.heads is not None:
+        raise dispatch.Unsupported("bases whose columns are of one head each, over several devices")
+    if bases.codes.shape[2] > 1:
+        return cut_state(bases)
+    channels = 4 if bases.by_rows else 3
+    codes = cut(bases.codes, tuple("batch" if i == 0 else "kv_heads" if i == channels else None for i in range(5)))
+    scales = bases.scales if bases.scales is None else cut(bases.scales, ("batch", None, None, None, None))
+    return dataclasses.replace(bases, codes=codes, scales=scales)

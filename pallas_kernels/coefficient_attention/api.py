@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels import dispatch
+from lowrank_kv_jax.pallas_kernels.over_mesh import POSITIONS, QUERIES, cut, cut_tokens, local
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 
 KERNELS = {"triton": "gpu_triton", "mosaic_gpu": "gpu_mosaic", "tpu": "tpu"}
@@ -37,13 +38,16 @@ def coefficient_attention(
     Raises:
         ValueError: an unknown backend. A case that the backend's kernel does not cover runs on XLA, with a warning.
     """
-    attend = functools.partial(
-        _implementation, q=q, tokens=tokens, scale=scale, q_positions=q_positions, causal=causal, window=window
-    )
-    kernels = {name: functools.partial(attend, module) for name, module in KERNELS.items()}
+    attend = functools.partial(_implementation, scale=scale, causal=causal, window=window)
+    arrays = {"q": q, "tokens": tokens, "q_positions": q_positions}
+
+    def specs():
+        return {"q": cut(q, QUERIES), "tokens": cut_tokens(tokens), "q_positions": cut(q_positions, POSITIONS)}
+
+    kernels = {name: local(functools.partial(attend, module), specs, arrays) for name, module in KERNELS.items()}
     if cap is not None:
         kernels = dispatch.without_kernels(kernels, "logits that are capped")
-    return dispatch.run("coefficient_attention", backend, kernels, functools.partial(attend, "reference", cap=cap))
+    return dispatch.run("coefficient_attention", backend, kernels, functools.partial(attend, "reference", cap=cap, **arrays))
 
 
 def _implementation(module: str, **arguments: Any) -> AttnPartial:

@@ -10,6 +10,15 @@ from jaxtyping import Float, Int
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels import dispatch
+from lowrank_kv_jax.pallas_kernels.over_mesh import (
+    POSITIONS,
+    QUERIES,
+    cut,
+    cut_basis,
+    cut_tokens,
+    devices_of_heads,
+    local,
+)
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 
 KERNELS = {"triton": "gpu_triton", "tpu": "tpu"}
@@ -41,12 +50,20 @@ def rotary_coefficient_attention(
     Raises:
         ValueError: an unknown backend. A case that the backend's kernel does not cover runs on XLA, with a warning.
     """
-    attend = functools.partial(
-        _implementation, q=q, tokens=tokens, key_basis=key_basis, rope=rope, kv_heads=kv_heads, scale=scale,
-        q_positions=q_positions, causal=causal, window=window, value_basis=value_basis, key_mean=key_mean,
-    )
-    kernels = {name: functools.partial(attend, module) for name, module in KERNELS.items()}
-    reference = functools.partial(attend, "reference")
+    attend = functools.partial(_implementation, rope=rope, scale=scale, causal=causal, window=window)
+    arrays = {"q": q, "tokens": tokens, "key_basis": key_basis, "q_positions": q_positions, "value_basis": value_basis,
+              "key_mean": key_mean}
+
+    def specs():
+        means = ("batch", "kv_heads", None)
+        return {"q": cut(q, QUERIES), "tokens": cut_tokens(tokens), "key_basis": cut_basis(key_basis),
+                "q_positions": cut(q_positions, POSITIONS),
+                "value_basis": value_basis is not None and cut_basis(value_basis),
+                "key_mean": key_mean is not None and cut(key_mean, means[-key_mean.ndim :])}
+
+    on_device = functools.partial(attend, kv_heads=kv_heads // devices_of_heads())
+    kernels = {name: local(functools.partial(on_device, module), specs, arrays) for name, module in KERNELS.items()}
+    reference = functools.partial(attend, "reference", kv_heads=kv_heads, **arrays)
     if cap is not None:
         kernels = dispatch.without_kernels(kernels, "logits that are capped")
         reference = functools.partial(reference, cap=cap)

@@ -1,0 +1,114 @@
+"""Kernels on several devices: each runs on the rows and heads that its device holds, and nothing is gathered for it.
+
+A compiler cannot cut a kernel apart. Left to itself it hands every device all tokens of all heads, each step anew.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
+from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.state import map_leaves
+
+_MESH: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)
+
+TOKENS = ("batch", "kv_heads", None, None)
+QUERIES = ("batch", None, "kv_heads", None)
+POSITIONS = ("batch", None)
+
+
+@contextlib.contextmanager
+def over_mesh(mesh: Mesh | None) -> Iterator[None]:
+    """What is traced here has caches that lie over this mesh, rows over its axis "data" and kv heads over "model"."""
+    token = _MESH.set(mesh)
+    try:
+        yield
+    finally:
+        _MESH.reset(token)
+
+
+def devices_of_heads() -> int:
+    """Over how many devices heads are cut."""
+    mesh = _MESH.get()
+    return 1 if mesh is None else mesh.shape.get("model", 1)
+
+
+def local(
+    kernel: Callable[..., AttnPartial], specs: Callable[[], Mapping[str, Any]], arguments: Mapping[str, Any],
+) -> Callable[..., AttnPartial]:
+    """A kernel that takes `arguments`, each device its own part of them.
+
+    Args:
+        specs: by the argument's name, what `cut` and `cut_tokens` return; asked on a mesh alone.
+
+    Returns:
+        What `dispatch.run` calls, with `interpret`.
+    """
+    mesh = _MESH.get()
+    if mesh is None or mesh.size == 1:
+        return lambda interpret: kernel(**arguments, interpret=interpret)
+
+    def on_mesh(interpret: bool) -> AttnPartial:
+        given = {name: x for name, x in arguments.items() if x is not None}
+        rows, heads = (_axis(mesh, name) for name in ("data", "model"))
+        own = jax.shard_map(
+            lambda given: kernel(**(arguments | given), interpret=interpret), mesh=mesh,
+            in_specs=({name: spec for name, spec in specs().items() if name in given},),
+            out_specs=AttnPartial(PartitionSpec(rows, None, heads, None), PartitionSpec(rows, None, heads)),
+            check_vma=False,  # kernels do not say over which axes their results vary
+        )
+        return own(given)
+
+    return on_mesh
+
+
+def cut(x: Any, axes: tuple[str | None, ...]) -> PartitionSpec:
+    """How an array lies: rows over "data", heads over "model" unless all of them share one.
+
+    Raises:
+        Unsupported: heads that the devices do not divide.
+    """
+    mesh = _MESH.get()
+    assert mesh is not None
+    found: list[str | None] = []
+    for axis, size in zip(axes, x.shape, strict=True):
+        name = {"batch": "data", "kv_heads": "model"}.get(axis or "")
+        name = _axis(mesh, name) if name else None
+        if name and axis == "kv_heads" and size == 1:
+            name = None
+        if name and size % mesh.shape[name]:
+            raise Unsupported(f"{size} {axis} over {mesh.shape[name]} devices")
+        found.append(name)
+    return PartitionSpec(*found)
+
+
+def cut_state(x: Any) -> Any:
+    """How the arrays of a state lie, by the axes that it declares."""
+    if not dataclasses.is_dataclass(x):
+        raise Unsupported(f"tokens stored as {type(x).__name__}, over several devices")
+    return map_leaves(lambda info, leaf: cut(leaf, info.axes), x)
+
+
+def cut_tokens(tokens: CachedTokens) -> CachedTokens:
+    """How tokens lie."""
+    if getattr(tokens.positions, "owner", None) is not None:
+        raise Unsupported("tokens of heads with budgets of their own, over several devices")
+    k, v = (cut(x, TOKENS) if isinstance(x, jax.Array) else cut_state(x) for x in (tokens.keys, tokens.values))
+    return CachedTokens(k, v, cut(tokens.lengths, ("batch",)), cut_state(tokens.positions))
+
+
+def cut_basis(x: jax.Array) -> PartitionSpec:
+    """How a basis `[..., J, W, R]` lies, of all rows or of each: by heads, or by the channels of heads that share one."""
+    leading = ("batch",) * (x.ndim == 4)
+    return cut(x, (*leading, "kv_heads", None, None) if x.shape[-3] > 1 else (*leading, None, "kv_heads", None))
+
+
+def _axis(mesh: Mesh, name: str) -> str | None:
+    return name if mesh.shape.get(name, 1) > 1 else None
