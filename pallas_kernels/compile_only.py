@@ -54,13 +54,22 @@ class KernelFacts(NamedTuple):
     instructions: dict[str, int]
 
 
-@functools.cache
 def device(target: str) -> Any:
     """A device that one can compile for and nothing else.
 
     Raises:
         ValueError: not one of `TARGETS`.
         NoCompiler: the compiler cannot be had.
+    """
+    return devices(target)[0]
+
+
+@functools.cache
+def devices(target: str, count: int = 1) -> tuple[Any, ...]:
+    """So many of them side by side; a host of TPUs has four.
+
+    Raises:
+        ValueError, NoCompiler: as `device`.
     """
     if target not in TARGETS:
         raise ValueError(f"target={target!r}: allowed are {', '.join(TARGETS)}")
@@ -69,35 +78,40 @@ def device(target: str) -> Any:
     try:
         if target == "sm_90":
             config = (Path(__file__).parent / "targets" / "h200.txtpb").read_text()
-            topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=config)
+            topology = topologies.get_topology_desc(platform="cuda", topology=f"1x1x{count}", target_config=config)
         else:
             topology = topologies.get_topology_desc(f"{target}:2x2", platform="tpu")
     except Exception as error:  # plugins raise what they like
         raise NoCompiler(f"no compiler for {target}: {_first_line(error)}. {EXTRA}") from error
-    return topology.devices[0]
+    return tuple(topology.devices[:count])
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def compile_for(target: str, f: Callable[..., Any], *args: Any, dump: str | None = None) -> Any:
+def compile_for(
+    target: str, f: Callable[..., Any], *args: Any, dump: str | None = None, donate: int | tuple[int, ...] = ()
+) -> Any:
     """`f` compiled for arguments of the shapes of `args` (arrays or ShapeDtypeStructs); may not be run.
 
     Args:
+        args: those with a sharding keep it.
+        donate: numbers of arguments that the results may overwrite.
         dump: a folder for what the compiler has to say.
 
     Raises:
         NoCompiler: as `device`.
     """
     where = NamedSharding(Mesh(np.array([device(target)]), ("x",)), PartitionSpec())
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or where), args)
     there = device(target)
     platform = "cuda" if target == "sm_90" else "tpu"
     cores = getattr(there, "core_count", None) or getattr(there, "num_cores", 1)
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice(there.device_kind, cores, platform))
     with jax.sharding.use_abstract_mesh(mesh):
-        lowered = jax.jit(f).trace(*args).lower(lowering_platforms=(platform,))
+        lowered = jax.jit(f, donate_argnums=donate).trace(*args).lower(lowering_platforms=(platform,))
         options = {"xla_dump_to": dump} if dump else {}
         if dump and jax.version.__version_info__ >= (0, 11):
             options["xla_dump_emitter_re"] = ".*"  # else there is no PTX among the files

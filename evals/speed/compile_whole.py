@@ -1,15 +1,17 @@
 """Programs that a model runs, compiled whole for hardware that is not there: what they need beside their arguments."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.evals.speed.compile_chunk import reading_program
+from lowrank_kv_jax.evals.speed.compile_step import compile_step
 from lowrank_kv_jax.evals.speed.llama_8b import LLAMA_8B, layer_weights
 from lowrank_kv_jax.generation.layers import layer_prefill
+from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.methods.parse import as_method
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.pallas_kernels.compile_grid import Result
@@ -23,6 +25,19 @@ def prefill_program(tokens: int = 32768, config: ModelConfig = LLAMA_8B) -> tupl
     shape = jax.ShapeDtypeStruct
     hidden, positions = shape((1, tokens, config.hidden_size), jnp.bfloat16), shape((1, tokens), jnp.int32)
     return functools.partial(layer_prefill, config, config.windows[0]), (layer_weights(config), hidden, positions)
+
+
+def compile_steps(
+    targets: Sequence[str], methods: Mapping[str, Part], tokens: int = 32768, over: int = 4
+) -> tuple[list[Result], dict[str, str]]:
+    """A decode step through each method's cache, on one device and over several, for every target that can be had."""
+    results, missing = [], {}
+    for target in targets:
+        try:
+            results += [compile_step(method, target, tokens, count) for method in methods.values() for count in (1, over)]
+        except NoCompiler as reason:
+            missing[target] = str(reason)
+    return results, missing
 
 
 def compile_whole(

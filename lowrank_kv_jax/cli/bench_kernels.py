@@ -89,6 +89,9 @@ def add_compile_parser(kinds) -> argparse.ArgumentParser:
     parser.add_argument("--whole", action="store_true",
                         help="instead of the kernels, the prefill of one layer of Llama 3.1 8B at 32K tokens, and "
                              "that of a chunk behind them")
+    parser.add_argument("--methods", nargs="+", metavar="SPEC",
+                        help="instead of the kernels, decode steps of one such layer through these caches, on one device "
+                             "and over four; or `all`")
     parser.add_argument("--json", metavar="FILE", help="append one JSON object for each program and target")
     parser.set_defaults(run=run_compile)
     return parser
@@ -139,19 +142,25 @@ def run_compile(args: argparse.Namespace) -> int:
     """Compile the grid of programs, or whole ones, and print a table a target; 1 if one of them fails.
 
     Raises:
-        ValueError: no target's compiler can be had.
+        ValueError: no target's compiler can be had, or as `parse_methods`.
     """
     from lowrank_kv_jax.cli.options import check_outputs
+    from lowrank_kv_jax.evals.asking.methods import parse_methods
     from lowrank_kv_jax.evals.results.records import append_record, make_record
-    from lowrank_kv_jax.evals.speed.compile_whole import compile_whole
+    from lowrank_kv_jax.evals.speed.compile_whole import compile_steps, compile_whole
     from lowrank_kv_jax.pallas_kernels.compile_grid import compile_all
 
     check_outputs(args)
-    results, missing = (compile_whole if args.whole else compile_all)(args.targets)
+    if args.methods:
+        results, missing = compile_steps(args.targets, parse_methods(args.methods))
+    else:
+        results, missing = (compile_whole if args.whole else compile_all)(args.targets)
     for target in args.targets:
-        rows = [result.row() for result in results if result.target == target]
-        if rows:
-            print_table(target, results[0].heads(), rows, texts=TEXTS)
+        own = [result for result in results if result.target == target]
+        if own and args.methods:
+            _print_steps(target, own)
+        elif own:
+            print_table(target, own[0].heads(), [result.row() for result in own], texts=TEXTS)
     for target, reason in missing.items():
         print(f"{target}: not compiled: {reason}")
     if args.json:
@@ -160,3 +169,19 @@ def run_compile(args: argparse.Namespace) -> int:
     if not results:
         raise ValueError("; ".join(missing.values()))
     return int(any(result.failure for result in results))
+
+
+def _print_steps(target: str, results) -> None:
+    rows = []
+    for result in results:
+        if result.failure:
+            rows.append((result.name, *[""] * 6, f"FAILED: {result.failure[:60]}"))
+            continue
+        f = result.facts
+        on_xla = " ".join(dict.fromkeys(text.split(":")[0] for text in f["said"]))
+        rows.append((result.name, f"{f['temporaries'] / 2**20:.1f}", f"{f['moved']}", f"{f['collective']}",
+                     str(f["loops"]), str(f["kernels"]), f"{f['seconds']:.1f}", on_xla))
+    heads = ("program", "temporaries, MiB", "moved", "exchanged", "loops", "kernels", "compiled, s", "not by a kernel")
+    print_table(f"{target}: one layer of Llama 3.1 8B", heads, rows, texts=("program", "not by a kernel"))
+    print("moved: elements of the largest array of tokens that is copied as a whole; exchanged: of the largest that "
+          "devices exchange; kernels: what the device is given to run, one after the other")

@@ -48,7 +48,8 @@ def chunked_attention(
         Partial in head space: the exact softmax over the approximated logits, applied to the approximated values.
     """
     attend: dict[str, Any] = dict(page=page, rope=rope, scale=scale, window=window)
-    arrays = {"q": q, "tokens": tokens, "owner": owner, "k_bases": k_bases, "v_bases": v_bases, "q_positions": q_positions}
+    arrays = {"q": q, "tokens": tokens, "owner": owner, "k_bases": k_bases, "v_bases": v_bases,
+              "q_positions": q_positions}
 
     def specs():
         return {"q": cut(q, QUERIES), "tokens": cut_tokens(tokens), "owner": cut(owner, POSITIONS),

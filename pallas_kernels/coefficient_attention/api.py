@@ -47,7 +47,8 @@ def coefficient_attention(
     kernels = {name: local(functools.partial(attend, module), specs, arrays) for name, module in KERNELS.items()}
     if cap is not None:
         kernels = dispatch.without_kernels(kernels, "logits that are capped")
-    return dispatch.run("coefficient_attention", backend, kernels, functools.partial(attend, "reference", cap=cap, **arrays))
+    reference = functools.partial(attend, "reference", cap=cap, **arrays)
+    return dispatch.run("coefficient_attention", backend, kernels, reference)
 
 
 def _implementation(module: str, **arguments: Any) -> AttnPartial:

@@ -57,6 +57,20 @@ def test_no_collective_moves_the_cache(name):
     assert record["largest_collective"] < record["capacity"] * PLAIN.head_dim
 
 
+KERNELS = ("full", "palu:rank=0.5,sinks=4,recent=8")  # in coefficient space; rebuilt from coefficients that heads share
+MORE = ("ojakv:rank=0.5,sinks=4,recent=8,heads=joint", "ojakv:rank=0.5,rope=pre,sinks=4,recent=8", "minicache", "adakv",
+        "osp:rank=0.5,sinks=4,recent=8", "osp:rank=0.5,heads=joint,sinks=4,recent=8", "snapkv:keep=0.5,sinks=4,recent=8",
+        "ojakv:bits=8,rank=0.5,sinks=4,recent=8", "transform:bits=3,sampled=False,sinks=4,recent=8")
+
+
+@pytest.mark.parametrize("names", [KERNELS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["quick", "more"])
+def test_kernels_read_what_lies_on_their_device(names, monkeypatch):
+    """Interpreted, they answer as on one device; the compiler would gather all tokens for them."""
+    monkeypatch.setenv("LOWRANK_KV_BACKEND", "triton")
+    for record in results.__wrapped__(*names).values():
+        assert record["same_tokens"] and record["largest_collective"] < record["capacity"] * PLAIN.head_dim
+
+
 def test_mesh_errors_name_what_is_wrong():
     before = os.environ.get("NPROC")
     with pytest.raises(ValueError, match="needs 4096 devices"):

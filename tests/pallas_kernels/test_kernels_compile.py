@@ -34,6 +34,14 @@ results, missing = compile_whole(sys.argv[1:])
 json.dump({"results": [{"failure": r.failure, **r.facts} for r in results], "missing": missing}, sys.stdout)
 """
 
+STEPS = """
+import json, sys
+from lowrank_kv_jax.evals.asking.methods import parse_methods
+from lowrank_kv_jax.evals.speed.compile_whole import compile_steps
+results, missing = compile_steps(sys.argv[1:], parse_methods(["full", "single-svd:rank=0.5,heads=joint", "single-svd:rank=0.5"]))
+json.dump({"results": [{"failure": r.failure, "name": r.name, **r.facts} for r in results], "missing": missing}, sys.stdout)
+"""
+
 EDGES = """
 import json, sys
 from lowrank_kv_jax.pallas_kernels import gpu_shared_memory
@@ -91,6 +99,15 @@ def test_a_long_prompt_is_read_within_three_gigabytes(target):
     result, *chunks = compiled(WHOLE, target)
     assert result["failure"] is None and result["temporaries"] <= 3e9
     assert len(chunks) == 2 and not [r for r in chunks if r["failure"] or r["temporaries"] > 4e8]
+
+
+@pytest.mark.parametrize("target", ["sm_90", "v5e"])
+def test_a_step_over_four_devices_exchanges_no_tokens(target):
+    """Nor does it copy them: on a TPU that is true of coefficients alone, whose keys lie on lanes."""
+    results = compiled(STEPS, target)
+    assert len(results) == 6 and not [r for r in results if r["failure"] or r["collective"] > 1 << 17]
+    if target == "sm_90":
+        assert not [r for r in results if r["moved"] or r["loops"] or r["said"]]
 
 
 def test_what_shared_memory_cannot_hold_is_refused_before_the_compiler_refuses_it():

@@ -1,0 +1,117 @@
+"""A decode step of a layer of Llama 3.1 8B through a cache, compiled for hardware that is not there: what it would do."""
+
+import dataclasses
+import functools
+import math
+import re
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lowrank_kv_jax.estimators.moments import Moments
+from lowrank_kv_jax.evals.speed.llama_8b import LLAMA_8B, layer_weights
+from lowrank_kv_jax.generation.layers import layer_extend
+from lowrank_kv_jax.method import Part, Place
+from lowrank_kv_jax.method.layout import DEFAULT_BLOCK, layout_of
+from lowrank_kv_jax.methods.compose import machine_of
+from lowrank_kv_jax.methods.parse import spell_method
+from lowrank_kv_jax.pallas_kernels.compile_grid import Result
+from lowrank_kv_jax.pallas_kernels.compile_only import NoCompiler, compile_for, devices
+from lowrank_kv_jax.storage.lanes import lay_out
+from lowrank_kv_jax.storage.sharding import MESH_AXES, leaf_sharding
+from lowrank_kv_jax.storage.state import map_leaves
+
+_OP = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\(?.*?\)?) ([a-z\-]+)\(", re.MULTILINE)
+COLLECTIVES = ("all-gather", "all-reduce", "collective-permute", "all-to-all", "reduce-scatter")
+LAUNCHED = ("fusion", "custom-call", "while", "copy", "sort", *COLLECTIVES)
+STATE = 2
+MOVES = ("copy", "transpose", "convert", "copy-start")
+
+
+def compile_step(method: Part, target: str, tokens: int = 32768, over: int = 1) -> Result:
+    """Facts of the compiled step, one row of bfloat16.
+
+    `temporaries` are its bytes beside arguments and results; `loops` its `while`s; `kernels` what the device is given to
+    run one after the other; `moved` and `collective` the elements of the largest array of tokens that is copied or
+    converted as a whole, and of the largest that devices exchange; `seconds` of compiling; `said` the warnings of kernels
+    that do not cover it.
+
+    Args:
+        target: one of `compile_only.TARGETS`.
+        tokens: that the cache is made for.
+        over: devices, over which heads are cut.
+
+    Raises:
+        NoCompiler: as `compile_only.device`.
+    """
+    name = f"step at {tokens} tokens, {spell_method(method)}" + (f", {over} devices" if over > 1 else "")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            begin, program, args = time.perf_counter(), *step_program(method, target, tokens, over)
+            compiled = compile_for(target, program, *args, donate=STATE)
+        except NoCompiler:
+            raise
+        except Exception as error:  # a compiler raises what it likes
+            return Result(name, target, {}, " ".join(str(error).split())[:400] or type(error).__name__)
+    seconds, text = time.perf_counter() - begin, compiled.as_text()
+    entry = text[text.index("\nENTRY ") :]
+    return Result(name, target, {
+        "temporaries": compiled.memory_analysis().temp_size_in_bytes, "loops": text.count(" while("),
+        "kernels": sum(kind in LAUNCHED for _, kind in _ops(entry)),
+        "moved": max((size for size, kind in _ops(entry, axes=4) if kind in MOVES), default=0),
+        "collective": max((size for size, kind in _ops(text) if kind.removesuffix("-start") in COLLECTIVES), default=0),
+        "seconds": seconds, "said": [str(x.message) for x in said if issubclass(x.category, RuntimeWarning)],
+    })
+
+
+def step_program(method: Part, target: str, tokens: int, over: int) -> tuple[Any, tuple[Any, ...]]:
+    """The first layer over one token: a function and the shapes of its arguments, of which `STATE` is the cache."""
+    layers = 1 if method.calibrated else 4  # four are the largest default group of layers
+    config = dataclasses.replace(LLAMA_8B, num_layers=layers, windows=(None,) * layers)
+    mesh = Mesh(np.array(devices(target, over)).reshape(1, over), MESH_AXES)
+    layout = layout_of(config.attention, 1, tokens, tokens + DEFAULT_BLOCK, dtype=jnp.bfloat16)
+    layout = dataclasses.replace(layout, tokens="rows" if target == "sm_90" else "lanes")
+    spec = config.attention
+    own = (method.fit(spec, any_moments()) if method.calibrated else method.default_bases(spec))[0]
+    state = jax.eval_shape(lambda: lay_out(machine_of(method).init(layout, own), layout.tokens))
+    state = map_leaves(lambda info, x: _shape(x, leaf_sharding(mesh, info, x.shape)), state)
+    everywhere = functools.partial(_shape, sharding=NamedSharding(mesh, PartitionSpec()))
+    weights, bases = (jax.tree.map(everywhere, tree) for tree in (layer_weights(config), own))
+    integers = (everywhere(jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in ((1, 1), (1,)))
+    x = everywhere(jax.ShapeDtypeStruct((1, 1, config.hidden_size), jnp.bfloat16))
+    layout = layout if over == 1 else dataclasses.replace(layout, mesh=mesh)
+    step = functools.partial(layer_extend, config.by_layer[0], method, layout, Place())
+    return step, (weights, bases, state, x, *integers)
+
+
+@functools.cache
+def any_moments() -> Moments:
+    """Full-rank moments of one layer; which ones decides no shape."""
+    spec, rng = LLAMA_8B.attention, np.random.default_rng(0)
+    width = spec.kv_heads * spec.head_dim
+    tokens = rng.normal(size=(2 * width, width))
+    wide = np.broadcast_to(tokens.T @ tokens, (1, width, width))
+    heads = np.broadcast_to(wide[0, : spec.head_dim, : spec.head_dim], (1, spec.kv_heads, spec.head_dim, spec.head_dim))
+    votes = np.broadcast_to(np.linspace(1.0, 0.0, 61), (1, 61))  # the share of a layer's votes above rising edges
+    return Moments(2 * width, wide, wide, wide, heads, heads, votes=votes)
+
+
+def _shape(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _ops(text: str, axes: int = 0) -> Iterator[tuple[int, str]]:
+    """Elements of the largest array that each operation gives, of those with so many axes, and its kind.
+
+    Weights have two, what is cached of tokens at least four.
+    """
+    for shapes, kind in _OP.findall(text):
+        found = [dims.split(",") for dims in re.findall(r"\[([\d,]*)\]", shapes)]
+        yield max((math.prod(int(n) for n in dims if n) for dims in found if len(dims) >= axes), default=0), kind
