@@ -22,9 +22,9 @@ from lowrank_kv_jax.codecs.layer_groups import (
     stride_groups,
 )
 from lowrank_kv_jax.codecs.lowrank import tile_for
-from lowrank_kv_jax.codecs.prompt_means import PromptMeans
+from lowrank_kv_jax.codecs.prompt_means import of_heads
 from lowrank_kv_jax.codecs.refit import refit
-from lowrank_kv_jax.codecs.xkv_store import SIDES, XKVStore, means_of, side_by_side
+from lowrank_kv_jax.codecs.xkv_store import SIDES, XKVStore, key_mean_of, side_by_side
 from lowrank_kv_jax.estimators.rank import check_rank, rank_multiple, resolve_rank
 from lowrank_kv_jax.estimators.rank_for_bytes import largest_rank
 from lowrank_kv_jax.estimators.row_steps import fitted_steps
@@ -83,8 +83,8 @@ class XKV(TokenCodec):
             paper's experiments: they stay exact for good.
         refit: whether the basis is fitted anew to all tokens when that happens (stored coefficients are
             carried over), or the new ones are projected on the prompt's.
-        centred: code tokens around the mean of those of the prompt that are coded, which is stored beside the bases. A
-            bias of keys (Qwen2) then costs no direction.
+        centred: code keys around the mean of those of the prompt that are coded, which is stored beside the bases. A bias
+            (Qwen2) then costs no direction. Values keep their mean: around it they were coded worse (docs/xkv.md).
     """
 
     group: int | None = None
@@ -233,15 +233,15 @@ class XKV(TokenCodec):
         width = _width(layout.spec, layers)
         bases = (self._store_basis(layout, jnp.zeros((layout.batch, 1, width, r))) for r in ranks)
         mean = jnp.zeros((layout.batch, 1, width), dtype)
-        return XKVStore(tokens, *bases, *steps, PromptMeans(mean, mean) if self.centred else None)
+        return XKVStore(tokens, *bases, *steps, mean if self.centred else None)
 
     def learn(self, layout, bases, store, taps, lengths, weight):
         if layout.spec.latent is not None:
             return xkv_latents.learn(layout, store, taps, weight, self._basis_dtype(layout))
-        means = means_of(taps, weight, layout.dtype) if self.centred else None
-        new: dict[str, Any] = {"means": means}
+        mean = key_mean_of(taps, weight, layout.dtype) if self.centred else None
+        new: dict[str, Any] = {"k_mean": mean}
         for side, _ in SIDES:
-            x = side_by_side(taps, side, weight, means)
+            x = side_by_side(taps, side, weight, mean)
             found = self._store_basis(layout, leading_subspace(gram(x), getattr(store, f"{side}_basis").shape[-1]))
             new[f"{side}_basis"] = found
             if store.k_steps is not None:
@@ -253,7 +253,7 @@ class XKV(TokenCodec):
         out = []
         for side, _ in SIDES:
             steps = getattr(store, f"{side}_steps")
-            x = side_by_side(tokens, side, means=store.means)
+            x = side_by_side(tokens, side, k_mean=store.k_mean)
             x = project(read_basis(getattr(store, f"{side}_basis")), x)
             out.append(x if steps is None else steps.count(x))
         return out[0], out[1]
@@ -284,7 +284,7 @@ class XKV(TokenCodec):
         new: dict[str, Any] = {}
         held = store.tokens
         for side, _ in SIDES:
-            x = side_by_side(tokens, side, weight, store.means)
+            x = side_by_side(tokens, side, weight, store.k_mean)
             basis, steps = (getattr(store, f"{side}_{what}") for what in ("basis", "steps"))
             rank = basis.shape[-1]
 
@@ -319,8 +319,8 @@ class XKV(TokenCodec):
         width = layout.spec.kv_heads * layout.spec.head_dim
         begin = index * width
         k, v = (read_basis(u, begin, begin + width) for u in (store.k_basis, store.v_basis))
-        means = () if store.means is None else store.means.of_heads(layout.spec.kv_heads, begin, begin + width)
-        return Frame(k, v, *means).of_codes(store.k_steps, store.v_steps, layout.spec.kv_heads)
+        mean = of_heads(store.k_mean, layout.spec.kv_heads, begin, begin + width)
+        return Frame(k, v, mean).of_codes(store.k_steps, store.v_steps, layout.spec.kv_heads)
 
     def _basis_dtype(self, layout: Layout) -> str:
         return self.basis_dtype or layout.dtype
