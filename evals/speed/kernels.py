@@ -18,7 +18,7 @@ from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_atte
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
-from lowrank_kv_jax.storage.lanes import TokensOnLanes
+from lowrank_kv_jax.storage.lanes import tokens_on_lanes
 from lowrank_kv_jax.storage.positions import Runs
 from lowrank_kv_jax.storage.quantised import store_tokens
 
@@ -195,7 +195,7 @@ def _stored(key, lengths, size: tuple[int, ...], dtype: str, bits: int | None, b
         return store_tokens(x, bits, dtype)
     stale = jnp.arange(size[2])[None, None, :, None] >= lengths[:, None, None, None]
     x = jnp.where(stale, 0.0 if backend in ("xla", "dot_product") else jnp.nan, x).astype(dtype)
-    return TokensOnLanes(x.swapaxes(2, 3)) if backend == "tpu" else x
+    return tokens_on_lanes(x) if backend == "tpu" else x
 
 
 def _rope(shape: Shape) -> RopeSpec:

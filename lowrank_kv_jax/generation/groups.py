@@ -27,7 +27,8 @@ def compress_group(
     method = machine_of(method)
     empty = method.init(layout, bases)
     empty = constrain(layout.mesh, with_votes(method, layout, empty) if goes_on else empty)
-    return constrain(layout.mesh, hold_bits(method.compress(layout, bases, empty, taps, lengths)))
+    held = hold_bits(method.compress(layout, bases, empty, taps, lengths))
+    return constrain(layout.mesh, lay_out(held, layout.tokens))
 
 
 def step_group(

@@ -9,6 +9,7 @@ from jaxtyping import Int
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.checks.bounds import check_int
+from lowrank_kv_jax.storage import backend
 from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
 from lowrank_kv_jax.storage.sharding import check_mesh
 
@@ -62,7 +63,7 @@ def layout_of(
     spec: AttentionSpec, batch: int, prompt: int, capacity: int | None = None, block: int = DEFAULT_BLOCK,
     dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
 ) -> Layout:
-    """A `Layout` within a model's context, on a mesh that can hold it.
+    """A `Layout` within a model's context, on a mesh that can hold it, with tokens as the platform's kernels read them.
 
     Args:
         capacity: the prompt and one block more where it is None.
@@ -80,7 +81,8 @@ def layout_of(
     if capacity > spec.context:
         raise ValueError(f"capacity={capacity}: the model's context is {spec.context} tokens")
     dtype = jnp.dtype(default_cache_dtype() if dtype is None else dtype).name
-    layout = Layout(spec, batch, prompt, capacity, min(block, max(capacity, 1)), dtype)
+    tokens = "lanes" if backend.choose() == "tpu" else "rows"
+    layout = Layout(spec, batch, prompt, capacity, min(block, max(capacity, 1)), dtype, tokens=tokens)
     return layout if mesh is None else dataclasses.replace(layout, mesh=check_mesh(mesh, spec, batch))
 
 

@@ -16,25 +16,31 @@ from lowrank_kv_jax.storage.quantised import COEFFICIENTS, QuantisedTokens, wide
 from lowrank_kv_jax.storage.state import leaf, state, static, write_tokens
 from lowrank_kv_jax.storage.water_filled import WaterFilled, WidthRuns, bytes_of, components_of, pack
 
+LANES = 128  # of a register: arrays whose last axis is no multiple XLA keeps the other way round, and copies for a kernel
 PACKED_ROWS = 8  # bytes that a TPU's memory keeps together: of a number that is no multiple XLA would copy the buffer
 TOKEN_LAYOUTS = ("rows", "lanes")
 
 
 @state
 class TokensOnLanes:
-    """Coefficients of tokens, transposed; stands in the place of an array `[B, J, S, R]` in a segment.
+    """Tokens, transposed; stands in the place of an array `[B, J, S, R]` in a segment.
 
     Attributes:
-        on_lanes: `[B, J, R, S]`.
+        on_lanes: `[B, J, R, S']`, S' a multiple of `LANES`.
+        size: S.
     """
 
     on_lanes: jax.Array = leaf("batch", "kv_heads", "rank", "tokens", kind="coefficients")
+    size: int = static()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the array that it stands for."""
-        batch, heads, rank, size = self.on_lanes.shape
-        return batch, heads, size, rank
+        batch, heads, rank, _ = self.on_lanes.shape
+        return batch, heads, self.size, rank
+
+    def in_rows(self) -> jax.Array:
+        return self.on_lanes[..., : self.size].swapaxes(2, 3)
 
     @property
     def dtype(self):
@@ -48,7 +54,15 @@ class TokensOnLanes:
         self, new: Float[jax.Array, "B J T R"], start: Int[jax.Array, " B"], counts: Int[jax.Array, " B"]
     ) -> "TokensOnLanes":
         """As `state.write_tokens`, of `new` `[B, J, T, R]`."""
-        return TokensOnLanes(write_tokens(self.on_lanes, new.swapaxes(2, 3), start, counts, token_axis=3))
+        on_lanes = write_tokens(self.on_lanes, new.swapaxes(2, 3), start, counts, token_axis=3)
+        return dataclasses.replace(self, on_lanes=on_lanes)
+
+
+@state
+class ExactOnLanes(TokensOnLanes):
+    """The same of exact tokens, whose bytes are told apart."""
+
+    on_lanes: jax.Array = leaf("batch", "kv_heads", "head_dim", "tokens", kind="exact")
 
 
 @state
@@ -84,39 +98,49 @@ class WaterFilledOnLanes:
     """Packed components of several widths, the bytes of a token one below the other.
 
     Attributes:
-        on_lanes: uint8 `[B, J, C', S]`, C bytes as in `WaterFilled` and zeros up to whole registers.
+        on_lanes: uint8 `[B, J, C', S']`, C bytes as in `WaterFilled` and zeros up to whole registers, S' a multiple of
+            `LANES`.
         runs: see `WidthRuns`.
+        size: S.
     """
 
     on_lanes: jax.Array = leaf("batch", "kv_heads", None, "tokens", kind="coefficients")
     runs: WidthRuns = static()
+    size: int = static()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the array that it stands for."""
-        batch, heads, _, size = self.on_lanes.shape
-        return batch, heads, size, components_of(self.runs)
+        batch, heads, *_ = self.on_lanes.shape
+        return batch, heads, self.size, components_of(self.runs)
 
     def in_rows(self) -> WaterFilled:
-        return WaterFilled(self.on_lanes.swapaxes(2, 3)[..., : bytes_of(self.runs)], self.runs)
+        return WaterFilled(self.on_lanes[..., : self.size].swapaxes(2, 3)[..., : bytes_of(self.runs)], self.runs)
 
     def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Float[jax.Array, "B J {size} R"]:
         """Tokens `start` to `start + size` in units of their steps, float32 `[B, J, size, R]`."""
         block = jax.lax.dynamic_slice_in_dim(self.on_lanes, start, size, axis=3)
-        return dataclasses.replace(self, on_lanes=block).in_rows().read_block(0, size)
+        return dataclasses.replace(self, on_lanes=block, size=size).in_rows().read_block(0, size)
 
     def write_tokens(
         self, new: Float[jax.Array, "B J T R"], start: Int[jax.Array, " B"], counts: Int[jax.Array, " B"]
     ) -> "WaterFilledOnLanes":
         """As `state.write_tokens`, of `new` `[B, J, T, R]`."""
         fresh = packed_on_lanes(WaterFilled(pack(new, self.runs), self.runs)).on_lanes
+        fresh = fresh[..., : new.shape[2]]
         return dataclasses.replace(self, on_lanes=write_tokens(self.on_lanes, fresh, start, counts, token_axis=3))
 
 
 def packed_on_lanes(stored: WaterFilled) -> WaterFilledOnLanes:
-    """Packed tokens transposed, with zeros up to a multiple of `PACKED_ROWS` bytes."""
+    """Packed tokens transposed, with zeros up to a multiple of `PACKED_ROWS` bytes and of `LANES` tokens."""
     more = -stored.codes.shape[3] % PACKED_ROWS
-    return WaterFilledOnLanes(jnp.pad(stored.codes.swapaxes(2, 3), ((0, 0), (0, 0), (0, more), (0, 0))), stored.runs)
+    codes = jnp.pad(stored.codes, ((0, 0), (0, 0), (0, 0), (0, more)))
+    return WaterFilledOnLanes(_transposed(codes), stored.runs, codes.shape[2])
+
+
+def _transposed(rows: jax.Array) -> jax.Array:
+    """`[B, J, C, S']` of `[B, J, S, C]`."""
+    return jnp.pad(rows.swapaxes(2, 3), ((0, 0), (0, 0), (0, 0), (0, -rows.shape[2] % LANES)))
 
 
 def tokens_on_lanes(stored: Any) -> Any:
@@ -124,13 +148,13 @@ def tokens_on_lanes(stored: Any) -> Any:
     if isinstance(stored, WaterFilled):
         return packed_on_lanes(stored)
     if not isinstance(stored, QuantisedTokens):
-        return TokensOnLanes(stored.swapaxes(2, 3))
+        return TokensOnLanes(_transposed(stored), stored.shape[2])
     able = stored.bits == 8 and stored.tile == COEFFICIENTS
     return QuantisedOnLanes(stored.codes.swapaxes(2, 3), stored.scales) if able else stored
 
 
 def lay_out(tree: Any, layout: str) -> Any:
-    """A tree of states with every array of coefficients, token axis before rank axis, laid out as `layout`."""
+    """A tree of states with every array of tokens, exact ones or coefficients, laid out as `layout`."""
     if isinstance(tree, tuple | list):
         return type(tree)(lay_out(x, layout) for x in tree)
     if not dataclasses.is_dataclass(tree):
@@ -142,11 +166,12 @@ def lay_out(tree: Any, layout: str) -> Any:
     changes = {}
     for field in dataclasses.fields(tree):
         value, info = getattr(tree, field.name), field.metadata.get("leaf")
-        coefficients = info is not None and info.kind == "coefficients" and info.axes[-2:] == ("tokens", "rank")
+        of_tokens = info is not None and info.axes[-2:] in (("tokens", "rank"), ("tokens", "head_dim"))
         if isinstance(value, TokensOnLanes) and layout == "rows":
-            changes[field.name] = value.on_lanes.swapaxes(2, 3)
-        elif coefficients and layout == "lanes" and not dataclasses.is_dataclass(value):
-            changes[field.name] = tokens_on_lanes(value)
+            changes[field.name] = value.in_rows()
+        elif of_tokens and layout == "lanes" and not dataclasses.is_dataclass(value):
+            kind = ExactOnLanes if info.kind == "exact" else TokensOnLanes
+            changes[field.name] = kind(_transposed(value), value.shape[2])
         else:
             changes[field.name] = lay_out(value, layout)
     return dataclasses.replace(tree, **changes)
