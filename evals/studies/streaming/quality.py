@@ -159,19 +159,25 @@ def _mean_nll(record: dict[str, Any]) -> float:
     return float("inf") if record["nll"] is None else record["nll"] / record["scored_tokens"]
 
 
-def text_gains(rows: Mapping[str, Score]) -> list[Gain]:
-    """Log-likelihoods of texts, in nats a token."""
+def text_gains(rows: Mapping[str, Score], seed: int = 0) -> list[Gain]:
+    """Log-likelihoods of texts, in nats a token; `seed` is the bootstrap's."""
     def likelihood(row: Score) -> dict[str, list[float]]:
         return {task: [-x for x in own] for task, own in row.nll.items()}
 
-    return [paired_gain(spec, over, why, likelihood(rows[spec]), likelihood(rows[over]))
+    return [paired_gain(spec, over, why, likelihood(rows[spec]), likelihood(rows[over]), seed)
             for spec, over, why in opponents(rows)]
 
 
-def needle_gains(rows: Mapping[str, Score]) -> list[Gain]:
-    """Needles, in percent of the answers; without any, nothing."""
-    return [paired_gain(spec, over, why, rows[spec].needles, rows[over].needles)
+def needle_gains(rows: Mapping[str, Score], seed: int = 0) -> list[Gain]:
+    """Needles, in percent of the answers; without any, nothing. `seed` is the bootstrap's."""
+    return [paired_gain(spec, over, why, rows[spec].needles, rows[over].needles, seed)
             for spec, over, why in opponents(rows) if rows[spec].needles]
+
+
+def with_prefill(specs: Sequence[str], prefill: str) -> list[str]:
+    """Low-rank specs whose prompt attends to its own keys and values ("exact", as it does by default) or to what they are
+    coded as ("compressed")."""
+    return list(specs) if prefill == "exact" else [f"{spec},prefill={prefill}" for spec in specs]
 
 
 def opponents(rows: Mapping[str, Score]) -> list[tuple[str, str, str]]:
