@@ -30,7 +30,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
                     "ablation: triangle, joint or group updates, eta and alpha (tables 3 and 4). spread: the printed "
                     "form over its grid of hyperparameters (table 7). reconstruction: cosine and explained variance "
                     "(figure 5a), and equation 15 on hidden states. distributions: cosine and error of single tokens by "
-                    "text (figures 1, 7 and 8). columns: explained variance by columns, alignment with the calibrated ones "
+                    "text (figures 1, 7 and 8). columns: what columns explain, their alignment with the calibrated ones "
                     "(5b and 5c). fisher: overlap of two corpora by frequency band (figure 3). prefill: time of a "
                     "prompt and its answer, with and without updates (table 9). speed: decode time beside its floor.",
     )
