@@ -52,12 +52,8 @@ def _fitted(args, model, settings):
     rank = min(settings.ranks)
     methods = parse_methods(args.methods or [f"palu:rank={rank},{ENDS}", printed_base(rank),
                                              f"streamingkv:rank={rank},{ENDS}"])
-    texts = {}
-    for name in args.texts:
-        cut = token_windows(model.tokenizer, load_corpus(name).texts, args.text_length, 1, args.seed)
-        if not len(cut):
-            raise ValueError(f"--texts {name}: is shorter than --text-length {args.text_length} tokens")
-        texts[name] = cut
+    texts = {name: token_windows(model.tokenizer, load_corpus(name).texts, args.text_length, 1, args.seed)
+             for name in args.texts}
     return methods, bases_of(model, methods, load_corpus(CALIBRATE), seed=args.seed, dtype="float32"), texts
 
 
