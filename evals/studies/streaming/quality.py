@@ -24,8 +24,8 @@ from lowrank_kv_jax.saving.saved_cache import abstract_cache
 COMMAND = "streaming"
 ENDS = "sinks=32,recent=32"
 """Exact tokens, the same for every method of a comparison."""
-TOGETHER = 10
-"""Methods that share a prefill."""
+TOGETHER, ROWS = 10, 4
+"""Methods that share a prefill, and windows at most; fewer windows are not filled up."""
 NEEDLE_ROWS, NEEDLE_ROOM, NEEDLE_LEAST = 4, 128, 0.8
 """Contexts that share a batch; tokens that RULER reserves for an answer; the least context, a share of the length."""
 
@@ -129,7 +129,7 @@ def _scores(model, methods, settings: Settings, tasks, json, progress, dtype) ->
         text, cut = windows_of(model.tokenizer, task, settings.context, settings.scored, settings.windows, settings.seed)
         records[task] = evaluate_perplexity(
             model, methods, text, task, length, settings.context, settings.windows, json=json, dtype=dtype,
-            calibrate=load_corpus(CALIBRATE), progress=progress, cut=cut,
+            rows=min(ROWS, settings.windows), calibrate=load_corpus(CALIBRATE), progress=progress, cut=cut,
         )
     needles = _needles(model, methods, settings, json, progress, dtype) if settings.samples else []
     out = {}
