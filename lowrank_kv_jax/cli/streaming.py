@@ -205,12 +205,12 @@ def _reconstruction(args, model, settings) -> None:
 
 def _fisher(args, model) -> None:
     from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
-    from lowrank_kv_jax.calibration.fisher import LENGTH, collect_fisher
+    from lowrank_kv_jax.calibration.fisher import FisherSample, collect_fisher
     from lowrank_kv_jax.evals.studies.streaming.fisher_overlap import fisher_overlap, plot_overlap
 
-    pair = []
+    pair, length = [], min(FisherSample().length, model.config.context)
     for name in args.corpora:
-        tokens = token_windows(model.tokenizer, load_corpus(name).texts, LENGTH, 4 * args.windows, args.seed)
+        tokens = token_windows(model.tokenizer, load_corpus(name).texts, length, 4 * args.windows, args.seed)
         pair.append(collect_fisher(model, tokens, progress=sys.stderr.isatty()))
     overlap = fisher_overlap(model, pair[0], pair[1], args.bands)
     print_table(f"Fisher overlap of {args.corpora[0]} and {args.corpora[1]}, means over layers",
@@ -224,8 +224,8 @@ def _fisher(args, model) -> None:
         path = figure_of(args, "fisher")
         plot_overlap(path, overlap, f"{model.name}: {args.corpora[0]} and {args.corpora[1]}")
         print(f"drew {path}")
-    append(args, "fisher-overlap", LENGTH, [{"spec": "palu", "side": side, "overlap": rows.tolist(),
-                                              "corpora": args.corpora} for side, rows in overlap.items()])
+    append(args, "fisher-overlap", length, [{"spec": "palu", "side": side, "overlap": rows.tolist(), "corpora": args.corpora}
+                                            for side, rows in overlap.items()])
 
 
 def _speed(args, model) -> None:

@@ -35,6 +35,12 @@ def test_distributions_and_columns_are_printed_drawn_and_recorded(tiny, tmp_path
     assert {(r["method"], r["text"]) for r in found} == {(spec, text) for spec in OWN for text in ("pydoc:second", "python")}
 
 
+def test_the_fisher_overlap_is_printed_drawn_and_recorded(tiny, tmp_path, capsys):
+    found = streaming(tmp_path, "--studies", "fisher", "--windows", "1", "--bands", "2", "--plot", str(tmp_path / "f.png"))
+    assert "Fisher overlap of pydoc:first and python" in capsys.readouterr().out and (tmp_path / "f.png").exists()
+    assert [(r["task"], r["side"], len(r["overlap"][0])) for r in found] == [("fisher-overlap", side, 2) for side in "kv"]
+
+
 def test_prompts_and_answers_are_timed(tiny, tmp_path, capsys):
     found = streaming(tmp_path, "--studies", "prefill", "--timed-length", "40", "--rounds", "1", "--methods", "full", OWN[0])
     assert "a prompt of 40 tokens and 32 more" in capsys.readouterr().out
