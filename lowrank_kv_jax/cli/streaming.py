@@ -224,8 +224,9 @@ def _fisher(args, model) -> None:
         path = figure_of(args, "fisher")
         plot_overlap(path, overlap, f"{model.name}: {args.corpora[0]} and {args.corpora[1]}")
         print(f"drew {path}")
-    append(args, "fisher-overlap", length, [{"spec": "palu", "side": side, "overlap": rows.tolist(), "corpora": args.corpora}
-                                            for side, rows in overlap.items()])
+    append(args, "fisher-overlap", length,
+           [{"spec": "palu", "side": side, "overlap": rows.tolist(), "corpora": args.corpora}
+            for side, rows in overlap.items()])
 
 
 def _speed(args, model) -> None:
