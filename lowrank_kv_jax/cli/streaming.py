@@ -120,8 +120,11 @@ def _stream(args) -> None:
 
 def _scores(args, model, settings, study: str) -> None:
     from lowrank_kv_jax.evals.studies.streaming import quality as streaming
+    from lowrank_kv_jax.methods.parse import parse_method
 
-    own, tasks = [spec for rank in settings.ranks for spec in streaming.quality_specs(rank)], _tasks(args)
+    spec, tasks = model.config.attention, _tasks(args)
+    width = spec.head_dim * parse_method("palu").group_of(spec)
+    own = [named for rank in settings.ranks for named in streaming.quality_specs(rank, width)]
     if study == "ablation":
         settings, tasks = dataclasses.replace(settings, samples=0), ("code",)
         own = streaming.ablation_specs(min(settings.ranks))

@@ -55,14 +55,19 @@ class Settings:
                 raise ValueError(f"{field}={getattr(self, field)}: must be at least {least}")
 
 
-def quality_specs(rank: float) -> list[str]:
+def quality_specs(rank: float, width: int) -> list[str]:
     """Palu, the paper's form with its steps for this rank, and the coupled form, ranks uniform and by Fisher; then Palu
-    at the bytes of the coupled form, whose moving columns are 5% more."""
+    at the bytes of the coupled form, whose moving columns are 5% more.
+
+    Args:
+        rank: a share of the width.
+        width: channels of a group of heads, for the last one's columns: a fraction would be rounded away.
+    """
     printed = "longbench-mistral-7b-instruct-v0.2-" + ("30" if rank > 0.6 else "50")
     by_rule = [spec for by in ("uniform", "fisher-sqrt", "fisher") for spec in (
         f"palu:rank={rank},rank_by={by},{ENDS}", f"streamingkv:{printed},rank={rank},rank_by={by},{ENDS}",
         f"streamingkv:rank={rank},rank_by={by},{ENDS}")]
-    return [*by_rule, f"palu:rank={round(1.05 * rank, 3)},{ENDS}"]
+    return [*by_rule, f"palu:rank={round(1.05 * rank * width)},{ENDS}"]
 
 
 def ablation_specs(rank: float) -> list[str]:
