@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import sys
+from typing import Any
 
 from lowrank_kv_jax.cli.options import add_model_options
 from lowrank_kv_jax.cli.streaming_analyses import (
@@ -123,7 +124,8 @@ def _scores(args, model, settings, study: str) -> None:
     from lowrank_kv_jax.methods.parse import parse_method
 
     spec, tasks = model.config.attention, _tasks(args)
-    width = spec.head_dim * parse_method("palu").group_of(spec)
+    palu: Any = parse_method("palu")
+    width = spec.head_dim * palu.group_of(spec)
     own = [named for rank in settings.ranks for named in streaming.quality_specs(rank, width)]
     if study == "ablation":
         settings, tasks = dataclasses.replace(settings, samples=0), ("code",)
