@@ -91,9 +91,14 @@ def _vectors(spec: Any, taps: Any, rank: float) -> Iterator[tuple[str, jax.Array
 
 @functools.partial(jax.jit, static_argnums=1)
 def _coefficients(x: jax.Array, rank: int) -> jax.Array:
-    """Of tokens `[S, W]` in the principal directions of their own second moment, the largest first `[S, R]`."""
+    """Of tokens `[S, W]` in the principal directions of their own second moment, the largest first `[S, R]`.
+
+    A direction has no sign: here each has the one with which its mean coefficient is positive, so that layers with a
+    large mean token are not told apart by chance.
+    """
     directions = jnp.linalg.eigh(_mm(x.T, x))[1][:, ::-1][:, :rank]
-    return _mm(x, directions)
+    coefficients = _mm(x, directions)
+    return jnp.where(coefficients.mean(0) < 0, -coefficients, coefficients)
 
 
 @jax.jit

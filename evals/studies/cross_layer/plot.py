@@ -41,7 +41,7 @@ def plot_pairs(path: str | os.PathLike, rows: Sequence[Pairs], title: str = "") 
         for row in rows:
             values = getattr(row, field)
             axes.plot(range(1, len(values) + 1), values, marker=".", label=f"{row.what} ({row.width})")
-        axes.set(xlabel="first layer of the pair", title=name, ylim=(min(0.0, axes.get_ylim()[0]), 1.02))
+        axes.set(xlabel="first layer of the pair", title=name, ylim=(min(0.0, axes.get_ylim()[0]), None))
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
     figure.suptitle(title)
     save_figure(figure, path, 130)

@@ -10,7 +10,7 @@ from lowrank_kv_jax.evals.speed import machine_rates
 from lowrank_kv_jax.evals.speed.timing import Timing
 from lowrank_kv_jax.evals.studies.cross_layer.analysis import analyse, cka_matrix, cosine_matrix, group_ranks
 from lowrank_kv_jax.evals.studies.cross_layer.cost import Cost, attention_flops, break_even, measure_costs, smaller_at
-from lowrank_kv_jax.evals.studies.cross_layer.latents import _compare, pair_similarity
+from lowrank_kv_jax.evals.studies.cross_layer.latents import _coefficients, _compare, pair_similarity
 from lowrank_kv_jax.evals.studies.cross_layer.plot import plot_analysis, plot_pairs
 from lowrank_kv_jax.evals.studies.cross_layer.quality import Settings, equal_bytes_specs, one_sided_specs
 from lowrank_kv_jax.methods.parse import parse_method
@@ -82,6 +82,13 @@ def test_a_turn_brings_layers_together_that_share_a_space_and_merging_then_loses
     assert (turned, cka) == (pytest.approx(1, abs=1e-4), pytest.approx(1, abs=1e-4)) and turned_lost < 1e-5
     cosine, lost, turned, *_ = map(float, _compare(*random_layers(2, tokens=2000)))
     assert abs(cosine) < 0.05 and turned < 0.2 and 0.5 < lost < 0.7  # right angles: the mean of 2 - 2 cos 36, 2 - 2 cos 54
+
+
+def test_coefficients_do_not_depend_on_the_space_that_a_layer_writes_in():
+    (first,) = random_layers(1)
+    first = first * np.linspace(3, 0.5, 12, dtype=np.float32) + 0.5
+    rotation = np.linalg.qr(np.random.default_rng(1).normal(size=(12, 12)))[0].astype(np.float32)
+    np.testing.assert_allclose(_coefficients(first @ rotation, 5), _coefficients(first, 5), atol=1e-3)
 
 
 def test_adjacent_layers_are_compared_as_keys_values_and_latents(tmp_path):
