@@ -74,6 +74,16 @@ def wilcoxon_p(differences: np.ndarray) -> float | None:
     return min(float(chances[distances >= abs(int(ranks @ np.sign(changed)))].sum()), 1.0)
 
 
+def rank_biserial(differences: np.ndarray) -> float:
+    """Effect size of the Wilcoxon signed-rank test, in [-1, 1]: the ranks of positive differences less those of negative
+    ones, over all of them; 0 without any difference."""
+    from scipy.stats import rankdata
+
+    changed = differences[differences != 0]
+    ranks = rankdata(np.abs(changed))
+    return float(ranks @ np.sign(changed) / ranks.sum()) if len(changed) else 0.0
+
+
 def _rank_sum_chances(ranks: np.ndarray) -> np.ndarray:
     """Of each sum that the ranks of positive differences can have, where every sign is as likely as the other."""
     chances = np.zeros(ranks.sum() + 1)

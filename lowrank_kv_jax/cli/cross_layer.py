@@ -1,6 +1,8 @@
 """`lowrank-kv cross-layer`: what the caches of different layers share, and what sharing a basis costs."""
 
 import argparse
+import dataclasses
+import statistics
 import sys
 
 from lowrank_kv_jax.cli.options import append_records
@@ -24,6 +26,9 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--groups", nargs="+", type=int, default=[1, 2, 3, 5, 6], metavar="G",
                         help="group sizes (%(default)s)")
     parser.add_argument("--energy", type=float, default=0.95, help="share that ranks must keep (%(default)s)")
+    parser.add_argument("--latents", type=float, metavar="R",
+                        help="instead of the analyses: how alike adjacent layers are to MiniCache, as keys, values, and "
+                             "coefficients of R of their columns")
     parser.add_argument("--costs", nargs="*", metavar="SPEC",
                         help="also show prompt lengths from which these methods pay, time of the fit at prefill and of "
                              "decoding against its floor; without a SPEC, those of a few xkv configurations")
@@ -42,7 +47,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
                         help="further fields of the compared methods, e.g. bits=8,basis_dtype=int8")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds (%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="append records")
-    parser.add_argument("--plot", metavar="PNG", help="draw figure 2 of the xKV paper for this model")
+    parser.add_argument("--plot", metavar="PNG",
+                        help="draw figure 2 of the xKV paper for this model, or what --latents compares")
     parser.set_defaults(run=run)
     return parser
 
@@ -51,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print.
 
     Raises:
-        ValueError, OSError: as `load_model`, `load_corpus`, `analyse`, `parse_method`.
+        ValueError, OSError: as `load_model`, `load_corpus`, `analyse`, `pair_similarity`, `parse_method`.
     """
     from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs
@@ -70,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
     corpus = load_corpus(args.text)
     check_methods(model, costs, "cross-layer")
     tokens = token_windows(model.tokenizer, corpus.texts, args.length, 1, args.seed)[0]
+    if args.latents is not None:
+        return _latents(args, model, tokens, corpus.name)
     analysis = analyse(model, tokens, args.groups, args.energy)
     _print_analysis(analysis, model.name, corpus.name)
     records = _analysis_records(analysis)
@@ -82,6 +90,27 @@ def run(args: argparse.Namespace) -> int:
         print(f"drew {args.plot}")
     append_records(args, "cross-layer", records, model=model.name, length=args.length, seed=args.seed,
                    corpus=corpus.name)
+    return 0
+
+
+def _latents(args: argparse.Namespace, model, tokens, corpus: str) -> int:
+    """Measure and print what MiniCache would find in keys, values and latents."""
+    from lowrank_kv_jax.evals.studies.cross_layer.latents import pair_similarity
+    from lowrank_kv_jax.evals.studies.cross_layer.plot import plot_pairs
+
+    rows = pair_similarity(model, tokens, args.latents)
+    fields = ("cosine", "lost", "turned", "turned_lost", "cka")
+    means = {row.what: {field: statistics.fmean(getattr(row, field)) for field in fields} for row in rows}
+    upper = {row.what: statistics.fmean(row.cosine[len(row.cosine) // 2 :]) for row in rows}
+    print_table(f"{model.name} on {corpus}, {len(tokens)} tokens: adjacent layers",
+                ("vectors", "width", "cosine", "upper half", "lost in a merge", "cosine, turned", "lost, turned", "CKA"),
+                [(row.what, str(row.width), f"{mean['cosine']:.3f}", f"{upper[row.what]:.3f}",
+                  *(f"{mean[field]:.3f}" for field in fields[1:])) for row in rows for mean in (means[row.what],)])
+    if args.plot:
+        plot_pairs(args.plot, rows, f"{model.name} on {corpus}, {len(tokens)} tokens: adjacent layers")
+        print(f"drew {args.plot}")
+    records = [{"task": f"adjacent {row.what}", "rank": args.latents, **dataclasses.asdict(row)} for row in rows]
+    append_records(args, "cross-layer", records, model=model.name, length=args.length, seed=args.seed, corpus=corpus)
     return 0
 
 

@@ -3,12 +3,23 @@
 import argparse
 import dataclasses
 import sys
+from typing import Any
 
-from lowrank_kv_jax.cli.options import add_model_options, append_records
+from lowrank_kv_jax.cli.options import add_model_options
+from lowrank_kv_jax.cli.streaming_analyses import (
+    add_analysis_options,
+    append,
+    figure_of,
+    run_columns,
+    run_distributions,
+    run_prefill,
+    run_spread,
+)
 from lowrank_kv_jax.cli.tables import print_table
 
-HELP = "StreamingKV beside Palu: quality after a shift, ablations, reconstruction, Fisher overlap, speed"
-STUDIES = ("stream", "quality", "ablation", "reconstruction", "fisher", "speed")
+HELP = "StreamingKV beside Palu: quality after a shift, ablations, analyses of bases, Fisher overlap, speed"
+STUDIES = ("stream", "quality", "ablation", "spread", "reconstruction", "distributions", "columns", "fisher", "prefill",
+           "speed")
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
@@ -17,32 +28,42 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         "streaming", help=HELP,
         description="stream: static, prefill-only and prefill+decode bases on a synthetic stream (StreamingKV, A.6). "
                     "quality: perplexity through the cache in domain and after a shift, needles, at two ranks. "
-                    "ablation: triangle, joint or group updates, eta and alpha (tables 3 and 4). reconstruction: cosine "
-                    "and explained variance (figure 5), and equation 15 on hidden states. fisher: overlap of two "
-                    "corpora by frequency band (figure 3). speed: decode time beside its floor.",
+                    "ablation: triangle, joint or group updates, eta and alpha (tables 3 and 4). spread: the printed "
+                    "form over its grid of hyperparameters (table 7). reconstruction: cosine and explained variance "
+                    "(figure 5a), and equation 15 on hidden states. distributions: cosine and error of single tokens by "
+                    "text (figures 1, 7 and 8). columns: what columns explain, their alignment with the calibrated ones "
+                    "(5b and 5c). fisher: overlap of two corpora by frequency band (figure 3). prefill: time of a "
+                    "prompt and its answer, with and without updates (table 9). speed: decode time beside its floor.",
     )
     add_model_options(parser)
     parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES), help="(all)")
     parser.add_argument("--ranks", nargs="+", type=float, default=[0.7, 0.5], metavar="R", help="(0.7 0.5)")
     parser.add_argument("--methods", nargs="+", metavar="SPEC",
-                        help="for quality and reconstruction, instead of those of the study; gains are over each `palu`")
+                        help="instead of those of the study, but for stream, spread, fisher and speed; gains are over "
+                             "each `palu`")
+    parser.add_argument("--prefill", choices=("exact", "compressed"), default="exact",
+                        help="what the prompt attends to in the study's own methods of quality, ablation and spread: its "
+                             "own keys and values, or what they are coded as, as in the papers (%(default)s)")
     parser.add_argument("--tasks", nargs="*", metavar="TASK",
-                        help="texts of quality: prose, code, \"prose, then code\" (these by default), headers, make, "
-                             "html, changes, tables, asyncio, email, unittest; `shifted` for all but prose")
+                        help="texts of quality and spread: prose, code, \"prose, then code\" (these by default), "
+                             "headers, make, html, changes, tables, asyncio, email, unittest; `shifted` for all but "
+                             "prose")
     parser.add_argument("--context", type=int, default=1024, help="tokens that are compressed (%(default)s)")
     parser.add_argument("--scored", type=int, default=384, help="tokens scored after them (%(default)s)")
     parser.add_argument("--windows", type=int, default=4, help="texts of each task (%(default)s)")
     parser.add_argument("--samples", type=int, default=2,
                         help="needles of each of four tasks of RULER, 0 for none (%(default)s)")
+    add_analysis_options(parser)
     parser.add_argument("--bands", type=int, default=8, help="of singular vectors (%(default)s)")
     parser.add_argument("--corpora", nargs=2, default=["pydoc:first", "python"], metavar="TEXT",
                         help="whose Fisher information is compared (%(default)s)")
     parser.add_argument("--timed-length", type=int, default=4096, metavar="N",
-                        help="context in which decoding is timed (%(default)s)")
+                        help="context in which decoding is timed, and prompt that is (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds, after one that compiles (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of texts and needles (%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="append records; scores that it holds are not computed again")
-    parser.add_argument("--plot", metavar="PNG", help="draw the Fisher overlap by band")
+    parser.add_argument("--plot", metavar="PNG",
+                        help="draw fisher, distributions and columns; of several, each to a file with its name")
     parser.set_defaults(run=run)
     return parser
 
@@ -58,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.evals.studies.streaming.quality import Settings
 
     settings = Settings(tuple(args.ranks), args.context, args.scored, args.windows, samples=args.samples, seed=args.seed)
-    check_numbers(args, bands=1, timed_length=1, rounds=1, seed=0)
+    check_numbers(args, bands=1, timed_length=1, rounds=1, seed=0, text_length=2, iterations=1, steps=1)
     check_outputs(args)
     parse_methods(args.methods or ())
     if "stream" in args.studies:
@@ -69,10 +90,18 @@ def run(args: argparse.Namespace) -> int:
     for study in ("quality", "ablation"):
         if study in args.studies:
             _scores(args, model, settings, study)
+    if "spread" in args.studies:
+        run_spread(args, model, settings, _tasks(args))
     if "reconstruction" in args.studies:
         _reconstruction(args, model, settings)
+    if "distributions" in args.studies:
+        run_distributions(args, model, settings)
+    if "columns" in args.studies:
+        run_columns(args, model, settings)
     if "fisher" in args.studies:
         _fisher(args, model)
+    if "prefill" in args.studies:
+        run_prefill(args, model)
     if "speed" in args.studies:
         _speed(args, model)
     print(device_line())
@@ -87,30 +116,34 @@ def _stream(args) -> None:
     print_table("normalised reconstruction error on the stream of A.6, by segment",
                 ("basis", "1", "2", "3", "4", "mean"),
                 [(name, *(f"{x:.4f}" for x in found), f"{found.mean():.4f}") for name, found in per_segment.items()])
-    _append(args, "stream", 0, [{"spec": name, "errors": found.tolist()} for name, found in per_segment.items()])
+    append(args, "stream", 0, [{"spec": name, "errors": found.tolist()} for name, found in per_segment.items()])
 
 
 def _scores(args, model, settings, study: str) -> None:
     from lowrank_kv_jax.evals.studies.streaming import quality as streaming
+    from lowrank_kv_jax.methods.parse import parse_method
 
-    specs = args.methods or [spec for rank in settings.ranks for spec in streaming.quality_specs(rank)]
-    tasks = _tasks(args)
+    spec, tasks = model.config.attention, _tasks(args)
+    palu: Any = parse_method("palu")
+    width = spec.head_dim * palu.group_of(spec)
+    own = [named for rank in settings.ranks for named in streaming.quality_specs(rank, width)]
     if study == "ablation":
         settings, tasks = dataclasses.replace(settings, samples=0), ("code",)
-        specs = streaming.ablation_specs(min(settings.ranks))
+        own = streaming.ablation_specs(min(settings.ranks))
+    specs = args.methods or streaming.with_prefill(own, args.prefill)
     rows = streaming.scores(model, ["full", *specs], settings, tasks, json=args.json, progress=sys.stderr.isatty())
     if tasks:
         print_table(study, ("method", "x smaller", *tasks),
                     [(row.spec, f"{row.smaller:.2f}", *(f"{row.perplexity[task]:.3f}" for task in tasks))
                      for row in rows.values()])
-        _gains(args, settings, study, "nats a token", "+.4f", streaming.text_gains(rows))
+        _gains(args, settings, study, "nats a token", "+.4f", streaming.text_gains(rows, settings.seed))
     if settings.samples:
         lengths = rows["full"].needle_tokens
         columns = [f"{task.removeprefix('niah_')}, {tokens:.0f} tokens" for task, tokens in lengths.items()]
         print_table("needles found, %", ("method", "x smaller", *columns),
                     [(row.spec, f"{row.smaller:.2f}", *(f"{sum(own) / len(own):.0f}" for own in row.needles.values()))
                      for row in rows.values()])
-        _gains(args, settings, "needles", "points", "+.1f", streaming.needle_gains(rows))
+        _gains(args, settings, "needles", "points", "+.1f", streaming.needle_gains(rows, settings.seed))
 
 
 def _tasks(args) -> tuple[str, ...]:
@@ -127,13 +160,17 @@ def _tasks(args) -> tuple[str, ...]:
 
 def _gains(args, settings, study: str, unit: str, form: str, gains) -> None:
     def cells(won):
-        return f"{won.won}/{won.of}", "" if won.p is None else f"{won.p:.4f}"
+        low, high = (won.low, won.high)
+        drawn = "" if low is None else f"[{low:{form}}, {high:{form}}]"
+        return f"{won.won}/{won.of}", "" if won.p is None else f"{won.p:.4f}", f"{won.effect:+.2f}", drawn
 
-    print_table(f"gain in {unit}, two-sided Wilcoxon over tasks and over the samples of all tasks",
-                ("method", "over", "at", "gain", "tasks won", "p", "least p", "samples won", "p"),
+    tests = ("p", "effect", "95% of the mean")
+    print_table(f"gain in {unit}; two-sided Wilcoxon, rank-biserial effect and bootstrap, over tasks and over the "
+                "samples of all tasks",
+                ("method", "over", "at", "gain", "tasks won", *tests, "least p", "median", "samples won", *tests),
                 [(g.spec, g.over, g.why, f"{g.mean:{form}}", *cells(g.by_task), f"{g.by_task.least:.4f}",
-                  *cells(g.by_sample)) for g in gains], texts=3)
-    _append(args, f"gain-{study}", settings.context, map(dataclasses.asdict, gains))
+                  f"{g.median:{form}}", *cells(g.by_sample)) for g in gains], texts=3)
+    append(args, f"gain-{study}", settings.context, map(dataclasses.asdict, gains))
 
 
 def _reconstruction(args, model, settings) -> None:
@@ -167,18 +204,18 @@ def _reconstruction(args, model, settings) -> None:
     print_table("equation 15 on hidden states, the encoder alone moved: lost energy of code",
                 ("side", "scale", "eta", "lost"),
                 [(h.side, h.scale, f"{h.eta:g}", "diverged" if h.lost is None else f"{h.lost:.4f}") for h in hidden])
-    _append(args, "reconstruction", 2048, map(dataclasses.asdict, rows))
-    _append(args, "hidden", 2048, [{"spec": "streamingkv", **dataclasses.asdict(row)} for row in hidden])
+    append(args, "reconstruction", 2048, map(dataclasses.asdict, rows))
+    append(args, "hidden", 2048, [{"spec": "streamingkv", **dataclasses.asdict(row)} for row in hidden])
 
 
 def _fisher(args, model) -> None:
     from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
-    from lowrank_kv_jax.calibration.fisher import LENGTH, collect_fisher
+    from lowrank_kv_jax.calibration.fisher import FisherSample, collect_fisher
     from lowrank_kv_jax.evals.studies.streaming.fisher_overlap import fisher_overlap, plot_overlap
 
-    pair = []
+    pair, length = [], min(FisherSample().length, model.config.context)
     for name in args.corpora:
-        tokens = token_windows(model.tokenizer, load_corpus(name).texts, LENGTH, 4 * args.windows, args.seed)
+        tokens = token_windows(model.tokenizer, load_corpus(name).texts, length, 4 * args.windows, args.seed)
         pair.append(collect_fisher(model, tokens, progress=sys.stderr.isatty()))
     overlap = fisher_overlap(model, pair[0], pair[1], args.bands)
     print_table(f"Fisher overlap of {args.corpora[0]} and {args.corpora[1]}, means over layers",
@@ -189,10 +226,12 @@ def _fisher(args, model) -> None:
     print_table("share of the Fisher information, % of the whole", ("layers", "W_k", "W_v"),
                 [(f"{i}-{i + 4}", *(f"{100 * x:.1f}" for x in share[i : i + 5].sum(0))) for i in range(0, len(share), 5)])
     if args.plot:
-        plot_overlap(args.plot, overlap, f"{model.name}: {args.corpora[0]} and {args.corpora[1]}")
-        print(f"drew {args.plot}")
-    _append(args, "fisher-overlap", LENGTH, [{"spec": "palu", "side": side, "overlap": rows.tolist(),
-                                              "corpora": args.corpora} for side, rows in overlap.items()])
+        path = figure_of(args, "fisher")
+        plot_overlap(path, overlap, f"{model.name}: {args.corpora[0]} and {args.corpora[1]}")
+        print(f"drew {path}")
+    append(args, "fisher-overlap", length,
+           [{"spec": "palu", "side": side, "overlap": rows.tolist(), "corpora": args.corpora}
+            for side, rows in overlap.items()])
 
 
 def _speed(args, model) -> None:
@@ -208,9 +247,4 @@ def _speed(args, model) -> None:
                   *(("", "") if r is full else (f"{1e3 * r.floor:.2f}", f"{r.step / r.floor:.2f}")),
                   f"{palu.step / r.step:.3f}", f"{full.step / r.step:.3f}", f"{r.cache_bytes / 2**20:.1f}")
                  for r in rows])
-    _append(args, "streaming-speed", args.timed_length, map(dataclasses.asdict, rows))
-
-
-def _append(args, task: str, length: int, rows) -> None:
-    append_records(args, "streaming", rows, model=args.model, task=task, length=length, seed=args.seed,
-                   protocol="query-agnostic")
+    append(args, "streaming-speed", args.timed_length, map(dataclasses.asdict, rows))

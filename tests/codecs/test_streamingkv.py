@@ -20,6 +20,7 @@ from lowrank_kv_jax.estimators.gha_tail import update_tail
 from lowrank_kv_jax.evals.needle.long import long_needles
 from lowrank_kv_jax.evals.studies.bases.piecewise_stream import follow_stream, piecewise_stream
 from lowrank_kv_jax.evals.studies.streaming.paired_gain import paired_gain
+from lowrank_kv_jax.evals.studies.streaming.quality import ENDS as QUALITY_ENDS
 from lowrank_kv_jax.evals.studies.streaming.quality import Score, ablation_specs, needle_gains, quality_specs, text_gains
 from lowrank_kv_jax.evals.studies.streaming.reconstruction import hidden_updates, means, reconstruction
 from lowrank_kv_jax.evals.studies.streaming.shifted_texts import CALIBRATE, MIXED, text_of, windows_of
@@ -359,8 +360,9 @@ def scored(spec, better, smaller, points=0.0):
 
 
 def test_a_method_is_compared_with_palu_at_its_ranks_and_at_its_bytes():
-    for spec in (*quality_specs(0.7), *quality_specs(0.5), *ablation_specs(0.5)):
+    for spec in (*quality_specs(0.7, 192), *quality_specs(0.5, 192), *ablation_specs(0.5)):
         parse_method(spec)
+    assert quality_specs(0.5, 192)[-1] == f"palu:rank=101,{QUALITY_ENDS}"  # not the 96 columns that 0.525 is rounded to
     rows = dict([
         scored("full", 1.0, 1.0), scored("palu:rank=0.5", 0.0, 1.6), scored("palu:rank=0.525", 0.05, 1.53),
         scored("streamingkv:rank=0.5", 0.1, 1.531, 50.0), scored("palu:rank=0.5,rank_by=fisher", -0.2, 1.6),

@@ -15,6 +15,7 @@ from test_models import GOLDENS
 from lowrank_kv_jax import models
 from lowrank_kv_jax.calibration.calibrate import collect_moments
 from lowrank_kv_jax.evals.studies.cross_layer.analysis import analyse
+from lowrank_kv_jax.evals.studies.cross_layer.latents import pair_similarity
 from lowrank_kv_jax.evals.studies.cross_layer.plot import plot_analysis
 from lowrank_kv_jax.generation.forward import extend, prefill, refresh
 from lowrank_kv_jax.method.accounting import cache_bytes, full_cache_bytes
@@ -171,6 +172,9 @@ def test_latents_of_layers_are_analysed(tmp_path):
     np.testing.assert_allclose(prompt.cosine["latents"][0, 2], expected, atol=1e-5)
     assert [width for _, width in analysis.ranks["latents"][3]] == [72]
     plot_analysis(tmp_path / "figure.png", analysis)
+    latents_alone = {row.what: row for row in pair_similarity(model, golden()["deepseek_v2_lite/tokens"][0], 0.5)}
+    assert {what: row.width for what, row in latents_alone.items()} == {"latents": 24, "coefficients of latents": 12}
+    np.testing.assert_allclose(latents_alone["latents"].cosine, np.diagonal(analysis.cosine["latents"], 1), atol=1e-5)
 
 
 # ---- bad input, checkpoints --------------------------------------------------------------------------------

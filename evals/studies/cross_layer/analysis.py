@@ -12,6 +12,17 @@ from lowrank_kv_jax.codecs.layer_groups import stride_groups
 from lowrank_kv_jax.evals.studies.bases.metrics import rank_of_energy
 
 
+def check_tokens(model: Any, tokens: np.ndarray) -> None:
+    """Refuse what is not one text, int32 `[S]`.
+
+    Raises:
+        ValueError: fewer than two tokens, or more than the model's context.
+    """
+    shape = np.shape(tokens)
+    if len(shape) != 1 or not 2 <= shape[0] <= model.config.context:
+        raise ValueError(f"tokens of shape {shape}: expected 2..{model.config.context} of one text")
+
+
 def layer_tokens(model: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
     """The cache of a text of S tokens, int32 `[S]`: the X_l of the paper, float32 `[L, S, W]`.
 
@@ -22,12 +33,10 @@ def layer_tokens(model: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
     Raises:
         ValueError: fewer than two tokens, or more than the model's context.
     """
-    tokens = np.asarray(tokens)
-    if tokens.ndim != 1 or not 2 <= len(tokens) <= model.config.context:
-        raise ValueError(f"tokens of shape {tokens.shape}: expected 2..{model.config.context} of one text")
+    check_tokens(model, tokens)
     latent = model.config.attention.latent
     layers: dict[str, list[np.ndarray]] = {}
-    for taps in iterate_taps(model.config, model.params, tokens[None]):
+    for taps in iterate_taps(model.config, model.params, np.asarray(tokens)[None]):
         sides = {"keys": taps.k_pre, "values": taps.v}
         if latent is not None:
             sides = {"latents": taps.k_pre[..., -latent.rank :]}

@@ -24,8 +24,8 @@ from lowrank_kv_jax.saving.saved_cache import abstract_cache
 COMMAND = "streaming"
 ENDS = "sinks=32,recent=32"
 """Exact tokens, the same for every method of a comparison."""
-TOGETHER = 10
-"""Methods that share a prefill."""
+TOGETHER, ROWS = 10, 4
+"""Methods that share a prefill, and windows at most; fewer windows are not filled up."""
 NEEDLE_ROWS, NEEDLE_ROOM, NEEDLE_LEAST = 4, 128, 0.8
 """Contexts that share a batch; tokens that RULER reserves for an answer; the least context, a share of the length."""
 
@@ -55,14 +55,19 @@ class Settings:
                 raise ValueError(f"{field}={getattr(self, field)}: must be at least {least}")
 
 
-def quality_specs(rank: float) -> list[str]:
+def quality_specs(rank: float, width: int) -> list[str]:
     """Palu, the paper's form with its steps for this rank, and the coupled form, ranks uniform and by Fisher; then Palu
-    at the bytes of the coupled form, whose moving columns are 5% more."""
+    at the bytes of the coupled form, whose moving columns are 5% more.
+
+    Args:
+        rank: a share of the width.
+        width: channels of a group of heads, for the last one's columns: a fraction would be rounded away.
+    """
     printed = "longbench-mistral-7b-instruct-v0.2-" + ("30" if rank > 0.6 else "50")
     by_rule = [spec for by in ("uniform", "fisher-sqrt", "fisher") for spec in (
         f"palu:rank={rank},rank_by={by},{ENDS}", f"streamingkv:{printed},rank={rank},rank_by={by},{ENDS}",
         f"streamingkv:rank={rank},rank_by={by},{ENDS}")]
-    return [*by_rule, f"palu:rank={round(1.05 * rank, 3)},{ENDS}"]
+    return [*by_rule, f"palu:rank={round(1.05 * rank * width)},{ENDS}"]
 
 
 def ablation_specs(rank: float) -> list[str]:
@@ -129,7 +134,7 @@ def _scores(model, methods, settings: Settings, tasks, json, progress, dtype) ->
         text, cut = windows_of(model.tokenizer, task, settings.context, settings.scored, settings.windows, settings.seed)
         records[task] = evaluate_perplexity(
             model, methods, text, task, length, settings.context, settings.windows, json=json, dtype=dtype,
-            calibrate=load_corpus(CALIBRATE), progress=progress, cut=cut,
+            rows=min(ROWS, settings.windows), calibrate=load_corpus(CALIBRATE), progress=progress, cut=cut,
         )
     needles = _needles(model, methods, settings, json, progress, dtype) if settings.samples else []
     out = {}
@@ -159,19 +164,25 @@ def _mean_nll(record: dict[str, Any]) -> float:
     return float("inf") if record["nll"] is None else record["nll"] / record["scored_tokens"]
 
 
-def text_gains(rows: Mapping[str, Score]) -> list[Gain]:
-    """Log-likelihoods of texts, in nats a token."""
+def text_gains(rows: Mapping[str, Score], seed: int = 0) -> list[Gain]:
+    """Log-likelihoods of texts, in nats a token; `seed` is the bootstrap's."""
     def likelihood(row: Score) -> dict[str, list[float]]:
         return {task: [-x for x in own] for task, own in row.nll.items()}
 
-    return [paired_gain(spec, over, why, likelihood(rows[spec]), likelihood(rows[over]))
+    return [paired_gain(spec, over, why, likelihood(rows[spec]), likelihood(rows[over]), seed)
             for spec, over, why in opponents(rows)]
 
 
-def needle_gains(rows: Mapping[str, Score]) -> list[Gain]:
-    """Needles, in percent of the answers; without any, nothing."""
-    return [paired_gain(spec, over, why, rows[spec].needles, rows[over].needles)
+def needle_gains(rows: Mapping[str, Score], seed: int = 0) -> list[Gain]:
+    """Needles, in percent of the answers; without any, nothing. `seed` is the bootstrap's."""
+    return [paired_gain(spec, over, why, rows[spec].needles, rows[over].needles, seed)
             for spec, over, why in opponents(rows) if rows[spec].needles]
+
+
+def with_prefill(specs: Sequence[str], prefill: str) -> list[str]:
+    """Low-rank specs whose prompt attends to its own keys and values ("exact", as it does by default) or to what they are
+    coded as ("compressed")."""
+    return list(specs) if prefill == "exact" else [f"{spec},prefill={prefill}" for spec in specs]
 
 
 def opponents(rows: Mapping[str, Score]) -> list[tuple[str, str, str]]:

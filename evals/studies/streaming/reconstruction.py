@@ -1,4 +1,4 @@
-"""What latents give back of keys and values, layer by layer (StreamingKV, figures 1, 5, 7 and 8), and equation 15 on
+"""What latents give back of keys and values, layer by layer (StreamingKV, figure 5a), and equation 15 on
 hidden states, as it stands."""
 
 import dataclasses
@@ -13,9 +13,8 @@ import numpy as np
 from lowrank_kv_jax.calibration.calibrate import iterate_taps
 from lowrank_kv_jax.estimators.gha_tail import update_tail
 from lowrank_kv_jax.estimators.moments import Moments
-from lowrank_kv_jax.generation.forward import compress_group, make_layout
+from lowrank_kv_jax.evals.studies.streaming.learned_layers import SIDES, learned_layers
 from lowrank_kv_jax.method import Part
-from lowrank_kv_jax.progress import ProgressBar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,52 +42,40 @@ def reconstruction(
 ) -> list[Rebuilt]:
     """Compress prompts and rebuild every token with what the methods have learned of it by the end of the prompt.
 
-    Args:
-        methods: by spec, low-rank.
-        bases: by spec, of those that are calibrated.
-        texts: int32 tokens `[n, S]` by name; rows are averaged.
-
-    Raises:
-        ValueError: a method without coefficients in bases.
+    Args, raises: as of `learned_layers`; rows of a text are averaged.
     """
-    for spec, method in methods.items():
-        if not (method.rebuilds and method.per_token):
-            raise ValueError(f"{spec}: codes no tokens in one basis of a layer")
-    own = {spec: bases.get(spec) or method.default_bases(model.config.attention) for spec, method in methods.items()}
     found: dict[tuple[str, str, int, str], list[np.ndarray]] = {}
-    steps = sum(len(tokens) for tokens in texts.values()) * model.config.num_layers
-    with ProgressBar("rebuilding", steps, progress) as bar:
-        for text, tokens in texts.items():
-            layout = make_layout(model.config, 1, tokens.shape[1], tokens.shape[1], dtype=jnp.float32)
-            for window in tokens:
-                for layer, taps in enumerate(iterate_taps(model.config, model.params, window[None])):
-                    for spec, method in methods.items():
-                        measured = _measure(method, layout.of_layer(layer), own[spec][layer], taps)
-                        for side, values in zip(("k", "v"), np.asarray(measured), strict=True):
-                            found.setdefault((spec, text, layer, side), []).append(values)
-                    bar.advance()
+    for one in learned_layers(model, methods, bases, texts, progress):
+        measured = _compare(one.method, one.layout.spec, one.bases, one.store, one.tokens)
+        for side, values in zip(SIDES, np.asarray(measured), strict=True):
+            found.setdefault((one.spec, one.text, one.layer, side), []).append(values)
     return [Rebuilt(*key, *map(float, np.mean(values, axis=0))) for key, values in found.items()]
 
 
-def _measure(method, layout, bases, taps) -> jax.Array:
-    state = compress_group(method, layout, bases, (taps,), jnp.full((1,), layout.prompt, jnp.int32))
-    return _compare(method, layout.spec, bases, state.store, taps)
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _compare(method, spec, bases, store, taps) -> jax.Array:
+def _compare(method, spec, bases, store, tokens) -> jax.Array:
     """Cosine, explained variance and lost energy of keys and values, `[2, 3]`."""
-    exact = (taps.k_pre if method.rope == "pre" else taps.k, taps.v)
-    frame, out = method.frame(spec, bases, store), []
-    codes = frame.code(*(x.astype(jnp.float32) for x in exact))
-    for side, x, code in zip(("k", "v"), exact, codes, strict=True):
-        close = frame.rebuild(side, code, spec.kv_heads)[0].swapaxes(0, 1).reshape(x.shape[1], -1)
-        x = x[0].reshape(close.shape).astype(jnp.float32)
-        norms = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(close, axis=-1)
-        cosine = jnp.mean(jnp.sum(x * close, axis=-1) / jnp.maximum(norms, 1e-30))
+    out = []
+    for x, close in rebuilt_tokens(method, spec, bases, store, tokens):
         lost, energy = jnp.sum((x - close) ** 2), jnp.sum(x**2)
-        out.append(jnp.stack([cosine, 1 - lost / jnp.sum((x - x.mean(0)) ** 2), lost / energy]))
+        out.append(jnp.stack([jnp.mean(cosines(x, close)), 1 - lost / jnp.sum((x - x.mean(0)) ** 2), lost / energy]))
     return jnp.stack(out)
+
+
+def rebuilt_tokens(method, spec, bases, store, tokens) -> list[tuple[jax.Array, jax.Array]]:
+    """Keys and values of a prompt and what is rebuilt of them, float32 `[S, K D]` each, as of `Learned`."""
+    frame, out = method.frame(spec, bases, store), []
+    codes = frame.code(*(x.astype(jnp.float32) for x in tokens))
+    for side, x, code in zip(SIDES, tokens, codes, strict=True):
+        close = frame.rebuild(side, code, spec.kv_heads)[0].swapaxes(0, 1).reshape(x.shape[1], -1)
+        out.append((x[0].reshape(close.shape).astype(jnp.float32), close))
+    return out
+
+
+def cosines(x: jax.Array, close: jax.Array) -> jax.Array:
+    """Of tokens `[S, W]` and rebuilt ones, `[S]`; 0 for one without a direction."""
+    norms = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(close, axis=-1)
+    return jnp.sum(x * close, axis=-1) / jnp.maximum(norms, 1e-30)
 
 
 def means(rows: Sequence[Rebuilt]) -> list[Rebuilt]:

@@ -10,7 +10,8 @@ from lowrank_kv_jax.evals.speed import machine_rates
 from lowrank_kv_jax.evals.speed.timing import Timing
 from lowrank_kv_jax.evals.studies.cross_layer.analysis import analyse, cka_matrix, cosine_matrix, group_ranks
 from lowrank_kv_jax.evals.studies.cross_layer.cost import Cost, attention_flops, break_even, measure_costs, smaller_at
-from lowrank_kv_jax.evals.studies.cross_layer.plot import plot_analysis
+from lowrank_kv_jax.evals.studies.cross_layer.latents import _coefficients, _compare, pair_similarity
+from lowrank_kv_jax.evals.studies.cross_layer.plot import plot_analysis, plot_pairs
 from lowrank_kv_jax.evals.studies.cross_layer.quality import Settings, equal_bytes_specs, one_sided_specs
 from lowrank_kv_jax.methods.parse import parse_method
 
@@ -71,6 +72,39 @@ def test_bad_questions_are_refused(options, message):
 def test_texts_of_a_single_token_are_refused():
     with pytest.raises(ValueError, match="tokens of shape"):
         analyse(model(), prompts()[0, :1], sizes=(1,))
+
+
+def test_a_turn_brings_layers_together_that_share_a_space_and_merging_then_loses_nothing():
+    (first,) = random_layers(1)
+    rotation = np.linalg.qr(np.random.default_rng(1).normal(size=(12, 12)))[0].astype(np.float32)
+    cosine, lost, turned, turned_lost, cka = map(float, _compare(first, first @ rotation))
+    assert abs(cosine) < 0.5 and lost > 0.3
+    assert (turned, cka) == (pytest.approx(1, abs=1e-4), pytest.approx(1, abs=1e-4)) and turned_lost < 1e-5
+    cosine, lost, turned, *_ = map(float, _compare(*random_layers(2, tokens=2000)))
+    assert abs(cosine) < 0.05 and turned < 0.2 and 0.5 < lost < 0.7  # right angles: the mean of 2 - 2 cos 36, 2 - 2 cos 54
+
+
+def test_coefficients_do_not_depend_on_the_space_that_a_layer_writes_in():
+    (first,) = random_layers(1)
+    first = first * np.linspace(3, 0.5, 12, dtype=np.float32) + 0.5
+    rotation = np.linalg.qr(np.random.default_rng(1).normal(size=(12, 12)))[0].astype(np.float32)
+    np.testing.assert_allclose(_coefficients(first @ rotation, 5), _coefficients(first, 5), atol=1e-3)
+
+
+def test_adjacent_layers_are_compared_as_keys_values_and_latents(tmp_path):
+    rows = {row.what: row for row in pair_similarity(model(), prompts()[0], 0.5)}
+    assert set(rows) == {"keys as cached", "keys", "values", "coefficients of keys", "coefficients of values"}
+    analysis = analyse(model(), prompts()[0], sizes=(1,))
+    for side in ("keys", "values"):
+        assert rows[side].width == 2 * rows[f"coefficients of {side}"].width
+        np.testing.assert_allclose(rows[side].cosine, np.diagonal(analysis.cosine[side], 1), atol=1e-4)
+        np.testing.assert_allclose(rows[side].cka, np.diagonal(analysis.cka[side], 1), atol=1e-4)
+    for row in rows.values():
+        assert all(np.array(row.turned) > row.cosine) and all(np.array(row.turned_lost) < row.lost), row.what
+    plot_pairs(tmp_path / "pairs.png", list(rows.values()))
+    assert (tmp_path / "pairs.png").stat().st_size > 10_000
+    with pytest.raises(ValueError, match="rank=1.5: must lie in"):
+        pair_similarity(model(), prompts()[0], 1.5)
 
 
 def test_break_even_is_where_the_bases_are_paid_for():

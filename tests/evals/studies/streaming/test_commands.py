@@ -1,0 +1,94 @@
+"""What `lowrank-kv streaming` and `cross-layer` print of the analyses, and what they record."""
+
+import json
+
+import pytest
+from suites import Loaded
+
+from lowrank_kv_jax.cli import main
+from lowrank_kv_jax.evals.studies.streaming import quality
+from lowrank_kv_jax.evals.studies.streaming.quality import Score
+
+OWN = ["palu:rank=0.5", "streamingkv:rank=0.5,alpha=0.5"]
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr("lowrank_kv_jax.models.load.load_model", lambda *args, **kwargs: Loaded())
+    monkeypatch.setattr("lowrank_kv_jax.cli.compilation_cache.enable_compilation_cache", lambda: None)
+
+
+def streaming(tmp_path, *argv):
+    record = tmp_path / "r.jsonl"
+    assert main(["streaming", "--json", str(record), *argv]) == 0
+    return [json.loads(line) for line in record.read_text().splitlines()]
+
+
+def test_distributions_and_columns_are_printed_drawn_and_recorded(tiny, tmp_path, capsys):
+    found = streaming(tmp_path, "--studies", "distributions", "columns", "--text-length", "48", "--methods", *OWN, "--plot",
+                      str(tmp_path / "f.png"))
+    out = capsys.readouterr().out
+    assert "quantiles over tokens, all layers" in out and "explained variance by the first columns" in out
+    assert {path.name for path in tmp_path.glob("*.png")} == {"f-distributions.png", "f-columns.png"}
+    layers, cases = 3, 2 * 2 * 2
+    assert [r["task"] for r in found] == ["distributions"] * (layers + 1) * cases + ["columns"] * layers * cases
+    assert {(r["method"], r["text"]) for r in found} == {(spec, text) for spec in OWN for text in ("pydoc:second", "python")}
+
+
+def test_the_fisher_overlap_is_printed_drawn_and_recorded(tiny, tmp_path, capsys):
+    found = streaming(tmp_path, "--studies", "fisher", "--windows", "1", "--bands", "2", "--plot", str(tmp_path / "f.png"))
+    assert "Fisher overlap of pydoc:first and python" in capsys.readouterr().out and (tmp_path / "f.png").exists()
+    assert [(r["task"], r["side"], len(r["overlap"][0])) for r in found] == [("fisher-overlap", side, 2) for side in "kv"]
+
+
+def test_prompts_and_answers_are_timed(tiny, tmp_path, capsys):
+    found = streaming(tmp_path, "--studies", "prefill", "--timed-length", "40", "--rounds", "1", "--methods", "full", OWN[0])
+    assert "a prompt of 40 tokens and 32 more" in capsys.readouterr().out
+    assert [(r["task"], r["method"], len(r["prefill"])) for r in found] == [
+        ("prefill-and-decode", "full", 1), ("prefill-and-decode", OWN[0], 1)]
+
+
+def test_the_spread_is_of_the_grid_that_was_given(tiny, tmp_path, capsys, monkeypatch):
+    asked = []
+
+    def scores(model, specs, settings, tasks, **_):
+        asked.extend(specs)
+        return {spec: Score(spec, {}, {task: [2.0 - 0.01 * i] for task in tasks}, {}, {}, 1.0) for i, spec in enumerate(specs)}
+
+    monkeypatch.setattr(quality, "scores", scores)
+    (found,) = streaming(tmp_path, "--studies", "spread", "--ranks", "0.5", "--tasks", "code", "--etas", "1e-5", "--alphas",
+                         "0.1", "0.2", "--iterations", "2", "--steps", "10", "32", "--prefill", "compressed")
+    assert len(asked) == 5 and all("prefill=compressed" in spec for spec in asked)
+    assert (found["settings"], found["least"], found["most"]) == (4, pytest.approx(0.01), pytest.approx(0.04))
+    assert "4 settings: nats a token" in capsys.readouterr().out
+    assert found["grid"]["steps"] == [10, 32]
+
+
+def test_ablations_attend_as_asked(tiny, tmp_path, monkeypatch):
+    asked = []
+
+    def scores(model, specs, settings, tasks, **_):
+        asked.extend(specs)
+        return {spec: Score(spec, dict.fromkeys(tasks, 1.0), {task: [0.0] for task in tasks}, {}, {}, 1.0) for spec in specs}
+
+    monkeypatch.setattr(quality, "scores", scores)
+    assert main(["streaming", "--studies", "ablation", "--prefill", "compressed"]) == 0
+    assert asked[0] == "full" and all(spec.endswith("prefill=compressed") for spec in asked[1:]) and len(asked) > 20
+    asked.clear()
+    assert main(["streaming", "--studies", "ablation", "--methods", *OWN]) == 0
+    assert asked == ["full", *OWN]
+
+
+def test_adjacent_layers_are_printed(tiny, tmp_path, capsys):
+    record = tmp_path / "r.jsonl"
+    assert main(["cross-layer", "--latents", "0.5", "--length", "64", "--json", str(record), "--plot",
+                 str(tmp_path / "p.png")]) == 0
+    assert "lost in a merge" in capsys.readouterr().out and (tmp_path / "p.png").exists()
+    tasks = [json.loads(line)["task"] for line in record.read_text().splitlines()]
+    assert tasks[0] == "adjacent keys as cached" and len(tasks) == 5
+
+
+def test_texts_that_are_too_short_are_refused(tiny, tmp_path, capsys):
+    (tmp_path / "short").write_text("short")
+    assert main(["streaming", "--studies", "columns", "--texts", str(tmp_path / "short"), "--methods", "palu:rank=0.5"]) == 2
+    assert "the corpus has 5 tokens; one window needs 2048" in capsys.readouterr().err
