@@ -6,7 +6,7 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.evals.speed.llama_8b import LLAMA_8B, layer_weights
+from lowrank_kv_jax.generation.groups import refresh_group
 from lowrank_kv_jax.generation.layers import layer_extend
 from lowrank_kv_jax.method import Part, Place
 from lowrank_kv_jax.method.layout import DEFAULT_BLOCK, layout_of
@@ -50,12 +51,39 @@ def compile_step(method: Part, target: str, tokens: int = 32768, over: int = 1) 
     Raises:
         NoCompiler: as `compile_only.device`.
     """
-    name = f"step at {tokens} tokens, {spell_method(method)}" + (f", {over} devices" if over > 1 else "")
+    program = functools.partial(step_program, method, target, tokens, over)
+    return _facts(f"step at {tokens} tokens, {spell_method(method)}" + _devices(over), target, program, STATE)
+
+
+def compile_refresh(method: Part, target: str, tokens: int = 32768) -> Result:
+    """The same of a refresh of the group of the first layer; `libraries` are what it calls of cuBLAS and cuSOLVER.
+
+    Raises:
+        NoCompiler: as `compile_only.device`.
+    """
+
+    def program():
+        step, (_, bases, state, *_) = step_program(method, target, tokens, 1)
+        _, of, layout, _ = step.args
+        return functools.partial(_refresh, of, layout), (bases, state)
+
+    return _facts(f"refresh at {tokens} tokens, {spell_method(method)}", target, program, donate=1)
+
+
+def _refresh(method: Part, layout: Any, bases: Any, state: Any) -> Any:
+    return refresh_group(method, layout, bases, state)
+
+
+def _devices(count: int) -> str:
+    return f", {count} devices" if count > 1 else ""
+
+
+def _facts(name: str, target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]], donate: int) -> Result:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            begin, program, args = time.perf_counter(), *step_program(method, target, tokens, over)
-            compiled = compile_for(target, program, *args, donate=STATE)
+            begin, f, args = time.perf_counter(), *program()
+            compiled = compile_for(target, f, *args, donate=donate)
         except NoCompiler:
             raise
         except Exception as error:  # a compiler raises what it likes
@@ -67,7 +95,8 @@ def compile_step(method: Part, target: str, tokens: int = 32768, over: int = 1) 
         "kernels": sum(kind in LAUNCHED for _, kind in _ops(entry)),
         "moved": max((size for size, kind in _ops(entry, axes=4) if kind in MOVES), default=0),
         "collective": max((size for size, kind in _ops(text) if kind.removesuffix("-start") in COLLECTIVES), default=0),
-        "seconds": seconds, "said": [str(x.message) for x in said if issubclass(x.category, RuntimeWarning)],
+        "libraries": sorted(set(re.findall(r'custom_call_target="[_$]*(cu[^"]+)"', text))), "seconds": seconds,
+        "said": [str(x.message) for x in said if issubclass(x.category, RuntimeWarning)],
     })
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.evals.speed.compile_chunk import reading_program
-from lowrank_kv_jax.evals.speed.compile_step import compile_step
+from lowrank_kv_jax.evals.speed.compile_step import compile_refresh, compile_step
 from lowrank_kv_jax.evals.speed.llama_8b import LLAMA_8B, layer_weights
 from lowrank_kv_jax.generation.layers import layer_prefill
 from lowrank_kv_jax.method import Part
@@ -30,11 +30,13 @@ def prefill_program(tokens: int = 32768, config: ModelConfig = LLAMA_8B) -> tupl
 def compile_steps(
     targets: Sequence[str], methods: Mapping[str, Part], tokens: int = 32768, over: int = 4
 ) -> tuple[list[Result], dict[str, str]]:
-    """A decode step through each method's cache, on one device and over several, for every target that can be had."""
+    """A decode step through each method's cache, on one device and over several, and its refresh, for every target."""
     results, missing = [], {}
     for target in targets:
         try:
-            results += [compile_step(method, target, tokens, count) for method in methods.values() for count in (1, over)]
+            for method in methods.values():
+                results += [compile_step(method, target, tokens, count) for count in (1, over)]
+                results.append(compile_refresh(method, target, tokens))
         except NoCompiler as reason:
             missing[target] = str(reason)
     return results, missing

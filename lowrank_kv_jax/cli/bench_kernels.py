@@ -91,7 +91,7 @@ def add_compile_parser(kinds) -> argparse.ArgumentParser:
                              "that of a chunk behind them")
     parser.add_argument("--methods", nargs="+", metavar="SPEC",
                         help="instead of the kernels, decode steps of one such layer through these caches, on one device "
-                             "and over four; or `all`")
+                             "and over four, and their refresh; or `all`")
     parser.add_argument("--json", metavar="FILE", help="append one JSON object for each program and target")
     parser.set_defaults(run=run_compile)
     return parser
@@ -178,10 +178,10 @@ def _print_steps(target: str, results) -> None:
             rows.append((result.name, *[""] * 6, f"FAILED: {result.failure[:60]}"))
             continue
         f = result.facts
-        on_xla = " ".join(dict.fromkeys(text.split(":")[0] for text in f["said"]))
+        notes = " ".join(dict.fromkeys([*(text.split(":")[0] for text in f["said"]), *f["libraries"]]))
         rows.append((result.name, f"{f['temporaries'] / 2**20:.1f}", f"{f['moved']}", f"{f['collective']}",
-                     str(f["loops"]), str(f["kernels"]), f"{f['seconds']:.1f}", on_xla))
-    heads = ("program", "temporaries, MiB", "moved", "exchanged", "loops", "kernels", "compiled, s", "not by a kernel")
-    print_table(f"{target}: one layer of Llama 3.1 8B", heads, rows, texts=("program", "not by a kernel"))
+                     str(f["loops"]), str(f["kernels"]), f"{f['seconds']:.1f}", notes))
+    heads = ("program", "temporaries, MiB", "moved", "exchanged", "loops", "kernels", "compiled, s", "notes")
+    print_table(f"{target}: one layer of Llama 3.1 8B", heads, rows, texts=("program", "notes"))
     print("moved: elements of the largest array of tokens that is copied as a whole; exchanged: of the largest that "
           "devices exchange; kernels: what the device is given to run, one after the other")
