@@ -12,11 +12,13 @@ from lowrank_kv_jax.estimators.linalg import eigenvalues, largest_eigenvalue, or
 from lowrank_kv_jax.storage.state import leaf, state
 
 NORMALIZATIONS = ("median", "largest", "residual", "token", "none")
+ANCHOR = 32.0
+"""Tokens that a basis itself counts for, see `anchored_update`."""
 
 
 def oja_update(
     basis: Float[jax.Array, "B J W R"], x: Float[jax.Array, "B T J W"], weight: Float[jax.Array, "B T"], eta: float,
-    normalize: str,
+    normalize: str, queries: Float[jax.Array, "B T N D"] | None = None,
 ) -> Float32[jax.Array, "B J W R"]:
     """One batch step of Oja's rule from the basis U towards the principal subspace of C = sum_t w_t x_t x_t^T.
 
@@ -38,27 +40,86 @@ def oja_update(
         weight: `[B, T]`, 0 leaves a token out. Rows without any token keep their basis.
         eta: step size.
         normalize: one of `NORMALIZATIONS`.
+        queries: `[B, T, N, D]`, tokens too, each in the channels of its kv head: C is that of [Q; X].
 
     Returns:
         Orthonormal basis, float32.
     """
     if normalize not in NORMALIZATIONS:
         raise ValueError(f"normalize={normalize!r}: allowed are {', '.join(NORMALIZATIONS)}")
-    u = basis.astype(jnp.float32)
-    x = x.astype(jnp.float32).swapaxes(1, 2)
-    weights = weight.astype(jnp.float32)[:, None, :, None]
-    if normalize == "token":
-        weights = weights / jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    y = _mm(x, u)
-    weighted = y * weights
-    step = _mm(x.mT, weighted)
-    inner = _mm(y.mT, weighted)
+    u, by_token = basis.astype(jnp.float32), normalize == "token"
+    step = pull(u, x, weight, by_token)
+    if queries is not None:
+        step = step + pull_of_queries(u, queries, weight, x.shape[2] * x.shape[3] // queries.shape[3], by_token)
+    inner = _mm(u.mT, step)
     if normalize in ("residual", "token", "none"):
         step = step - _mm(u, inner)
     if normalize not in ("token", "none"):
         scale = _median(inner) if normalize == "median" else largest_eigenvalue(inner)
         step = step / jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)[..., None, None]
-    moved = orthonormalise(u + eta * step)
+    return where_fed(weight, orthonormalise(u + eta * step), u)
+
+
+def anchored_update(
+    basis: Float[jax.Array, "B J W R"], held: Float[jax.Array, "B J R R"], x: Float[jax.Array, "B T J W"],
+    weight: Float[jax.Array, "B T"], eta: float, iterations: int = 2,
+) -> Float32[jax.Array, "B J W R"]:
+    """Steps of Oja's rule whose sizes are those of a running mean: the basis of all that is stored, and of new tokens.
+
+    What the basis stands for are stored coefficients c, second moment G = sum c c^T. A step in proportion to the new
+    tokens' share of the energy along each direction, orth(U + eta C U G^-1), spans what orth(U G + eta C U) does, which
+    is a step of orthogonal iteration for M = U G U^T + eta C. So no direction moves further than the new tokens weigh
+    against what is stored along it, and steps shrink as 1 / n, as Oja (1982) asks of a stationary text.
+
+    `ANCHOR` tokens of the new ones' mean energy, spread evenly over the basis, stand for what it was fitted to: they
+    decide where little is stored.
+
+    Args:
+        basis: orthonormal `[B, J, W, R]`.
+        held: G, `[B, J, R, R]`.
+        x: tokens `[B, T, J, W]`.
+        weight: `[B, T]`, 0 leaves a token out. Rows without any token keep their basis.
+        eta: weight of a new token against a stored one.
+        iterations: the more, the closer to the principal subspace of M.
+
+    Returns:
+        Orthonormal basis, float32.
+    """
+    u, count = basis.astype(jnp.float32), jnp.sum(weight.astype(jnp.float32), axis=1)
+    step = pull(u, x, weight)
+    energy = jnp.sum(u * step, axis=(-2, -1)) / jnp.maximum(count, 1.0)[:, None]
+    mean = jnp.maximum(energy / u.shape[-1], jnp.finfo(jnp.float32).tiny)
+    held = held.astype(jnp.float32) + ANCHOR * mean[..., None, None] * jnp.eye(u.shape[-1])
+    moved = orthonormalise(_mm(u, held) + eta * step)
+    for _ in range(iterations - 1):
+        moved = orthonormalise(_mm(u, _mm(held, _mm(u.mT, moved))) + eta * pull(moved, x, weight))
+    return where_fed(weight, moved, u)
+
+
+def pull(u: jax.Array, x: jax.Array, weight: jax.Array, by_token: bool = False) -> jax.Array:
+    """C U, float32 `[B, J, W, R]`, with C = sum_t w_t x_t x_t^T of tokens `[B, T, J, W]`.
+
+    Args:
+        by_token: each token's outer product divided by its ||x||^2.
+    """
+    x, weights = x.astype(jnp.float32).swapaxes(1, 2), weight.astype(jnp.float32)[:, None, :, None]
+    if by_token:
+        weights = weights / jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    return _mm(x.mT, _mm(x, u) * weights)
+
+
+def pull_of_queries(
+    u: jax.Array, queries: jax.Array, weight: jax.Array, kv_heads: int, by_token: bool = False
+) -> jax.Array:
+    """`pull` of queries `[B, T, N, D]`, each in the channels of its kv head: C has a block for each head."""
+    batch, tokens, heads, dim = queries.shape
+    group, by_head = heads // kv_heads, u.reshape(batch, kv_heads, dim, u.shape[-1])
+    rows = queries.reshape(batch, tokens, kv_heads, group, dim).swapaxes(2, 3).reshape(batch, -1, kv_heads, dim)
+    return pull(by_head, rows, jnp.repeat(weight, group, axis=1), by_token).reshape(u.shape)
+
+
+def where_fed(weight: jax.Array, moved: jax.Array, u: jax.Array) -> jax.Array:
+    """Bases `[B, J, W, R]` that moved, of the rows that have any token."""
     fed = jnp.sum(weight, axis=1) > 0
     return jnp.where(fed[:, None, None, None], moved, u)
 
