@@ -25,8 +25,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES, metavar="TABLE",
                         help=f"which to measure, of {', '.join(TABLES)}; by default all")
     parser.add_argument("--refreshes", nargs="+", type=int, default=[0, 16, 32, 64, 96], metavar="N",
-                        help="forgetting: after which refreshes of 32 tokens of the last text to look, behind half a window "
-                             "of the first; those beyond the model's context are left out (%(default)s)")
+                        help="forgetting: after which refreshes of 32 tokens of the last text to look, behind half a"
+                             " window of the first; those beyond the model's context are left out (%(default)s)")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a window (%(default)s)")
     parser.add_argument("--windows", type=int, default=4, help="windows to calibrate on (%(default)s)")
     parser.add_argument("--test-windows", type=int, default=1, help="windows of each text (%(default)s)")
