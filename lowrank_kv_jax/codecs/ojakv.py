@@ -39,15 +39,18 @@ class OjaKV(Principal):
     while decoding one step on the tokens that leave the exact window, at every refresh.
 
     The paper's own settings are the preset `ojakv:paper` (table 5: eta 0.1 and 0.05, the 5% most attended tokens, the
-    printed rule). On real activations the printed rule destroys the basis, and the most attended tokens, most of them
-    recent, are too few and too much alike to learn from. The defaults are what measured best: a normalised step (see
-    `oja_update`) over all tokens of the prompt.
+    printed rule; keys after RoPE, head by head). On real activations the printed rule destroys the basis, and the most
+    attended tokens, most of them recent, are too few and too much alike to learn from. The defaults are what measured
+    best: one basis over all heads of the layer, of keys before RoPE; a normalised step (see `oja_update`) over all tokens
+    of the prompt; and while decoding steps that shrink with what is stored. The preset `ojakv:follow` has keys after RoPE
+    in a basis of each head that follows the latest text, and forgets the prompt.
 
     Attributes:
-        eta_pre, eta_dec: step sizes at prefill and while decoding; 0 leaves the basis alone.
+        eta_pre, eta_dec: step sizes at prefill and while decoding; 0 leaves the basis alone. Under
+            `normalize_dec="stored"` eta_dec is the weight of a new token against a stored one.
         normalize, normalize_dec: how these steps are normalised, see `oja_update`. `normalize_dec="stored"` divides the
-            step along each direction by the energy of what is stored along it, see `anchored_update`: all that is stored
-            and new tokens weigh alike, in whatever order they came. The other rules forget: the last refresh moves the
+            step along each direction by the energy of what is stored along it, see `anchored_update`: tokens then weigh
+            in whatever order they come (alike at eta_dec=1). The other rules forget: the last refresh moves the
             basis as far as the first.
         learns: what moves the bases of keys at prefill where keys are coded after RoPE: "keys", or "queries_and_keys", as
             calibration does, since what counts of an error of keys is what queries see of it. Decoded tokens leave no
@@ -66,8 +69,10 @@ class OjaKV(Principal):
             there (`eta_dec=0`), or give components bits of their own (`bits=4.25`), whose steps stay.
     """
 
+    rope: str = "pre"
+    heads: str = "joint"
     eta_pre: float = 1.0
-    eta_dec: float = 1.0
+    eta_dec: float = 0.5
     normalize: str = "median"
     normalize_dec: str = "stored"
     learns: str = "queries_and_keys"
@@ -83,7 +88,10 @@ class OjaKV(Principal):
         "paper": {
             "eta_pre": 0.1, "eta_dec": 0.05, "normalize": "none", "normalize_dec": "none", "top": 0.05,
             "recent_of": "prompt", "learns": "keys", "rope": "post", "heads": "per_head",
-        }
+        },
+        "follow": {
+            "eta_dec": 1.0, "normalize_dec": "largest", "learns": "keys", "rope": "post", "heads": "per_head",
+        },
     }
 
     def __post_init__(self):
