@@ -8,12 +8,14 @@ from jaxtyping import Float, Float32
 
 from lowrank_kv_jax.estimators.estimator import SizedEstimator, check_batch, register_estimator
 from lowrank_kv_jax.estimators.gha import start_columns
-from lowrank_kv_jax.estimators.linalg import eigenvalues, largest_eigenvalue, orthonormalise
+from lowrank_kv_jax.estimators.linalg import divide_right, eigenvalues, largest_eigenvalue, orthonormalise
 from lowrank_kv_jax.storage.state import leaf, state
 
 NORMALIZATIONS = ("median", "largest", "residual", "token", "none")
 ANCHOR = 32.0
 """Tokens that a basis itself counts for, see `anchored_update`."""
+LEAST = 1e-5
+"""Share of the stored energy below which a direction's is not told from rounding."""
 
 
 def oja_update(
@@ -62,14 +64,16 @@ def oja_update(
 
 def anchored_update(
     basis: Float[jax.Array, "B J W R"], held: Float[jax.Array, "B J R R"], x: Float[jax.Array, "B T J W"],
-    weight: Float[jax.Array, "B T"], eta: float, iterations: int = 1,
+    weight: Float[jax.Array, "B T"], eta: float,
 ) -> Float32[jax.Array, "B J W R"]:
-    """Steps of Oja's rule whose sizes are those of a running mean: the basis of all that is stored, and of new tokens.
+    """A step of Oja's rule of a running mean's length: towards the basis of all that is stored and of new tokens.
 
-    What the basis stands for are stored coefficients c, second moment G = sum c c^T. A step in proportion to the new
-    tokens' share of the energy along each direction, orth(U + eta C U G^-1), spans what orth(U G + eta C U) does, which
-    is a step of orthogonal iteration for M = U G U^T + eta C. So no direction moves further than the new tokens weigh
-    against what is stored along it, and steps shrink as 1 / n, as Oja (1982) asks of a stationary text.
+    What the basis stands for are stored coefficients c, second moment G = sum c c^T. A step that is divided by the energy
+    stored along each direction, orth(U + eta C U G^-1), spans what orth(U G + eta C U) does: a step of orthogonal
+    iteration for M = U G U^T + eta C. So no direction moves further than the new tokens weigh against what is stored
+    along it, and steps shrink as 1 / n, as Oja (1982) asks of a stationary text. The columns stay close to what they
+    were, so that components keep their sizes, and codes their steps. More than one iteration gains nothing: the next
+    refresh goes on with it.
 
     `ANCHOR` tokens of the new ones' mean energy, spread evenly over the basis, stand for what it was fitted to: they
     decide where little is stored.
@@ -80,20 +84,16 @@ def anchored_update(
         x: tokens `[B, T, J, W]`.
         weight: `[B, T]`, 0 leaves a token out. Rows without any token keep their basis.
         eta: weight of a new token against a stored one.
-        iterations: the more, the closer to the principal subspace of M; after many refreshes one does as well as three.
 
     Returns:
         Orthonormal basis, float32.
     """
     u, count = basis.astype(jnp.float32), jnp.sum(weight.astype(jnp.float32), axis=1)
-    step = pull(u, x, weight)
+    step, held = pull(u, x, weight), held.astype(jnp.float32)
     energy = jnp.sum(u * step, axis=(-2, -1)) / jnp.maximum(count, 1.0)[:, None]
-    mean = jnp.maximum(energy / u.shape[-1], jnp.finfo(jnp.float32).tiny)
-    held = held.astype(jnp.float32) + ANCHOR * mean[..., None, None] * jnp.eye(u.shape[-1])
-    moved = orthonormalise(_mm(u, held) + eta * step)
-    for _ in range(iterations - 1):
-        moved = orthonormalise(_mm(u, _mm(held, _mm(u.mT, moved))) + eta * pull(moved, x, weight))
-    return where_fed(weight, moved, u)
+    least = ANCHOR * energy / u.shape[-1] + LEAST * jnp.trace(held, axis1=-2, axis2=-1)
+    ridge = jnp.where(least > 0, least, 1.0)[..., None, None] * jnp.eye(u.shape[-1])
+    return where_fed(weight, orthonormalise(u + eta * divide_right(step, held + ridge)), u)
 
 
 def pull(u: jax.Array, x: jax.Array, weight: jax.Array, by_token: bool = False) -> jax.Array:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lowrank_kv_jax.estimators.oja import ANCHOR, NORMALIZATIONS, anchored_update, oja_update
+from lowrank_kv_jax.estimators.oja import ANCHOR, LEAST, NORMALIZATIONS, anchored_update, oja_update
 
 RNG = np.random.default_rng(0)
 ONES = jnp.ones((1, 64))
@@ -23,16 +23,42 @@ def projector(u):
     return np.einsum("...wr,...vr->...wv", *(np.asarray(u, np.float64),) * 2)
 
 
-def test_many_iterations_find_the_principal_subspace_of_what_is_stored_and_of_new_tokens():
-    u, x, held = basis(4, 1, 2), tokens(), np.zeros((1, 2, 4, 4))
-    held[:] = np.diag([400.0, 90.0, 30.0, 9.0])
-    moved = anchored_update(u, jnp.asarray(held), x, ONES, 1.0, iterations=200)
+def test_a_step_is_one_of_orthogonal_iteration_for_what_is_stored_and_new_tokens():
+    u, x = basis(4, 1, 2), tokens()
+    root = RNG.normal(size=(1, 2, 4, 4)) * 9
+    held = root @ root.swapaxes(-1, -2)
+    moved = anchored_update(u, jnp.asarray(held), x, ONES, 0.7)
     for head in range(2):
         own, rows = np.asarray(u[0, head], np.float64), np.asarray(x[0, :, head], np.float64)
-        anchor = ANCHOR * np.sum((rows @ own) ** 2) / 64 / 4
-        moment = own @ (held[0, head] + anchor * np.eye(4)) @ own.T + rows.T @ rows
-        best = np.linalg.eigh(moment)[1][:, ::-1][:, :4]
-        np.testing.assert_allclose(projector(moved[0, head]), projector(best), atol=1e-4)
+        anchor = ANCHOR * np.sum((rows @ own) ** 2) / 64 / 4 + LEAST * np.trace(held[0, head])
+        moment = own @ (held[0, head] + anchor * np.eye(4)) @ own.T + 0.7 * rows.T @ rows
+        expected = np.linalg.qr(moment @ own)[0]
+        np.testing.assert_allclose(projector(moved[0, head]), projector(expected), atol=1e-4)
+
+
+def test_steps_end_at_the_principal_subspace_and_leave_columns_where_they_were():
+    """The same text over and over, transported and stored each time; columns are not reordered on the way."""
+    u, x = basis(4, 1, 1), tokens(heads=1)
+    rows, first = np.asarray(x[0, :, 0], np.float64), u
+    stored = rows @ np.asarray(u[0, 0], np.float64)
+    for at in range(200):
+        moved = anchored_update(u, jnp.asarray((stored.T @ stored)[None, None]), x, ONES, 1.0)
+        turn = np.asarray(u[0, 0], np.float64).T @ np.asarray(moved[0, 0], np.float64)
+        if not at:
+            assert (np.diag(turn) > 0.5).all() and np.abs(np.triu(turn, 1)).max() < 0.5
+        stored, u = np.concatenate([stored @ turn, rows @ np.asarray(moved[0, 0], np.float64)]), moved
+    best = np.linalg.eigh(rows.T @ rows)[1][:, ::-1][:, :4]
+    near = np.trace(projector(u[0, 0]) @ (rows.T @ rows)) / np.trace(best.T @ rows.T @ rows @ best)
+    assert near > 0.98 > np.trace(projector(first[0, 0]) @ (rows.T @ rows)) / np.trace(best.T @ rows.T @ rows @ best)
+
+
+def test_little_energy_and_none_leave_a_basis_that_is_orthonormal():
+    u = basis(4, 1, 1)
+    held = np.zeros((1, 1, 4, 4))
+    held[0, 0, 0, 0] = 1e12
+    for x, stored in ((0 * tokens(heads=1), held), (1e-6 * tokens(heads=1), held), (0 * tokens(heads=1), 0 * held)):
+        moved = np.asarray(anchored_update(u, jnp.asarray(stored), x, ONES, 1.0))[0, 0]
+        np.testing.assert_allclose(moved.T @ moved, np.eye(4), atol=1e-5)
 
 
 def test_steps_shrink_with_what_is_stored_and_grow_with_eta():
