@@ -145,7 +145,7 @@ def test_the_adaptation_table_compares_bases_with_the_oracle():
     tests, _, table, _ = tiny_tables()
     assert len(table) == 3 * 2 * len(tests)
     for row in table:
-        heads = 1 if row["method"].startswith("single-svd") else helpers.PLAIN.kv_heads
+        heads = helpers.PLAIN.kv_heads if row["method"].startswith("static-pca-h") else 1
         assert np.shape(row["rer_per_layer"]) == (helpers.PLAIN.num_layers, heads)
         assert row["oracle_rer"] <= row["rer"] + 1e-6 and 0 <= row["overlap"] <= 1 + 1e-6
         if row["method"].startswith("single-svd"):
