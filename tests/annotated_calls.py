@@ -35,7 +35,7 @@ ONE = dataclasses.replace(PLAIN, num_layers=1, windows=(None,))
 SPECS = (
     "kivi:bits=2+snapkv:budget=24,sinks=4,recent=8",
     "kivi:bits=4+adakv:budget=24,sinks=4,recent=8,decoding=keep+moments",
-    "ojakv:sinks=4,recent=8,bits=8,estimator=gha", "ojakv:sinks=4,recent=8,bits=2.5+h2o:budget=24,sinks=4,recent=8",
+    "ojakv:sinks=4,recent=8,bits=8,estimator=gha", "ojakv:follow,sinks=4,recent=8", "ojakv:sinks=4,recent=8,bits=2.5+h2o:budget=24,sinks=4,recent=8",
     "transform:sinks=4,recent=8+kvzip:budget=24,sinks=4,recent=8", "shadowkv:budget=24,sinks=4,recent=8,outliers=1,values=host",
     "osp:sinks=4,recent=8,chunk_length=32,rope=pre", "static-pca:sinks=4,recent=8+quest:budget=24,sinks=4,recent=8",
     "osp:sinks=4,recent=8,chunk_length=16,chunks=2,energy=0.8,head_ranks=own", "scissorhands:budget=24,sinks=4,recent=8", "streamingkv:sinks=4,recent=8",

@@ -9,7 +9,7 @@ from lowrank_kv_jax.attention.sink_logits import probabilities
 
 def window_attention(
     q: jax.Array, k: jax.Array, lengths: jax.Array, window: int, *, scale: float, cap: float | None = None,
-    sink_logits: jax.Array | None = None,
+    sink_logits: jax.Array | None = None, sliding: int | None = None,
 ) -> jax.Array:
     """Attention probabilities that each kv head's tokens receive, summed over the window and the head's queries.
 
@@ -18,13 +18,13 @@ def window_attention(
     Returns:
         float32 `[B, K, S]`, zero beyond a row's length.
     """
-    rule = {"scale": scale, "cap": cap, "sink_logits": sink_logits}
+    rule = {"scale": scale, "cap": cap, "sink_logits": sink_logits, "sliding": sliding}
     return window_attention_by_query_head(q, k, lengths, window, **rule).sum(2)
 
 
 def window_attention_by_query_head(
     q: jax.Array, k: jax.Array, lengths: jax.Array, window: int, *, scale: float, cap: float | None = None,
-    sink_logits: jax.Array | None = None,
+    sink_logits: jax.Array | None = None, sliding: int | None = None,
 ) -> jax.Array:
     """Attention probabilities that tokens receive from each query head, summed over the window.
 
@@ -35,6 +35,7 @@ def window_attention_by_query_head(
         window: last queries of each row that vote; rows that are shorter vote with all they have.
         scale, cap: as for `blockwise.logits_of`.
         sink_logits: float32 `[N]`; they take their share of the attention.
+        sliding: the layer's sliding window: a query sees so many last keys, itself included; None: all before it.
 
     Returns:
         float32 `[B, K, N / K, S]`, zero beyond a row's length. softmax is causal and float32 (OjaKV, section 5.2).
@@ -48,7 +49,10 @@ def window_attention_by_query_head(
     q = jax.vmap(lambda x, i: jnp.take(x, jnp.minimum(i, size - 1), axis=0))(q, index)
     q = q.reshape(batch, window, kv_heads, heads // kv_heads, dim)
     logits = logits_of(jnp.einsum("bwkgd,bskd->bkgws", q, k, preferred_element_type=jnp.float32), scale, cap)
-    causal = jnp.arange(size)[None, None, :] <= index[:, :, None]
+    slots = jnp.arange(size)[None, None, :]
+    causal = slots <= index[:, :, None]
+    if sliding is not None:
+        causal = causal & (slots > index[:, :, None] - sliding)
     paid = probabilities(jnp.where(causal[:, None, None], logits, -jnp.inf), sink_logits, heads=(1, 2))
     return jnp.where(votes[:, None, None, :, None], paid, 0.0).sum(3)
 

@@ -13,14 +13,14 @@ MOST_SEED = 2**32 - 1
 _TIMES = (
     "samples", "rounds", "steps", "windows", "test_windows", "calibrate_windows", "rows", "batch", "fewshot", "depths",
     "repeats", "bands", "layers", "refine", "requests", "asked", "prefixes", "slots", "admits",
-    "queue", "turns",
+    "queue", "turns", "refreshes",
 )
 _MOST = {
     **dict.fromkeys(_TIMES, MOST_TIMES), "seed": MOST_SEED, "thresholds": 100, "bandwidth": 1e18, "flops": 1e21,
     "port": 65535,
 }
 _LEAST = {
-    **dict.fromkeys(("seed", "refine", "prefixes", "port", "queue", "after"), 0),
+    **dict.fromkeys(("seed", "refine", "prefixes", "port", "queue", "after", "refreshes"), 0),
     **dict.fromkeys(("samples", "windows", "fewshot"), -math.inf),
 }
 """Of integers, if not 1; where some commands take 0, each says so itself."""

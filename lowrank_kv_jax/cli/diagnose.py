@@ -4,10 +4,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from lowrank_kv_jax.cli.diagnose_tables import print_diagnostics
 from lowrank_kv_jax.cli.options import add_model_options, append_records
-from lowrank_kv_jax.cli.tables import print_table
 
 HELP = "how compressible the cache is, and how bases follow a shift of the text"
+TABLES = ("adaptation", "rest", "forgetting", "compressibility", "spectra")
 HELD_OUT = ("pydoc:first", ("pydoc:second", "python"))
 
 
@@ -21,6 +22,11 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
                         help="texts to measure on, one by one; by default its other half and Python source")
     parser.add_argument("--methods", nargs="+", default=None, metavar="SPEC",
                         help="low-rank methods to compare; by default ojakv and its static baseline")
+    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES, metavar="TABLE",
+                        help=f"which to measure, of {', '.join(TABLES)}; by default all")
+    parser.add_argument("--refreshes", nargs="+", type=int, default=[0, 16, 32, 64, 96], metavar="N",
+                        help="forgetting: after which refreshes of 32 tokens of the last text to look, behind half a"
+                             " window of the first; those beyond the model's context are left out (%(default)s)")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a window (%(default)s)")
     parser.add_argument("--windows", type=int, default=4, help="windows to calibrate on (%(default)s)")
     parser.add_argument("--test-windows", type=int, default=1, help="windows of each text (%(default)s)")
@@ -43,33 +49,53 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.calibration.calibrate import collect_moments
     from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
-    from lowrank_kv_jax.evals.studies.bases import diagnostics
+    from lowrank_kv_jax.evals.studies.bases import adapting, diagnostics, forgetting
 
-    methods = _methods(args.methods or diagnostics.ADAPTATION_METHODS)
-    check_numbers(args, length=1, windows=1, test_windows=1, layers=1, seed=0)
+    methods = _methods(args.methods or adapting.ADAPTATION_METHODS)
+    if args.plot and not {"spectra", "adaptation"} <= set(args.tables):
+        raise ValueError(f"--plot {args.plot}: draws the tables adaptation and spectra; give them to --tables too")
+    check_numbers(args, length=1, windows=1, test_windows=1, layers=1, seed=0, refreshes=0)
     check_outputs(args)
     corpus = load_corpus(args.calibrate or HELD_OUT[0])
     sources = args.test or HELD_OUT[1]
     tests = dict(zip(_labels(sources), map(load_corpus, sources), strict=True))
     model = load_from(args)
     length = min(args.length, model.config.context)
-    windows = {name: token_windows(model.tokenizer, test.texts, length, args.test_windows, args.seed)
-               for name, test in tests.items()}
+
+    def windows_of(text: str, size: int):
+        return token_windows(model.tokenizer, tests[text].texts, size, args.test_windows, args.seed)
+
+    windows = {name: windows_of(name, length) for name in tests}
     calibration = collect_moments(
         model, token_windows(model.tokenizer, corpus.texts, length, args.windows, args.seed), progress=True
     )
-    adaptation = diagnostics.adaptation_table(model, calibration, windows, methods, progress=True)
-    compressible = diagnostics.compressibility_table(model, calibration, windows, args.layers, progress=True)
-    spectra = diagnostics.spectra_table(model, calibration)
-    _print_tables("+".join(_labels(corpus.name.split("+"))), compressible, adaptation, spectra)
-    for task, rows in {"compressibility": compressible, "adaptation": adaptation, "spectra": spectra}.items():
+    first, last = list(tests)[0], list(tests)[-1]
+    half = max(1, length // 2)
+    refreshes = [n for n in args.refreshes if half + n * forgetting.BLOCK <= model.config.context]
+
+    def forgotten():
+        later = windows_of(last, max(1, forgetting.BLOCK * max(refreshes, default=0)))
+        prompt = windows_of(first, half)
+        return forgetting.forgetting_table(model, calibration, prompt, later, methods, refreshes, progress=True)
+
+    measured = (model, calibration, windows)
+    makers = {
+        "adaptation": lambda: adapting.adaptation_table(*measured, methods, progress=True),
+        "rest": lambda: adapting.adaptation_table(*measured, methods, progress=True, learned=0.5),
+        "forgetting": forgotten,
+        "compressibility": lambda: diagnostics.compressibility_table(*measured, args.layers, progress=True),
+        "spectra": lambda: diagnostics.spectra_table(model, calibration),
+    }
+    found = {task: make() for task, make in makers.items() if task in args.tables}
+    print_diagnostics("+".join(_labels(corpus.name.split("+"))), f"{first}, then {last}", found)
+    for task, rows in found.items():
         append_records(args, "diagnose", rows, model=model.name, task=task, length=args.length,
                        samples=args.test_windows, seed=args.seed, calibration=corpus.name,
                        calibration_sha256=corpus.sha256)
     if args.plot:
         from lowrank_kv_jax.evals.studies.bases.plot import plot_diagnostics
 
-        plot_diagnostics(args.plot, spectra, adaptation)
+        plot_diagnostics(args.plot, found["spectra"], found["adaptation"])
         print(f"drew {args.plot}")
     return 0
 
@@ -88,35 +114,3 @@ def _labels(sources: Sequence[str]) -> list[str]:
     """File names in the place of paths, unless two would be the same."""
     short = [Path(source).name if Path(source).exists() else source for source in sources]
     return [name if short.count(name) == 1 else source for name, source in zip(short, sources, strict=True)]
-
-
-def _print_tables(calibrated_on: str, compressibility, adaptation, spectra) -> None:
-    texts = list(dict.fromkeys(row["text"] for row in compressibility))
-    lines = []
-    for kind in dict.fromkeys(row["kind"] for row in compressibility):
-        rows = [row for row in compressibility if row["kind"] == kind]
-        cells = [_number(row[column]) for row in rows for column in ("static", "oracle")]
-        lines.append((kind, f"{rows[0]['rank']}/{rows[0]['width']}", *cells))
-    print_table(f"How compressible the cache is: RER, bases fitted to {calibrated_on}",
-                ("what", "rank", *(f"{text}\n{kind}" for text in texts for kind in ("fitted", "oracle"))), lines)
-    for text in texts:
-        lines = []
-        for row in sorted((row for row in adaptation if row["text"] == text), key=lambda row: row["side"]):
-            side, rank = {"k": "keys", "v": "values"}[row["side"]], f"{row['rank']}/{row['width']}"
-            lines.append((side, row["method"], rank,
-                          *(_number(row[metric]) for metric in ("rer", "oracle_rer", "overlap", "cosine"))))
-        print_table(f"How bases follow the text: those with which each method reads {text}",
-                    ("", "method", "rank", "RER", "oracle's", "overlap", "cosine"), lines, texts=2)
-    lines = []
-    for row in spectra:
-        flat = [[rank for layer in ranks for rank in layer] for ranks in row["ranks"].values()]
-        lines.append((f"{row['tap']} (of {row['width']})",
-                      *(f"{sum(ranks) / len(ranks):.1f}, {max(ranks)}" for ranks in flat)))
-    print_table(f"Ranks that hold a share of the energy on {calibrated_on}: mean over heads, largest",
-                ("tap", *(f"{float(energy):.0%}" for energy in spectra[0]["ranks"])), lines)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}" if value < 0.1 else f"{value:.3f}"
-
-

@@ -24,7 +24,7 @@ class LowRankFields(Codec):
         energy: instead of `rank`: the smallest rank that keeps this share of the calibrated energy in every head of
             the layer (OjaKV, A.2); only for methods whose bases are calibrated.
         rope: "post" codes keys after RoPE and attends in coefficient space; "pre" codes them before (three to five
-            times more compressible) and rebuilds and rotates them on read.
+            times more compressible) and rebuilds and rotates them on read. Without a rotary embedding it is all one.
         heads: "per_head", or "joint" for one basis over all heads of the layer.
         sinks, recent: exact tokens at both ends.
         recent_of: "ring", the most recent tokens at any time, or "prompt", the prompt's last ones for good.
@@ -104,8 +104,6 @@ class LowRankFields(Codec):
         """What `validate` asks of a model for all of these fields. Raises ValueError."""
         if self.energy is None:
             self.ranks(spec)
-        if self.rope == "pre" and spec.rope is None:
-            raise ValueError("rope='pre': this model has no rotary embedding; use rope='post'")
 
     def sides(self, tokens: Tokens | Taps) -> tuple[jax.Array, jax.Array]:
         """Keys as they are coded, and values `[B, T, K, D]`."""

@@ -12,11 +12,13 @@ from lowrank_kv_jax.codecs.frame import Frame
 from lowrank_kv_jax.codecs.lowrank import LowRankStore, of_each_row
 from lowrank_kv_jax.codecs.principal import Principal
 from lowrank_kv_jax.estimators import Estimator, make_estimator
-from lowrank_kv_jax.estimators.oja import NORMALIZATIONS, oja_update
+from lowrank_kv_jax.estimators.oja import NORMALIZATIONS, anchored_update, oja_update
 from lowrank_kv_jax.method import register
-from lowrank_kv_jax.segments.coded import change_of_basis, moved_rows, transport
+from lowrank_kv_jax.segments.coded import change_of_basis, moved_rows, stored_moment, transport
 from lowrank_kv_jax.storage.state import state
 
+STORED = "stored"
+LEARNS = ("keys", "queries_and_keys")
 MARGIN = 2  # directions that an estimator of bounded size keeps for each column of the basis
 
 
@@ -37,20 +39,29 @@ class OjaKV(Principal):
     while decoding one step on the tokens that leave the exact window, at every refresh.
 
     The paper's own settings are the preset `ojakv:paper` (table 5: eta 0.1 and 0.05, the 5% most attended tokens, the
-    printed rule). On real activations the printed rule destroys the basis, and the most attended tokens, most of them
-    recent, are too few and too much alike to learn from. The defaults are what measured best: a normalised step (see
-    `oja_update`) over all tokens of the prompt.
+    printed rule; keys after RoPE, head by head). On real activations the printed rule destroys the basis, and the most
+    attended tokens, most of them recent, are too few and too much alike to learn from. The defaults are what measured
+    best: one basis over all heads of the layer, of keys before RoPE; a normalised step (see `oja_update`) over all tokens
+    of the prompt; and while decoding steps that shrink with what is stored. The preset `ojakv:follow` has keys after RoPE
+    in a basis of each head that follows the latest text, and forgets the prompt.
 
     Attributes:
-        eta_pre, eta_dec: step sizes at prefill and while decoding; 0 leaves the basis alone.
-        normalize, normalize_dec: how these steps are normalised, see `oja_update`.
+        eta_pre, eta_dec: step sizes at prefill and while decoding; 0 leaves the basis alone. Under
+            `normalize_dec="stored"` eta_dec is the weight of a new token against a stored one.
+        normalize, normalize_dec: how these steps are normalised, see `oja_update`. `normalize_dec="stored"` divides the
+            step along each direction by the energy of what is stored along it, see `anchored_update`: tokens then weigh
+            in whatever order they come (alike at eta_dec=1). The other rules forget: the last refresh moves the
+            basis as far as the first.
+        learns: what moves the bases of keys at prefill where keys are coded after RoPE: "keys", or "queries_and_keys", as
+            calibration does, since what counts of an error of keys is what queries see of it. Decoded tokens leave no
+            queries; keys that are coded before RoPE meet queries at all phases, and learn from keys alone.
         top: share of the prompt that the prefill step learns from, k_pre / n; 1 is every token.
         window: queries that vote for a token's importance, w.
         steps: Oja steps taken at prefill on the same tokens.
         estimator: what moves the bases at the same moments and on the same tokens: "oja", the rule above, or another
             name of `estimators.ESTIMATORS`, which begins with the calibrated basis, keeps what it learns beside the
             cache (counted as moments) and weighs all tokens since then alike; `eta_*` of 0 still leave the basis
-            alone, and `steps` and `normalize*` are not its fields.
+            alone, and `steps`, `learns` and `normalize*` are not its fields.
         transport: carry stored coefficients over when the basis moves. False reads them in the new basis, which is
             wrong and only there to measure what that costs (on SmolLM2 at rank 0.5, 512 tokens decoded: perplexity
             25.9 instead of 14.6; the full cache has 13.5). Coefficients in 8 bits are quantised anew with every move at
@@ -58,10 +69,13 @@ class OjaKV(Principal):
             there (`eta_dec=0`), or give components bits of their own (`bits=4.25`), whose steps stay.
     """
 
+    rope: str = "pre"
+    heads: str = "joint"
     eta_pre: float = 1.0
-    eta_dec: float = 1.0
+    eta_dec: float = 0.5
     normalize: str = "median"
-    normalize_dec: str = "largest"
+    normalize_dec: str = "stored"
+    learns: str = "queries_and_keys"
     top: float = 1.0
     window: int = 32
     steps: int = 1
@@ -73,15 +87,19 @@ class OjaKV(Principal):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {
             "eta_pre": 0.1, "eta_dec": 0.05, "normalize": "none", "normalize_dec": "none", "top": 0.05,
-            "recent_of": "prompt",
-        }
+            "recent_of": "prompt", "learns": "keys", "rope": "post", "heads": "per_head",
+        },
+        "follow": {
+            "eta_dec": 1.0, "normalize_dec": "largest", "learns": "keys", "rope": "post", "heads": "per_head",
+        },
     }
 
     def __post_init__(self):
         super().__post_init__()
-        for field in ("normalize", "normalize_dec"):
-            if getattr(self, field) not in NORMALIZATIONS:
-                raise ValueError(f"{field}={getattr(self, field)!r}: allowed are {', '.join(NORMALIZATIONS)}")
+        allowed = {"normalize": NORMALIZATIONS, "normalize_dec": (*NORMALIZATIONS, STORED), "learns": LEARNS}
+        for field, values in allowed.items():
+            if getattr(self, field) not in values:
+                raise ValueError(f"{field}={getattr(self, field)!r}: allowed are {', '.join(values)}")
         for field in ("eta_pre", "eta_dec"):
             if not (math.isfinite(getattr(self, field)) and getattr(self, field) >= 0):
                 raise ValueError(f"{field}={getattr(self, field)!r}: must be a finite number of at least 0")
@@ -121,26 +139,29 @@ class OjaKV(Principal):
 
     def _fitted(self, layout, store, tap, lengths):
         """The store with bases that have learned of a prompt."""
-        k, v, weight = self._prompt_tokens(layout, tap, lengths)
+        q, k, v, weight = self._prompt_tokens(layout, tap, lengths)
         if self.estimator != "oja":
             store = self._learned(store, k, v, weight)
             found = self._learned_bases(store)
         else:
             found = []
-            for basis, x in zip((store.k_basis, store.v_basis), (k, v), strict=True):
+            for basis, x, own in ((store.k_basis, k, q), (store.v_basis, v, None)):
                 for _ in range(self.steps):
-                    basis = oja_update(basis, x, weight, self.eta_pre, self.normalize)
+                    basis = oja_update(basis, x, weight, self.eta_pre, self.normalize, own)
                 found.append(basis)
         k_basis, v_basis = (u.astype(layout.dtype) for u in found)
         return dataclasses.replace(store, k_basis=k_basis, v_basis=v_basis)
 
     def _prompt_tokens(self, layout, taps, lengths):
-        """Keys and values `[B, T, J, W]` that the bases learn from at prefill, and their weights `[B, T]`."""
-        k, v = (self._by_basis(layout, x) for x in self.sides(taps))
+        """Queries `[B, T, N, D]` or None, keys and values `[B, T, J, W]` that the bases learn from at prefill, and their
+        weights `[B, T]`."""
+        learns_queries = self.learns == "queries_and_keys" and self.rope == "post" and taps.q.shape[-1]
+        (k, v), q = (self._by_basis(layout, x) for x in self.sides(taps)), taps.q if learns_queries else None
         if self.top == 1:
-            return k, v, (jnp.arange(k.shape[1])[None] < lengths[:, None]).astype(jnp.float32)
+            return q, k, v, (jnp.arange(k.shape[1])[None] < lengths[:, None]).astype(jnp.float32)
         index, weight = self._salient(layout, taps, lengths)
-        return *(jnp.take_along_axis(x, index[:, :, None, None], axis=1) for x in (k, v)), weight
+        q, k, v = (x if x is None else jnp.take_along_axis(x, index[:, :, None, None], axis=1) for x in (q, k, v))
+        return q, k, v, weight
 
     def _learned(self, store, k, v, weight):
         """The estimators of `store` after tokens `[B, T, J, W]`."""
@@ -157,7 +178,7 @@ class OjaKV(Principal):
 
     def _salient(self, layout, taps, lengths):
         """The tokens to which the last queries attend most, summed over all heads (section 5.2)."""
-        rule = {"sink_logits": taps.sink_logits, **layout.spec.logits}
+        rule = {"sink_logits": taps.sink_logits, "sliding": layout.window, **layout.spec.logits}
         scores = window_attention(taps.q, taps.k, lengths, self.window, **rule).sum(1)
         most = max(1, math.floor(self.top * scores.shape[1]))
         counts = jnp.clip(jnp.floor(self.top * lengths).astype(jnp.int32), 1, most)
@@ -170,7 +191,8 @@ class OjaKV(Principal):
         k, v = (self._by_basis(layout, x) for x in self.sides(one))
         old = store.k_basis, store.v_basis
         if self.estimator == "oja":
-            new = [oja_update(u, x, weight, self.eta_dec, self.normalize_dec) for u, x in zip(old, (k, v), strict=True)]
+            sides = zip("kv", old, (k, v), strict=True)
+            new = [self._stepped(store, side, basis, x, weight) for side, basis, x in sides]
         else:
             store = self._learned(store, k, v, weight)
             new = self._learned_bases(store)
@@ -183,3 +205,10 @@ class OjaKV(Principal):
                 later = steps and steps.moved(change_of_basis(before, after), moved_rows(held, before, after))
                 coefficients[side], moved[f"{side}_steps"] = transport(held, side, before, after, steps, later), later
         return dataclasses.replace(store, tokens=dataclasses.replace(held, **coefficients), **moved)
+
+    def _stepped(self, store, side, basis, x, weight):
+        """A basis after a step towards tokens `[B, T, J, W]`, which are not stored yet."""
+        if self.normalize_dec != STORED:
+            return oja_update(basis, x, weight, self.eta_dec, self.normalize_dec)
+        held = stored_moment(store.tokens, side, getattr(store, f"{side}_steps"))
+        return anchored_update(basis, held, x, weight, self.eta_dec)

@@ -82,6 +82,19 @@ def orthonormalise(basis: Float[jax.Array, "*lead W R"], passes: int = 3) -> Flo
     return x
 
 
+def divide_right(
+    x: Float[jax.Array, "*lead W R"], matrix: Float[jax.Array, "*lead R R"]
+) -> Float32[jax.Array, "*lead W R"]:
+    """X M^-1 of symmetric positive definite M, in float32."""
+    factor, x = cholesky(matrix.astype(jnp.float32)), x.astype(jnp.float32)
+    return one_by_one(_solve_left, factor, one_by_one(_solve_right, factor, x))
+
+
+def _solve_left(factor: jax.Array, x: jax.Array) -> jax.Array:
+    """X L^-1."""
+    return jax.lax.linalg.triangular_solve(factor, x, left_side=False, lower=True)
+
+
 def _solve_right(factor: jax.Array, x: jax.Array) -> jax.Array:
     """X L^-T."""
     return jax.lax.linalg.triangular_solve(factor, x, left_side=False, lower=True, transpose_a=True)

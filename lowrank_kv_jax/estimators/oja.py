@@ -8,15 +8,19 @@ from jaxtyping import Float, Float32
 
 from lowrank_kv_jax.estimators.estimator import SizedEstimator, check_batch, register_estimator
 from lowrank_kv_jax.estimators.gha import start_columns
-from lowrank_kv_jax.estimators.linalg import eigenvalues, largest_eigenvalue, orthonormalise
+from lowrank_kv_jax.estimators.linalg import divide_right, eigenvalues, largest_eigenvalue, orthonormalise
 from lowrank_kv_jax.storage.state import leaf, state
 
 NORMALIZATIONS = ("median", "largest", "residual", "token", "none")
+ANCHOR = 32.0
+"""Tokens that a basis itself counts for, see `anchored_update`."""
+LEAST = 1e-5
+"""Share of the stored energy below which a direction's is not told from rounding."""
 
 
 def oja_update(
     basis: Float[jax.Array, "B J W R"], x: Float[jax.Array, "B T J W"], weight: Float[jax.Array, "B T"], eta: float,
-    normalize: str,
+    normalize: str, queries: Float[jax.Array, "B T N D"] | None = None,
 ) -> Float32[jax.Array, "B J W R"]:
     """One batch step of Oja's rule from the basis U towards the principal subspace of C = sum_t w_t x_t x_t^T.
 
@@ -38,27 +42,84 @@ def oja_update(
         weight: `[B, T]`, 0 leaves a token out. Rows without any token keep their basis.
         eta: step size.
         normalize: one of `NORMALIZATIONS`.
+        queries: `[B, T, N, D]`, tokens too, each in the channels of its kv head: C is that of [Q; X].
 
     Returns:
         Orthonormal basis, float32.
     """
     if normalize not in NORMALIZATIONS:
         raise ValueError(f"normalize={normalize!r}: allowed are {', '.join(NORMALIZATIONS)}")
-    u = basis.astype(jnp.float32)
-    x = x.astype(jnp.float32).swapaxes(1, 2)
-    weights = weight.astype(jnp.float32)[:, None, :, None]
-    if normalize == "token":
-        weights = weights / jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    y = _mm(x, u)
-    weighted = y * weights
-    step = _mm(x.mT, weighted)
-    inner = _mm(y.mT, weighted)
+    u, by_token = basis.astype(jnp.float32), normalize == "token"
+    step = pull(u, x, weight, by_token)
+    if queries is not None:
+        step = step + pull_of_queries(u, queries, weight, x.shape[2] * x.shape[3] // queries.shape[3], by_token)
+    inner = _mm(u.mT, step)
     if normalize in ("residual", "token", "none"):
         step = step - _mm(u, inner)
     if normalize not in ("token", "none"):
         scale = _median(inner) if normalize == "median" else largest_eigenvalue(inner)
         step = step / jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)[..., None, None]
-    moved = orthonormalise(u + eta * step)
+    return where_fed(weight, orthonormalise(u + eta * step), u)
+
+
+def anchored_update(
+    basis: Float[jax.Array, "B J W R"], held: Float[jax.Array, "B J R R"], x: Float[jax.Array, "B T J W"],
+    weight: Float[jax.Array, "B T"], eta: float,
+) -> Float32[jax.Array, "B J W R"]:
+    """A step of Oja's rule of a running mean's length: towards the basis of all that is stored and of new tokens.
+
+    What the basis stands for are stored coefficients c, second moment G = sum c c^T. A step that is divided by the energy
+    stored along each direction, orth(U + eta C U G^-1), spans what orth(U G + eta C U) does: a step of orthogonal
+    iteration for M = U G U^T + eta C. So no direction moves further than the new tokens weigh against what is stored
+    along it, and steps shrink as 1 / n, as Oja (1982) asks of a stationary text. The columns stay close to what they
+    were, so that components keep their sizes, and codes their steps. More than one iteration gains nothing: the next
+    refresh goes on with it.
+
+    `ANCHOR` tokens of the new ones' mean energy, spread evenly over the basis, stand for what it was fitted to: they
+    decide where little is stored.
+
+    Args:
+        basis: orthonormal `[B, J, W, R]`.
+        held: G, `[B, J, R, R]`.
+        x: tokens `[B, T, J, W]`.
+        weight: `[B, T]`, 0 leaves a token out. Rows without any token keep their basis.
+        eta: weight of a new token against a stored one.
+
+    Returns:
+        Orthonormal basis, float32.
+    """
+    u, count = basis.astype(jnp.float32), jnp.sum(weight.astype(jnp.float32), axis=1)
+    step, held = pull(u, x, weight), held.astype(jnp.float32)
+    energy = jnp.sum(u * step, axis=(-2, -1)) / jnp.maximum(count, 1.0)[:, None]
+    least = ANCHOR * energy / u.shape[-1] + LEAST * jnp.trace(held, axis1=-2, axis2=-1)
+    ridge = jnp.where(least > 0, least, 1.0)[..., None, None] * jnp.eye(u.shape[-1])
+    return where_fed(weight, orthonormalise(u + eta * divide_right(step, held + ridge)), u)
+
+
+def pull(u: jax.Array, x: jax.Array, weight: jax.Array, by_token: bool = False) -> jax.Array:
+    """C U, float32 `[B, J, W, R]`, with C = sum_t w_t x_t x_t^T of tokens `[B, T, J, W]`.
+
+    Args:
+        by_token: each token's outer product divided by its ||x||^2.
+    """
+    x, weights = x.astype(jnp.float32).swapaxes(1, 2), weight.astype(jnp.float32)[:, None, :, None]
+    if by_token:
+        weights = weights / jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    return _mm(x.mT, _mm(x, u) * weights)
+
+
+def pull_of_queries(
+    u: jax.Array, queries: jax.Array, weight: jax.Array, kv_heads: int, by_token: bool = False
+) -> jax.Array:
+    """`pull` of queries `[B, T, N, D]`, each in the channels of its kv head: C has a block for each head."""
+    batch, tokens, heads, dim = queries.shape
+    group, by_head = heads // kv_heads, u.reshape(batch, kv_heads, dim, u.shape[-1])
+    rows = queries.reshape(batch, tokens, kv_heads, group, dim).swapaxes(2, 3).reshape(batch, -1, kv_heads, dim)
+    return pull(by_head, rows, jnp.repeat(weight, group, axis=1), by_token).reshape(u.shape)
+
+
+def where_fed(weight: jax.Array, moved: jax.Array, u: jax.Array) -> jax.Array:
+    """Bases `[B, J, W, R]` that moved, of the rows that have any token."""
     fed = jnp.sum(weight, axis=1) > 0
     return jnp.where(fed[:, None, None, None], moved, u)
 

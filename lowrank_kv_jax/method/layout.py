@@ -29,6 +29,7 @@ class Layout:
         dtype: name of the dtype of the cache's floating leaves.
         mesh: devices that the cache is laid out over, with the axes "data" and "model"; None for one device.
         tokens: how coded tokens lie in memory, "rows" or "lanes" (see `storage.lanes`).
+        window: sliding window of a group's layers, where `of_layer` made the layout; None: they see everything.
 
     Raises:
         ValueError: sizes that are no ints, below 1 (a prompt below 0) or above `MOST`; a capacity below the prompt.
@@ -43,6 +44,7 @@ class Layout:
     dtype: str
     mesh: jax.sharding.Mesh | None = None
     tokens: str = "rows"
+    window: int | None = None
 
     def __post_init__(self):
         for name, least in (("batch", 1), ("prompt", 0), ("capacity", 1), ("block", 1)):
@@ -55,8 +57,10 @@ class Layout:
 
     def of_layer(self, layer: int) -> "Layout":
         """What the group of a layer is laid out for; see `AttentionSpec.of_layer`."""
-        own = self.spec.of_layer(layer)
-        return self if own is self.spec else dataclasses.replace(self, spec=own)
+        own, window = self.spec.of_layer(layer), self.spec.windows[layer]
+        if own is self.spec and window == self.window:
+            return self
+        return dataclasses.replace(self, spec=own, window=window)
 
 
 def layout_of(

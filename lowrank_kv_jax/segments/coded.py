@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float32
 
 from lowrank_kv_jax.storage.bits import Bits
+from lowrank_kv_jax.storage.block_reads import block_range, block_slots, slice_block
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.on_host import OnHost
@@ -155,10 +157,38 @@ def transport(
 
     def change(x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32) if steps is None else steps.widen(x)
-        moved = jnp.einsum("bjsr,bjrp->bjsp", wide, move)
+        moved = _product(wide, move)
         return moved if after is None else after.count(moved)
 
     return change_tokens(segment, side, change, moved_rows(segment, old, new))
+
+
+def stored_moment(segment: Any, side: str, steps: Steps | None = None) -> Float32[jax.Array, "B U R R"]:
+    """Sum of c c^T over the tokens that each row holds, of coefficients of "k" or "v", in each head's basis.
+
+    Block by block up to the longest row: O(length) work, and no copy of the cache.
+
+    Args:
+        steps: what codes count in; None where coefficients are stored as they are.
+    """
+    stored, where = getattr(segment, side), segment.positions
+    owner = where.owner if isinstance(where, PerHead) else None
+    batch, heads, size, rank = stored.shape
+    heads = heads if owner is None else where.kv_heads
+
+    def add(i, total):
+        start, slots, fresh = block_slots(i, size)
+        block = slice_block(stored, start).astype(jnp.float32)
+        there = jnp.broadcast_to((fresh & (slots < segment.length[:, None]))[:, None], (batch, heads, len(slots)))
+        if owner is not None:
+            there = there & (jnp.take(owner, slots, axis=2) == jnp.arange(heads, dtype=owner.dtype)[:, None])
+            block = jnp.broadcast_to(block, (batch, heads, *block.shape[2:]))
+        wide = block if steps is None else steps.widen(block)
+        wide = jnp.where(there[..., None], wide, 0.0)
+        return total + _product(wide.mT, wide)
+
+    nothing = jnp.zeros((batch, heads, rank, rank), jnp.float32)
+    return jax.lax.fori_loop(*block_range(size, segment.length), add, nothing)
 
 
 def moved_rows(segment: Any, old: jax.Array, new: jax.Array) -> jax.Array:
@@ -173,8 +203,12 @@ def change_of_basis(old: jax.Array, new: jax.Array) -> jax.Array:
     with every refresh: the least-squares coefficients divide by it, here by one Newton step.
     """
     old, new = old.astype(jnp.float32), new.astype(jnp.float32)
-    correction = 2 * jnp.eye(new.shape[-1]) - jnp.einsum("bjwr,bjwp->bjrp", new, new)
-    return jnp.einsum("bjwr,bjwp,bjpq->bjrq", old, new, correction)
+    correction = 2 * jnp.eye(new.shape[-1]) - _product(new.mT, new)
+    return _product(_product(old.mT, new), correction)
+
+
+def _product(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
 
 
 def change_tokens(segment: Any, side: str, change: Callable[[jax.Array], jax.Array], rows: jax.Array) -> Any:

@@ -240,7 +240,7 @@ def test_the_command_saves_what_load_bases_reads(tmp_path, monkeypatch, capsys):
     args = parser.parse_args([*common, "--method", "ojakv:rank=4"])
     assert args.run(args) == 0
     assert "k rank 4, v rank 4" in capsys.readouterr().out
-    assert load_bases(tmp_path / "out", model(), methods.OjaKV(rank=4))[2].v.shape == (4, 8, 4)
+    assert load_bases(tmp_path / "out", model(), methods.OjaKV(rank=4))[2].v.shape == (1, 32, 4)
     assert describe_bases(tmp_path / "out")["settings"] == {"length": 64, "windows": 4, "seed": 0, "refine": 0}
     args = parser.parse_args([*common, "--method", "transform:bits=1,profiles=1,sampled=False", "--refine", "2"])
     assert args.run(args) == 0 and describe_bases(tmp_path / "out")["settings"]["refine"] == 2
@@ -293,8 +293,11 @@ def test_bases_come_back_bit_for_bit(tmp_path, method):
     assert [path.name for path in tmp_path.iterdir()] == ["bases"]
 
 
+AFTER_ROPE = {"rope": "post", "heads": "per_head"}
+
+
 @pytest.mark.parametrize("method", [
-    methods.OjaKV(rank=0.5), methods.OjaKV(rank=4, eta_pre=0.1, sinks=0), methods.StaticPCA(rank=4),
+    methods.OjaKV(rank=0.5, **AFTER_ROPE), methods.OjaKV(rank=4, eta_pre=0.1, sinks=0, **AFTER_ROPE), methods.StaticPCA(rank=4),
 ])
 def test_methods_that_fit_alike_share_their_bases(tmp_path, method):
     """What a method does with its bases, and how a rank is spelled, is no reason to calibrate again."""

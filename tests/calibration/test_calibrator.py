@@ -75,7 +75,7 @@ def test_bases_are_the_methods_and_of_half_split_channels():
 @pytest.mark.parametrize("method, message", [
     ("palu:rank_by=fisher", "palu: its bases read 'fisher' .gradients by the projections.*; give rank_by=uniform"),
     ("transform", "transform: its bases read 'sampled' .*'sensitivity'.*; give sampled=False,metric=attention"),
-    ("ojakv:rank=9", "rank=9"),
+    ("ojakv:rank=33", "rank=33"),
 ])
 def test_what_taps_do_not_show_is_told_before_any_text(method, message):
     with pytest.raises(ValueError, match=message):

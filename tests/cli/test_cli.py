@@ -70,7 +70,7 @@ def test_methods_lists_all_with_fields_and_defaults(capsys):
 def test_methods_says_what_each_field_allows(capsys):
     assert main(["methods", "ojakv", "kivi+snapkv+moments"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "rope=post (str): \"post\" codes keys after RoPE" in shown and "rank=0.5 (int, float or none): columns" in shown
+    assert "rope=pre (str): \"post\" codes keys after RoPE" in shown and "rank=0.5 (int, float or none): columns" in shown
     assert "budget=none (int or none): tokens that a kv head keeps" in shown and "codec of compositions" in shown
     assert "bits=2 (int or none): 2, 4 or 8" in shown and "order=1 (str): \"0\", \"1\" or \"gaussian\"" in shown
     assert "Attributes:" not in shown

@@ -164,7 +164,7 @@ def test_ids_outside_of_the_vocabulary_are_nan_or_refused():
 @pytest.mark.parametrize(
     "spec, fitted, said",
     [
-        ("ojakv:rank=6", "ojakv:rank=2", r"bases.k has 4 heads of \[8, 2\]; ojakv .* takes 4 of \[8, 6\]: calibrate for it"),
+        ("ojakv:rank=6", "ojakv:rank=2", r"bases.k has 1 heads of \[32, 2\]; ojakv .* takes 1 of \[32, 6\]: calibrate for it"),
         ("static-pca-h:rank=6,heads=joint", "static-pca-h:rank=6", r"takes 1 of \[32, 6\]"),
         ("static-pca-h:rank=6", "eigenattention:rank=6", "bases.k has 1 heads"),
         ("static-pca-h:rank=6+snapkv:keep=0.5", "static-pca-h:rank=5", r"takes 4 of \[8, 6\]"),

@@ -123,7 +123,7 @@ TABLE = (  # call, arguments, words
     (plan, {"method": "xkv:group=2,table=1:2"}, "table='1:2': has 1 entries, this model has 2 groups"),
     (plan, {"method": "xkv:table=x"}, "table='x': expected a pair k:v for each group"),
     (plan, {"method": "palu:head_group=3", "bases": ()}, "head_group=3: must divide the model's 4 kv heads: 1, 2, 4"),
-    (plan, {"method": "ojakv:rank=9", "bases": ()}, "rank=9: must lie in 1..8, the width of the basis"),
+    (plan, {"method": "ojakv:rank=9,heads=per_head", "bases": ()}, "rank=9: must lie in 1..8, the width of the basis"),
     (plan, {"method": "transform:group=4", "bases": ()}, "group=4: the model has 3 layers"),
     (plan, {"method": "kivi:keys=per_token,group=16"}, "group=16: must lie in 1..8, the head's channels, or be None"),
     (layout, {"batch": 0}, "batch=0: must be at least 1"),

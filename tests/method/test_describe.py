@@ -23,7 +23,7 @@ def test_a_generation_shows_its_texts_and_its_cache():
     title, _, *parts = repr(out).splitlines()
     assert title.startswith("Generation from a Cache: ojakv:sinks=4,recent=8, ") and title.endswith("x smaller than a full one in 16 bits")
     (keys,) = (line for line in parts if line.startswith("store.tokens.k "))
-    assert keys.split()[-4:] == ["coefficients", "0-2", "87", "35.2"] and "[2, 4, 188, 4]" in keys
+    assert keys.split()[-4:] == ["coefficients", "0-2", "87", "35.2"] and "[2, 1, 188, 16]" in keys
     assert parts[-2:] == [f"{i}: {row}" for i, row in enumerate(out.tokens)]
     assert "rows: 2, tokens seen: 99 99, room for 200" in repr(out)
 
@@ -46,7 +46,7 @@ def test_layers_that_differ_have_lines_of_their_own():
 
 def test_bases_and_layers_are_described():
     shown = str(lkv.describe(bases_for(OJA)))
-    assert shown.startswith("bases of 3 groups of layers, 3.0 KiB\n") and re.search(r"^k +\[4, 8, 4\] .* 0-2", shown, re.MULTILINE)
+    assert shown.startswith("bases of 3 groups of layers, 12.0 KiB\n") and re.search(r"^k +\[1, 32, 16\] .* 0-2", shown, re.MULTILINE)
     plan = lkv.plan_layers("full", PLAIN.attention, prompt=8, capacity=16)[0]
     taps = lkv.Taps(*(np.zeros((1, 8, n, 8), np.float32) for n in (8, 4, 4, 4)))
     cache = lkv.prefill_layer(plan, taps)

@@ -333,7 +333,7 @@ def test_streaming_attends_over_keys_rotated_at_cache_indices(positions):
 
 
 def test_random_bases_are_orthonormal_and_of_the_asked_ranks():
-    method = REGISTRY["ojakv"](rank_k=3, rank_v=0.5)
+    method = REGISTRY["ojakv"](rank_k=3, rank_v=0.5, heads="per_head")
     for basis in bases_for(method):
         assert basis.k.shape == (4, 8, 3) and basis.v.shape == (4, 8, 4)
         for u in basis[:2]:
@@ -343,7 +343,7 @@ def test_random_bases_are_orthonormal_and_of_the_asked_ranks():
                 atol=1e-5,
             )
     with pytest.raises(ValueError, match="rank_v=9: must lie in 1..8"):
-        REGISTRY["ojakv"](rank_v=9).fit(PLAIN.attention, random_moments(PLAIN))
+        REGISTRY["ojakv"](rank_v=9, heads="per_head").fit(PLAIN.attention, random_moments(PLAIN))
     with pytest.raises(ValueError, match="rank=33: must lie in 1..32"):
         REGISTRY["single-svd"](rank=33).validate(model().config.attention)
 

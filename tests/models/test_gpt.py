@@ -115,10 +115,16 @@ def test_what_is_not_implemented_is_refused(name, change, message):
         models.read_config(GPT_CONFIGS[name] | change)
 
 
+def test_without_a_rotary_embedding_both_sides_of_it_are_one():
+    config, params = tiny("gpt2")
+    tokens = jnp.arange(40)[None] % config.vocab_size
+    pre, post = (prefill(parse_method(f"single-svd:rank=12,sinks=4,recent=8,rope={side}"), config, params, tokens,
+                         dtype=jnp.float32)[1] for side in ("pre", "post"))
+    np.testing.assert_allclose(pre, post, atol=1e-5)
+
+
 def test_methods_that_need_rope_say_so():
     config, params = tiny("gpt2")
-    with pytest.raises(ValueError, match="this model has no rotary embedding; use rope='post'"):
-        prefill(parse_method("single-svd"), config, params, jnp.zeros((1, 8), jnp.int32))
     with pytest.raises(ValueError, match="does not rotate all channels"):
         parse_method("osp:rank=4,rope=pre,rotary=true").validate(tiny("gpt_neox")[0].attention)
     assert init_params(config, jax.random.key(0))["positions"]["embedding"].shape == (128, 48)

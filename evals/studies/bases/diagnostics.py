@@ -3,25 +3,18 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.attention.spec import Taps
-from lowrank_kv_jax.calibration.calibrate import collect_moments, fit_bases, iterate_taps
+from lowrank_kv_jax.calibration.calibrate import collect_moments
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.evals.studies.bases.metrics import (
     principal_basis,
     rank_of_energy,
-    reconstruction_cosine,
     residual_energy_ratio,
     second_moment,
     spectrum,
-    subspace_overlap,
 )
-from lowrank_kv_jax.generation.forward import compress_group, make_layout
-from lowrank_kv_jax.method import Part
-from lowrank_kv_jax.methods.parse import parse_method, spell_method
-from lowrank_kv_jax.progress import ProgressBar
 
 # ---- how compressible the cache is
 
@@ -128,98 +121,6 @@ class _LayerGroups:
         losses = residual_energy_ratio(moments, principal_basis(moments, rank))
         label = f"{label}, jointly over {self.size} layers"
         return _row(label, rank, moments.shape[-1], text, losses[:, None])
-
-
-# ---- how a method's bases follow a shift
-
-ADAPTATION_METHODS = ("static-pca-h:rank=0.5", "ojakv:rank=0.5")
-
-
-def adaptation_table(
-    model: Any, calibration: Moments, tests: dict[str, np.ndarray],
-    methods: Sequence[str | Part] = ADAPTATION_METHODS, progress: bool = False,
-) -> list[dict[str, Any]]:
-    """Table 1 of OjaKV for any low-rank methods: what the bases they read a prompt with lose of it.
-
-    Each method is calibrated on the same moments and then prefills the text, which is where adaptive methods
-    move their bases. The oracle is the text's own principal subspace of the same rank (keys alone, without
-    queries). All tokens count, those too that the method keeps exact. Everything is float32.
-
-    Args:
-        model: a `LoadedModel`.
-        calibration: moments of the calibration corpus.
-        tests: name of the text -> int32 tokens `[n, S]`.
-        methods: specs or methods that keep coefficients in one basis a layer.
-        progress: show a progress bar.
-
-    Returns:
-        Rows of "method", "text", "side" ("k" or "v"), "rank", "width", the means "rer", "oracle_rer",
-        "overlap" and "cosine" over layers, heads and windows, and "rer_per_layer", ... as `[L][J]` lists.
-
-    Raises:
-        ValueError: a method that does not code tokens in a basis.
-    """
-    fitted = []
-    for method in methods:
-        method = parse_method(method) if isinstance(method, str) else method
-        if not (method.rebuilds and method.per_token):
-            raise ValueError(f"method {method.name!r} has no one basis of a layer to diagnose; give a low-rank one")
-        method.validate(model.config.attention)
-        bases = fit_bases(model, method, calibration, jnp.float32) if method.calibrated else None
-        fitted.append((method, bases))
-    steps = sum(len(tokens) for tokens in tests.values()) * model.config.num_layers
-    with ProgressBar("adapting", steps, progress) as bar:
-        rows = (_adaptation_rows(model, text, tokens, fitted, bar) for text, tokens in tests.items())
-        return [row for text_rows in rows for row in text_rows]
-
-
-def _adaptation_rows(model, text: str, tokens: np.ndarray, fitted, bar: ProgressBar) -> list[dict[str, Any]]:
-    found: dict[tuple[int, str], list[dict[str, np.ndarray]]] = {}
-    layout = make_layout(model.config, 1, tokens.shape[1], tokens.shape[1], dtype=jnp.float32)
-    lengths = jnp.full((1,), tokens.shape[1], jnp.int32)
-    for window in tokens:
-        for layer, taps in enumerate(iterate_taps(model.config, model.params, window[None])):
-            for index, (method, bases) in enumerate(fitted):
-                own = None if bases is None else bases[layer]
-                state = compress_group(method, layout.of_layer(layer), own, (taps,), lengths)
-                for side in ("k", "v"):
-                    found.setdefault((index, side), []).append(_losses(model, method, own, state.store, taps, side))
-            bar.advance()
-    rows = []
-    for (index, side), losses in found.items():
-        rows.append(_adaptation_row(model, fitted[index][0], text, side, losses))
-    return rows
-
-
-def _losses(model, method: Any, own: Any, store: Any, taps: Taps, side: str) -> dict[str, np.ndarray]:
-    """Metrics `[J]` of one layer and window."""
-    keys = taps.k_pre if method.rope == "pre" else taps.k
-    x, frame = taps.v if side == "v" else keys, method.frame(model.config.attention, own, store)
-    codes = dict(zip(("k", "v"), frame.code(keys, taps.v), strict=True))
-    rebuilt = np.asarray(frame.rebuild(side, codes[side], model.config.kv_heads)[0])
-    basis = getattr(frame, side)
-    basis = np.asarray(basis[0] if basis.ndim == 4 else basis, np.float64)
-    by_basis = np.asarray(x[0]).reshape(len(x[0]), len(basis), -1).swapaxes(0, 1)
-    moment = second_moment(by_basis)
-    left = by_basis - rebuilt.swapaxes(0, 1).reshape(len(x[0]), len(basis), -1).swapaxes(0, 1)
-    oracle = principal_basis(moment, basis.shape[-1])
-    return {
-        "rer": np.sum(left**2, axis=(1, 2)) / np.sum(by_basis**2, axis=(1, 2)),
-        "oracle_rer": residual_energy_ratio(moment, oracle),
-        "overlap": subspace_overlap(basis, oracle),
-        "cosine": reconstruction_cosine(np.asarray(x[0]).swapaxes(0, 1), rebuilt),
-        "shape": np.array(basis.shape[1:]),
-    }
-
-
-def _adaptation_row(model, method: Any, text: str, side: str, losses) -> dict[str, Any]:
-    width, rank = (int(n) for n in losses[0]["shape"])
-    row = {"method": spell_method(method), "text": text, "side": side, "rank": rank, "width": width}
-    for metric in ("rer", "oracle_rer", "overlap", "cosine"):
-        values = np.stack([entry[metric] for entry in losses])
-        values = values.reshape(-1, model.config.num_layers, values.shape[-1]).mean(0)
-        row |= {metric: float(values.mean()), f"{metric}_per_layer": values.tolist()}
-    return row
 
 
 def spectra_table(

@@ -18,8 +18,8 @@ from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.saving.saved_cache import abstract_cache
 
 BASELINES = ("h2o", "snapkv", "pyramidkv", "adakv")
-NOMINAL = {"full": 1.0, "snapkv:keep=0.5,decoding=keep": 0.5, "ojakv:rank=0.6": 0.6,
-           "ojakv:rank=0.6+snapkv:keep=0.5,decoding=keep": 0.3}
+NOMINAL = {"full": 1.0, "snapkv:keep=0.5,decoding=keep": 0.5, "ojakv:follow,rank=0.6": 0.6,
+           "ojakv:follow,rank=0.6+snapkv:keep=0.5,decoding=keep": 0.3}
 """The caches of OjaKV's table 6, with the share of the bytes that rank and budget alone stand for."""
 SCORED = ("ablation", "bytes", "ojakv")
 MOST_WINDOWS = 16

@@ -13,7 +13,7 @@ from lowrank_kv_jax.calibration.calibrate import collect_moments, iterate_taps
 from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
 from lowrank_kv_jax.cli import diagnose
 from lowrank_kv_jax.evals.results.records import read_records
-from lowrank_kv_jax.evals.studies.bases import diagnostics
+from lowrank_kv_jax.evals.studies.bases import adapting, diagnostics
 from lowrank_kv_jax.evals.studies.bases.metrics import (
     principal_basis,
     rank_of_energy,
@@ -110,7 +110,7 @@ def tiny_tables():
     specs = ("static-pca-h:rank=4", "ojakv:rank=4,top=1.0,eta_pre=0.5", "single-svd:rank=8,sinks=0,recent=0")
     return (
         tests, diagnostics.compressibility_table(model, calibration, tests, layers=2),
-        diagnostics.adaptation_table(model, calibration, tests, specs),
+        adapting.adaptation_table(model, calibration, tests, specs),
         diagnostics.spectra_table(model, calibration),
     )
 
@@ -145,7 +145,7 @@ def test_the_adaptation_table_compares_bases_with_the_oracle():
     tests, _, table, _ = tiny_tables()
     assert len(table) == 3 * 2 * len(tests)
     for row in table:
-        heads = 1 if row["method"].startswith("single-svd") else helpers.PLAIN.kv_heads
+        heads = helpers.PLAIN.kv_heads if row["method"].startswith("static-pca-h") else 1
         assert np.shape(row["rer_per_layer"]) == (helpers.PLAIN.num_layers, heads)
         assert row["oracle_rer"] <= row["rer"] + 1e-6 and 0 <= row["overlap"] <= 1 + 1e-6
         if row["method"].startswith("single-svd"):
@@ -155,7 +155,7 @@ def test_the_adaptation_table_compares_bases_with_the_oracle():
 def test_methods_without_a_basis_cannot_be_compared():
     moments = helpers.random_moments(helpers.PLAIN)
     with pytest.raises(ValueError, match="'full' has no one basis"):
-        diagnostics.adaptation_table(helpers.model(), moments, {}, [methods.Full()])
+        adapting.adaptation_table(helpers.model(), moments, {}, [methods.Full()])
 
 
 def test_spectra_fall_and_the_picture_is_drawn(tmp_path):
@@ -179,13 +179,13 @@ def test_the_command_measures_prints_and_records(tmp_path, monkeypatch, capsys):
     diagnose.add_parser(parser.add_subparsers())
     args = parser.parse_args([
         "diagnose", "--calibrate", str(tmp_path / "prose.txt"), "--test", str(tmp_path / "shifted.txt"),
-        "--methods", "ojakv:rank=4", "--length", "48", "--windows", "2", "--layers", "2",
+        "--methods", "ojakv:rank=4", "--length", "48", "--windows", "2", "--layers", "2", "--refreshes", "0", "2", "9999",
         "--json", str(tmp_path / "out.jsonl"), "--plot", str(tmp_path / "out.png"),
     ])
     assert args.run(args) == 0
     assert "ojakv:rank=4" in capsys.readouterr().out
     records = read_records(tmp_path / "out.jsonl")
-    assert {record["task"] for record in records} == {"compressibility", "adaptation", "spectra"}
+    assert {record["task"] for record in records} == {"compressibility", "adaptation", "rest", "forgetting", "spectra"}
     assert all(record["model"] == "tiny" and record["calibration_sha256"] for record in records)
     assert (tmp_path / "out.png").is_file()
 
@@ -204,7 +204,7 @@ def test_an_adapted_basis_loses_less_of_shifted_text_than_the_calibrated_one():
     prose = token_windows(model.tokenizer, load_corpus("pydoc").texts, 512, 1)
     code = token_windows(model.tokenizer, load_corpus("python").texts, 512, 1)
     specs = ("static-pca-h:rank=0.5", "ojakv:rank=0.5,top=1.0")
-    table = diagnostics.adaptation_table(model, collect_moments(model, prose), {"code": code}, specs)
+    table = adapting.adaptation_table(model, collect_moments(model, prose), {"code": code}, specs)
     rer = {(row["method"].split(":")[0], row["side"]): row["rer"] for row in table}
     oracle = {row["side"]: row["oracle_rer"] for row in table}
     for side in ("k", "v"):
