@@ -1,5 +1,6 @@
 """Caches of a decoder of your own on disk, those of all its layers together."""
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,7 +84,11 @@ def load_layers(path: str | Path, plans: Sequence[LayerPlan], weights: Any) -> l
                          f"{len(plans)} plans given")
     if metadata["bases"] != _bases(plans):
         raise ValueError(f"{path}: these caches were made with other calibrated bases than those of the plans given")
-    layouts = [read_layout(file, metadata["layout"], plan.layout.spec, plan.layout.mesh) for plan in plans]
+    layouts = [
+        dataclasses.replace(
+            read_layout(file, metadata["layout"], plan.layout.spec, plan.layout.mesh), window=plan.layout.window)
+        for plan in plans
+    ]
     abstract = [_abstract_layer(plan, layout) for plan, layout in zip(plans, layouts, strict=True)]
     return hold_bits(load_state(path, metadata, abstract))
 

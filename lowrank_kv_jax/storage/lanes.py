@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from lowrank_kv_jax.storage.on_host import OnHost
 from lowrank_kv_jax.storage.quantised import COEFFICIENTS, QuantisedTokens, widen_scales
 from lowrank_kv_jax.storage.state import leaf, state, static, write_tokens
 from lowrank_kv_jax.storage.water_filled import WaterFilled, WidthRuns, bytes_of, components_of, pack
@@ -169,7 +170,7 @@ def lay_out(tree: Any, layout: str) -> Any:
         of_tokens = info is not None and info.axes[-2:] in (("tokens", "rank"), ("tokens", "head_dim"))
         if isinstance(value, TokensOnLanes) and layout == "rows":
             changes[field.name] = value.in_rows()
-        elif of_tokens and layout == "lanes" and not dataclasses.is_dataclass(value):
+        elif of_tokens and layout == "lanes" and not dataclasses.is_dataclass(value) and not isinstance(value, OnHost):
             kind = ExactOnLanes if info.kind == "exact" else TokensOnLanes
             changes[field.name] = kind(_transposed(value), value.shape[2])
         else:

@@ -226,8 +226,8 @@ def test_methods_without_bases_need_no_corpus():
 
 
 def test_methods_that_do_not_suit_the_model_are_refused_before_anything_runs():
-    with pytest.raises(ValueError, match="rank=9"):
-        calibrate(model(), methods.OjaKV(rank=9), ["too short"])
+    with pytest.raises(ValueError, match="rank=33"):
+        calibrate(model(), methods.OjaKV(rank=33), ["too short"])
 
 
 def test_the_command_saves_what_load_bases_reads(tmp_path, monkeypatch, capsys):

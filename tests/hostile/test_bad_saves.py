@@ -46,7 +46,7 @@ TABLES = {
         (("groups", 0, "k", "shape"), [10**30], "must be a list of sizes from 0 to 2**31 - 1"),
         (("groups", 0, "k", "shape"), [1.0], "shape=[1.0]: must be a list of sizes"),
         (("groups", 0, "k", "shape"), [True], "shape=[True]: must be a list of sizes"),
-        (("groups", 0, "k", "shape"), [2**30, 2**30], "does not fit: 0.k"), (("groups", 0, "k", "shape"), [1, 2], "0.k: (4, 8, 4)"),
+        (("groups", 0, "k", "shape"), [2**30, 2**30], "does not fit: 0.k"), (("groups", 0, "k", "shape"), [1, 2], "0.k: (1, 32, 4)"),
     ),
     "cache": (
         (("kind",), "bases", "kind='bases': must be 'cache'"), ((LAYOUT,), [], "layout=[]: must be an object"),

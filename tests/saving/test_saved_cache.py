@@ -78,7 +78,7 @@ def test_refusals_name_the_reason(tmp_path):
     with pytest.raises(ValueError, match="belongs to model 'tiny'"):
         load_cache(path, method, stranger, bases=bases)
     with pytest.raises(ValueError, match="other calibrated bases"):
-        load_cache(path, method, MODEL, bases=jax.tree.map(lambda u: u[::-1], bases))
+        load_cache(path, method, MODEL, bases=jax.tree.map(lambda u: u[..., ::-1], bases))
     with pytest.raises(FileNotFoundError, match="no saved cache"):
         load_cache(tmp_path / "nothing", method, MODEL, bases=bases)
     (path / METADATA).write_text("{")
