@@ -1,6 +1,7 @@
 """The op with its log-sum-exp by JAX's own flash attention in Triton: JAX rounds cuDNN's log-sum-exp to 16 bits."""
 
 import math
+import warnings
 
 import jax.numpy as jnp
 
@@ -14,7 +15,9 @@ TILE = 128  # queries, and keys, of a program; prompts are padded to whole ones
 def causal_partial(q, k, v, *, scale, window, interpret=False) -> AttnPartial:
     """The op of `api.causal_partial`; `Unsupported` where the kernel does not cover a case."""
     try:
-        from jax.experimental.pallas.ops.gpu import attention
+        with warnings.catch_warnings():  # from 0.11 on JAX points to tokamax, where it will move
+            warnings.simplefilter("ignore", DeprecationWarning)
+            from jax.experimental.pallas.ops.gpu import attention
     except ImportError as reason:
         raise Unsupported(f"this JAX has no flash attention in Triton: {reason}") from reason
     if window is not None:
