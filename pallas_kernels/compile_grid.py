@@ -90,6 +90,20 @@ class Result:
         return {"target": self.target, "failure": self.failure, **self.facts}
 
 
+def tried(name: str, target: str, facts: Callable[[], dict[str, Any]]) -> Result:
+    """The facts that a compiler gives, or why it fails.
+
+    Raises:
+        NoCompiler: there is none.
+    """
+    try:
+        return Result(name, target, facts())
+    except NoCompiler:
+        raise
+    except Exception as error:  # a compiler raises what it likes
+        return Result(name, target, {}, " ".join(str(error).split())[:400] or type(error).__name__)
+
+
 def supported(program: Program, target: str) -> bool:
     """Whether the target's kernels claim the case: Mosaic GPU only on GPUs, from jax 0.11 on."""
     if target == "sm_90":
@@ -114,16 +128,13 @@ def compile_all(targets: Sequence[str], programs: Sequence[Program] = PROGRAMS) 
 
 def _compile(program: Program, target: str) -> Result:
     f, args = arguments(program, target)
-    try:
+
+    def facts() -> dict[str, Any]:
         if target == "sm_90":
-            facts = mosaic_facts if program.mosaic else gpu_facts
-            return Result(str(program), target, facts(program.op, f, *args)._asdict())
-        memory = compile_for(target, f, *args).memory_analysis()
-        return Result(str(program), target, {"temporaries": memory.temp_size_in_bytes})
-    except NoCompiler:
-        raise
-    except Exception as error:  # a compiler raises what it likes
-        return Result(str(program), target, {}, " ".join(str(error).split())[:400] or type(error).__name__)
+            return (mosaic_facts if program.mosaic else gpu_facts)(program.op, f, *args)._asdict()
+        return {"temporaries": compile_for(target, f, *args).memory_analysis().temp_size_in_bytes}
+
+    return tried(str(program), target, facts)
 
 
 def arguments(program: Program, target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -47,6 +47,11 @@ def without_kernels(kernels: Mapping[str, Callable[..., Any]], reason: str) -> d
     return dict.fromkeys(kernels, refuse)
 
 
+def warn_anew() -> None:
+    """Say every reason once more."""
+    _warn_once.cache_clear()
+
+
 @functools.cache
 def _warn_once(op: str, backend: str, reason: str) -> None:
     warnings.warn(f"{op} runs on XLA instead of {backend}: {reason}", RuntimeWarning, stacklevel=2)

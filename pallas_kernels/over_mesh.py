@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.sharding import OF_AXIS, partition
 from lowrank_kv_jax.storage.state import map_leaves
 
 _MESH: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)
@@ -77,16 +78,12 @@ def cut(x: Any, axes: tuple[str | None, ...]) -> PartitionSpec:
     """
     mesh = _MESH.get()
     assert mesh is not None
-    found: list[str | None] = []
-    for axis, size in zip(axes, x.shape, strict=True):
-        name = {"batch": "data", "kv_heads": "model"}.get(axis or "")
-        name = _axis(mesh, name) if name else None
-        if name and axis == "kv_heads" and size == 1:
-            name = None
-        if name and size % mesh.shape[name]:
-            raise Unsupported(f"{size} {axis} over {mesh.shape[name]} devices")
-        found.append(name)
-    return PartitionSpec(*found)
+    found = partition(mesh, axes, x.shape)
+    for axis, size, name in zip(axes, x.shape, found, strict=True):
+        over = mesh.shape.get(OF_AXIS.get(axis or ""), 1)
+        if over > 1 and name is None and not (axis == "kv_heads" and size == 1):
+            raise Unsupported(f"{size} {axis} over {over} devices")
+    return found
 
 
 def cut_state(x: Any) -> Any:

@@ -43,7 +43,7 @@ def draw_all_by_length(plt: Any, sections: Sequence[Section]) -> Any:
         axis.set(xlabel="tokens", ylabel=label)
     axes[0, 0].set_ylim(-4, 104)
     figure.suptitle(f"{same[-1].command}, {same[-1].model}", fontsize=10)
-    legend(figure, list(families(methods)))
+    legend(figure, list(families(methods)), axes[0, 0])
     return figure
 
 

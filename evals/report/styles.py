@@ -13,10 +13,11 @@ def style(number: int, method: str) -> dict:
     return {"color": color, "marker": MARKERS[number % len(MARKERS)], "markerfacecolor": "w" if "/" in method else color}
 
 
-def legend(figure, labels: Sequence[str]) -> None:
-    """Below the axes, in as many columns as the longest label allows."""
+def legend(figure, labels: Sequence[str], axis=None) -> None:
+    """Below the axes, in as many columns as the longest label allows; where all axes show the same, of one `axis`."""
+    drawn = () if axis is None else axis.get_legend_handles_labels()
     columns = max(1, min(3, 72 // (max(map(len, labels)) + 6), len(labels)))
-    figure.legend(loc="outside lower center", ncols=columns, frameon=False)
+    figure.legend(*drawn, loc="outside lower center", ncols=columns, frameon=False)
 
 
 def families(methods: Sequence[str]) -> dict[str, list[int]]:

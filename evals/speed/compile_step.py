@@ -14,16 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.evals.speed.llama_8b import LLAMA_8B, layer_weights
+from lowrank_kv_jax.evals.speed.roofline import white_bases
 from lowrank_kv_jax.generation.groups import refresh_group
 from lowrank_kv_jax.generation.layers import layer_extend
 from lowrank_kv_jax.method import Part, Place
 from lowrank_kv_jax.method.layout import DEFAULT_BLOCK, layout_of
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.parse import spell_method
-from lowrank_kv_jax.pallas_kernels.compile_grid import Result
-from lowrank_kv_jax.pallas_kernels.compile_only import NoCompiler, compile_for, devices
+from lowrank_kv_jax.pallas_kernels import dispatch
+from lowrank_kv_jax.pallas_kernels.compile_grid import Result, tried
+from lowrank_kv_jax.pallas_kernels.compile_only import compile_for, devices
 from lowrank_kv_jax.storage.lanes import lay_out
 from lowrank_kv_jax.storage.sharding import MESH_AXES, leaf_sharding
 from lowrank_kv_jax.storage.state import map_leaves
@@ -65,13 +66,9 @@ def compile_refresh(method: Part, target: str, tokens: int = 32768) -> Result:
     def program():
         step, (_, bases, state, *_) = step_program(method, target, tokens, 1)
         _, of, layout, _ = step.args
-        return functools.partial(_refresh, of, layout), (bases, state)
+        return functools.partial(refresh_group, of, layout), (bases, state)
 
     return _facts(f"refresh at {tokens} tokens, {spell_method(method)}", target, program, donate=1)
-
-
-def _refresh(method: Part, layout: Any, bases: Any, state: Any) -> Any:
-    return refresh_group(method, layout, bases, state)
 
 
 def _devices(count: int) -> str:
@@ -79,25 +76,25 @@ def _devices(count: int) -> str:
 
 
 def _facts(name: str, target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]], donate: int) -> Result:
+    return tried(name, target, functools.partial(_compiled, target, program, donate))
+
+
+def _compiled(target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]], donate: int) -> dict[str, Any]:
+    dispatch.warn_anew()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        try:
-            begin, f, args = time.perf_counter(), *program()
-            compiled = compile_for(target, f, *args, donate=donate)
-        except NoCompiler:
-            raise
-        except Exception as error:  # a compiler raises what it likes
-            return Result(name, target, {}, " ".join(str(error).split())[:400] or type(error).__name__)
+        begin, f, args = time.perf_counter(), *program()
+        compiled = compile_for(target, f, *args, donate=donate)
     seconds, text = time.perf_counter() - begin, compiled.as_text()
     entry = text[text.index("\nENTRY ") :]
-    return Result(name, target, {
+    return {
         "temporaries": compiled.memory_analysis().temp_size_in_bytes, "loops": text.count(" while("),
         "kernels": sum(kind in LAUNCHED for _, kind in _ops(entry)),
         "moved": max((size for size, kind in _ops(entry, axes=4) if kind in MOVES), default=0),
         "collective": max((size for size, kind in _ops(text) if kind.removesuffix("-start") in COLLECTIVES), default=0),
         "libraries": sorted(set(re.findall(r'custom_call_target="[_$]*(cu[^"]+)"', text))), "seconds": seconds,
         "said": [str(x.message) for x in said if issubclass(x.category, RuntimeWarning)],
-    })
+    }
 
 
 def step_program(method: Part, target: str, tokens: int, over: int) -> tuple[Any, tuple[Any, ...]]:
@@ -107,8 +104,7 @@ def step_program(method: Part, target: str, tokens: int, over: int) -> tuple[Any
     mesh = Mesh(np.array(devices(target, over)).reshape(1, over), MESH_AXES)
     layout = layout_of(config.attention, 1, tokens, tokens + DEFAULT_BLOCK, dtype=jnp.bfloat16)
     layout = dataclasses.replace(layout, tokens="rows" if target == "sm_90" else "lanes")
-    spec = config.attention
-    own = (method.fit(spec, any_moments()) if method.calibrated else method.default_bases(spec))[0]
+    own = white_bases(config.attention, method, layout.dtype)[0]
     state = jax.eval_shape(lambda: lay_out(machine_of(method).init(layout, own), layout.tokens))
     state = map_leaves(lambda info, x: _shape(x, leaf_sharding(mesh, info, x.shape)), state)
     everywhere = functools.partial(_shape, sharding=NamedSharding(mesh, PartitionSpec()))
@@ -118,18 +114,6 @@ def step_program(method: Part, target: str, tokens: int, over: int) -> tuple[Any
     layout = layout if over == 1 else dataclasses.replace(layout, mesh=mesh)
     step = functools.partial(layer_extend, config.by_layer[0], method, layout, Place())
     return step, (weights, bases, state, x, *integers)
-
-
-@functools.cache
-def any_moments() -> Moments:
-    """Full-rank moments of one layer; which ones decides no shape."""
-    spec, rng = LLAMA_8B.attention, np.random.default_rng(0)
-    width = spec.kv_heads * spec.head_dim
-    tokens = rng.normal(size=(2 * width, width))
-    wide = np.broadcast_to(tokens.T @ tokens, (1, width, width))
-    heads = np.broadcast_to(wide[0, : spec.head_dim, : spec.head_dim], (1, spec.kv_heads, spec.head_dim, spec.head_dim))
-    votes = np.broadcast_to(np.linspace(1.0, 0.0, 61), (1, 61))  # the share of a layer's votes above rising edges
-    return Moments(2 * width, wide, wide, wide, heads, heads, votes=votes)
 
 
 def _shape(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -1,7 +1,7 @@
 """Programs that a model runs, compiled whole for hardware that is not there: what they need beside their arguments."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from lowrank_kv_jax.generation.layers import layer_prefill
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.methods.parse import as_method
 from lowrank_kv_jax.models.config import ModelConfig
-from lowrank_kv_jax.pallas_kernels.compile_grid import Result
+from lowrank_kv_jax.pallas_kernels.compile_grid import Result, tried
 from lowrank_kv_jax.pallas_kernels.compile_only import NoCompiler, compile_for
 
 METHODS = ("full", "kivi:bits=4")
@@ -56,15 +56,14 @@ def compile_whole(
         name = f"chunk of {chunk} behind {tokens} tokens, one layer, {spec}"
         programs[name] = functools.partial(reading_program, as_method(spec), LLAMA_8B, tokens, chunk)
     for target in targets:
-        for name, program in programs.items():
-            try:
-                results.append(Result(name, target, {"temporaries": _temporaries(target, *program())}))
-            except NoCompiler as reason:
-                missing[target] = str(reason)
-            except Exception as error:  # a compiler raises what it likes
-                results.append(Result(name, target, {}, " ".join(str(error).split())[:400] or type(error).__name__))
+        try:
+            results += [tried(name, target, functools.partial(_temporaries, target, program))
+                        for name, program in programs.items()]
+        except NoCompiler as reason:
+            missing[target] = str(reason)
     return results, missing
 
 
-def _temporaries(target: str, program: Any, arguments: tuple[Any, ...]) -> int:
-    return compile_for(target, program, *arguments).memory_analysis().temp_size_in_bytes
+def _temporaries(target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]]) -> dict[str, Any]:
+    f, arguments = program()
+    return {"temporaries": compile_for(target, f, *arguments).memory_analysis().temp_size_in_bytes}

@@ -2,7 +2,7 @@
 
     cache = prefill_layer(plan, taps, lengths, goes_on=True)          # the first chunk, of prompts of these lengths
     out, read = attend_chunk(plan, cache, taps, counts)               # the next one: to itself and to the cache
-    cache = add_chunk(plan, cache, read, counts)                      # compressed; of all layers of the plan at once
+    cache = add_chunk(plan, cache, read)                              # compressed; of all layers of the plan at once
     cache = end_prompt(cache)                                         # and now a token, or a turn, at a time
 
 Memory is that of a chunk and of the cache; see docs/prefill.md for what becomes of a method between chunks.
@@ -23,7 +23,7 @@ from lowrank_kv_jax.generation.groups import read_chunk as read_group
 from lowrank_kv_jax.generation.layer_cache import LayerCache, LayerPlan, check_plan, check_taps
 from lowrank_kv_jax.generation.rereading import read_chunk_twice
 from lowrank_kv_jax.method import Place, chunk
-from lowrank_kv_jax.method.filling import checked_counts
+from lowrank_kv_jax.method.filling import guard, next_chunk
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.selections.reread import reread_positions
 from lowrank_kv_jax.storage.state import leaf, state
@@ -36,11 +36,12 @@ class ReadChunk:
     Attributes:
         taps: of the chunk.
         seen: the votes of its queries, if they have any.
+        counts: int32 `[B]`, its tokens; none in rows that have no room for them.
     """
 
     taps: Any
     seen: Any
-    fits: jax.Array = leaf("batch", kind="indices")
+    counts: jax.Array = leaf("batch", kind="indices")
 
 
 def attend_chunk(
@@ -77,43 +78,31 @@ def attend_chunk(
         raise ValueError(f"taps.k {taps.k.shape}: {plan.method.name} reads prompts twice, and a chunk with its copy has "
                          "an even number of tokens")
     check_taps(cache.layout, taps, tokens)
-    size = tokens // 2 if twice else tokens
-    given = jnp.full((cache.layout.batch,), size, jnp.int32)
-    given = given if counts is None else checked_counts(counts, cache.layout.batch, size)
-    held = jnp.clip(given, 0, size)
-    fits = (held == given) & (cache.length + held <= cache.limit) & (cache.pending == 0)
-    place = Place(layer, plan.windows[layer])
+    block = next_chunk(cache, tokens // 2 if twice else tokens, counts)
     out, taps, seen = _read(
-        cache.method, cache.layout, place, twice, plan.bases, cache.group, taps._replace(x=None), cache.length, held)
-    return jnp.where(fits[:, None, None, None], out, jnp.nan), ReadChunk(taps, seen, fits)
+        cache.method, cache.layout, Place(layer, plan.windows[layer]), twice, plan.bases, cache.group,
+        taps._replace(x=None), block.positions, block.counts)
+    return guard(block, out), ReadChunk(taps, seen, jnp.where(block.fits, block.counts, 0))
 
 
-def add_chunk(
-    plan: LayerPlan, cache: LayerCache, read: ReadChunk | Sequence[ReadChunk],
-    counts: jax.Array | np.ndarray | None = None,
-) -> LayerCache:
+def add_chunk(plan: LayerPlan, cache: LayerCache, read: ReadChunk | Sequence[ReadChunk]) -> LayerCache:
     """Compress a chunk that has attended: code it, choose from it, sum up what goes, move or refit bases.
 
     Args:
         cache: that which it attended to, donated where the call is compiled. Rows without room stay as they are.
         read: of each layer of the plan, from `attend_chunk`.
-        counts: as given to it.
 
     Raises:
-        ValueError: a cache of another plan, chunks of another number of layers, counts of another shape.
+        ValueError: a cache of another plan, chunks of another number of layers.
     """
     check_plan(plan, cache)
     read = (read,) if isinstance(read, ReadChunk) else tuple(read)
     if len(read) != len(plan.windows):
         raise ValueError(f"chunks of {len(read)} layers: this plan is of {len(plan.windows)} layers that share a store")
-    tokens, batch = read[0].taps.k.shape[1], cache.layout.batch
-    given = jnp.full((batch,), tokens, jnp.int32) if counts is None else checked_counts(counts, batch, tokens)
-    held = jnp.where(read[0].fits, given, 0)
-    positions = cache.length[:, None] + jnp.arange(tokens, dtype=jnp.int32)
     group = ingest_group(
         cache.method, cache.layout, plan.bases, cache.group, tuple(own.taps for own in read),
-        tuple(own.seen for own in read), positions, held, cache.goes_on)
-    return dataclasses.replace(cache, group=group, length=cache.length + held)
+        tuple(own.seen for own in read), cache.positions(read[0].taps.k.shape[1]), read[0].counts, cache.goes_on)
+    return dataclasses.replace(cache, group=group, length=cache.length + read[0].counts)
 
 
 def end_prompt(cache: LayerCache) -> LayerCache:
@@ -123,12 +112,11 @@ def end_prompt(cache: LayerCache) -> LayerCache:
 
 
 @functools.partial(jax.jit, static_argnames=("method", "layout", "place", "twice"))
-def _read(method, layout, place, twice, bases, state, taps, length, counts):
+def _read(method, layout, place, twice, bases, state, taps, positions, counts):
     """Outputs, float32, the chunk's taps without queries, and its votes."""
-    tokens = taps.k.shape[1] // (2 if twice else 1)
-    positions = length[:, None] + jnp.arange(tokens, dtype=jnp.int32)
     if twice:
-        positions = jnp.concatenate([positions, reread_positions(length + counts, tokens)], axis=1)
+        copies = reread_positions(positions[:, 0] + counts, positions.shape[1])
+        positions = jnp.concatenate([positions, copies], axis=1)
         out, taps, seen = read_chunk_twice(method, layout, place, bases, state, taps, positions, counts)
     else:
         partial, seen = read_group(method, layout, place, bases, state, taps, positions, counts)

@@ -38,16 +38,29 @@ def next_block(cache: Any, tokens: int, counts: jax.Array | np.ndarray | None) -
     Raises:
         ValueError: counts that are not integers `[B]`, or NumPy ones out of range; more tokens than a block has.
     """
+    most = cache.layout.block
+    if not 1 <= tokens <= most:
+        raise ValueError(f"{tokens} tokens at once: the cache takes 1..{most} between two refreshes (block)")
+    return _next(cache, tokens, counts, cache.pending + tokens <= most)
+
+
+def next_chunk(cache: Any, tokens: int, counts: jax.Array | np.ndarray | None) -> Block:
+    """The next `tokens` tokens of a cache that takes them as a chunk: any number, but only where it is refreshed.
+
+    Raises:
+        ValueError: counts that are not integers `[B]`, or NumPy ones out of range.
+    """
+    return _next(cache, tokens, counts, cache.pending == 0)
+
+
+def _next(cache: Any, tokens: int, counts: jax.Array | np.ndarray | None, ready: jax.Array) -> Block:
     layout = cache.layout
-    if not 1 <= tokens <= layout.block:
-        raise ValueError(f"{tokens} tokens at once: the cache takes 1..{layout.block} between two refreshes (block)")
     given = jnp.full((layout.batch,), tokens, jnp.int32)
     given = given if counts is None else checked_counts(counts, layout.batch, tokens)
     (given,) = shard_rows(layout.mesh, given)
     held = jnp.clip(given, 0, tokens)
     positions = cache.length[:, None] + jnp.arange(tokens, dtype=jnp.int32)
-    room = (cache.length + held <= cache.limit) & (cache.pending + tokens <= layout.block)
-    return Block(held, positions, room & (held == given))
+    return Block(held, positions, (cache.length + held <= cache.limit) & ready & (held == given))
 
 
 def with_block(cache: _Filled, block: Block) -> _Filled:

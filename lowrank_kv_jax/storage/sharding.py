@@ -15,7 +15,7 @@ from lowrank_kv_jax.storage.state import LeafInfo, map_leaves
 MESH_AXES = ("data", "model")
 MOST_SIMULATED = 64
 """Devices on a CPU for which threads are asked for: a mesh that was mistyped must not start thousands."""
-_OF_AXIS = {"batch": "data", "kv_heads": "model"}
+OF_AXIS = {"batch": "data", "kv_heads": "model"}
 
 
 def make_mesh(text: str) -> Mesh:
@@ -70,13 +70,18 @@ def check_mesh(mesh: Mesh, spec: AttentionSpec, batch: int) -> Mesh:
 
 
 def leaf_sharding(mesh: Mesh, info: LeafInfo, shape: tuple[int, ...]) -> NamedSharding:
+    """How a leaf lies on a mesh, see `partition`."""
+    return NamedSharding(mesh, partition(mesh, info.axes, shape))
+
+
+def partition(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
     """Batch over `data`, heads over `model`; what several heads share (one head of coefficients) is replicated."""
     cut = []
-    for axis, size in zip(info.axes, shape, strict=True):
-        name = _OF_AXIS.get(axis or "")
+    for axis, size in zip(axes, shape, strict=True):
+        name = OF_AXIS.get(axis or "")
         parts = mesh.shape.get(name, 1) if name else 1
         cut.append(name if parts > 1 and size % parts == 0 else None)
-    return NamedSharding(mesh, PartitionSpec(*cut))
+    return PartitionSpec(*cut)
 
 
 def constrain(mesh: Mesh | None, state: Any) -> Any:

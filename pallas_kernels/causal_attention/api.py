@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -42,15 +43,8 @@ def causal_attention(
     Raises:
         ValueError: an unknown backend. A case that the backend's kernel does not cover runs on XLA, with a warning.
     """
-    attend = functools.partial(_implementation, q=q, k=k, v=v, sink_logits=sink_logits, scale=scale, window=window)
-    reference = functools.partial(attend, "reference", cap=cap)
-    if q.shape[1] <= BLOCK:  # one block of XLA's: nothing that grows, and nothing for a kernel to save
-        dispatch.choose(backend)
-        return reference()
-    kernels = {name: functools.partial(attend, module) for name, module in KERNELS.items()}
-    if cap is not None:
-        kernels = dispatch.without_kernels(kernels, "logits that are capped")
-    return dispatch.run("causal_attention", backend, kernels, reference)
+    rest = {"k": k, "v": v, "sink_logits": sink_logits, "scale": scale, "window": window}
+    return _run("causal_attention", KERNELS, q, cap, backend, **rest)
 
 
 def causal_partial(
@@ -64,21 +58,23 @@ def causal_partial(
     Returns:
         Partial, float32: out `[B, T, N, Dv]`, by a kernel of an accelerator rounded to the dtype of `q` before.
     """
-    attend = functools.partial(_partial, q=q, k=k, v=v, scale=scale, window=window)
+    return _run("causal_partial", PARTIALS, q, cap, backend, k=k, v=v, scale=scale, window=window)
+
+
+def _run(
+    op: str, modules: Mapping[str, str], q: jax.Array, cap: float | None, backend: str | None, **arguments: Any
+) -> Any:
+    attend = functools.partial(_implementation, op=op, q=q, **arguments)
     reference = functools.partial(attend, "reference", cap=cap)
-    if q.shape[1] <= BLOCK:
+    if q.shape[1] <= BLOCK:  # one block of XLA's: nothing that grows, and nothing for a kernel to save
         dispatch.choose(backend)
         return reference()
-    kernels = {name: functools.partial(attend, module) for name, module in PARTIALS.items()}
+    kernels = {name: functools.partial(attend, module) for name, module in modules.items()}
     if cap is not None:
         kernels = dispatch.without_kernels(kernels, "logits that are capped")
-    return dispatch.run("causal_partial", backend, kernels, reference)
+    return dispatch.run(op, backend, kernels, reference)
 
 
-def _implementation(module: str, **arguments: Any) -> jax.Array:
-    """Call the op in a module of this folder, imported when it is needed: Pallas is not where XLA is enough."""
-    return importlib.import_module(f"{__package__}.{module}").causal_attention(**arguments)
-
-
-def _partial(module: str, **arguments: Any) -> AttnPartial:
-    return importlib.import_module(f"{__package__}.{module}").causal_partial(**arguments)
+def _implementation(module: str, op: str, **arguments: Any) -> Any:
+    """Call an op in a module of this folder, imported when it is needed: Pallas is not where XLA is enough."""
+    return getattr(importlib.import_module(f"{__package__}.{module}"), op)(**arguments)

@@ -59,7 +59,7 @@ class Decoder:
                 out, own = lkv.attend_chunk(plan, self.caches[i], taps, counts, layer=index)
                 x = block_output(self.config, layer, x, out)
                 read.append(own)
-            self.caches[i] = lkv.add_chunk(plan, self.caches[i], read, counts)
+            self.caches[i] = lkv.add_chunk(plan, self.caches[i], read)
         last = jnp.take_along_axis(x[:, :size], jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
         return unembed(self.config, self.params, last)[:, 0]
 

@@ -42,6 +42,19 @@ results, missing = compile_steps(sys.argv[1:], parse_methods(["full", "single-sv
 json.dump({"results": [{"failure": r.failure, "name": r.name, **r.facts} for r in results], "missing": missing}, sys.stdout)
 """
 
+DEFAULTS = """
+import json, sys
+from lowrank_kv_jax.evals.speed.compile_step import compile_step
+from lowrank_kv_jax.methods import REGISTRY
+from lowrank_kv_jax.pallas_kernels.compile_only import NoCompiler
+missing, results = {}, []
+try:
+    results = [(name, compile_step(cls(), sys.argv[1], 8192)) for name, cls in sorted(REGISTRY.items())]
+except NoCompiler as reason:
+    missing = {sys.argv[1]: str(reason)}
+json.dump({"results": [{"method": name, "failure": r.failure, **r.facts} for name, r in results], "missing": missing}, sys.stdout)
+"""
+
 EDGES = """
 import json, sys
 from lowrank_kv_jax.pallas_kernels import gpu_shared_memory
@@ -124,7 +137,7 @@ def test_what_shared_memory_cannot_hold_is_refused_before_the_compiler_refuses_i
 @pytest.mark.slow
 def test_every_method_decodes_on_sm_90_by_default():
     """At the shape of Llama 3.1 8B its kernels compile, or are refused before."""
-    results = compiled((ROOT / "tests" / "compile_methods.py").read_text(), "sm_90")
+    results = compiled(DEFAULTS, "sm_90")
     assert not [r for r in results if r["failure"]]
     refused = {r["method"]: r["said"] for r in results if any("shared memory" in x for x in r["said"])}
     assert set(refused) == {"xkv"}

@@ -33,7 +33,7 @@ def test_the_platform_decides_the_environment_overrides_and_an_argument_override
 
 def test_an_unsupported_case_runs_on_xla_with_one_warning_that_says_why():
     x = make(Case(T=40, lengths=(60, 3), S=64, N=4, poison=False))  # 80 query rows a kv head
-    dispatch._warn_once.cache_clear()
+    dispatch.warn_anew()
     with pytest.warns(RuntimeWarning, match="coefficient_attention runs on XLA instead of triton: more than 64 query rows"):
         part = coefficient_attention(x.q, x.tokens, **x.options, backend="triton")
     check(part, x.oracle)

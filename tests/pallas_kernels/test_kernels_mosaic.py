@@ -64,7 +64,7 @@ def test_rows_that_share_tokens_see_ranges_of_their_own():
 ], ids=str)
 def test_what_it_does_not_cover_runs_on_xla_with_the_reason(case, reason):
     x = make(Case(**{**case.__dict__, "poison": False, "lengths": (5, 0)}))
-    dispatch._warn_once.cache_clear()
+    dispatch.warn_anew()
     with pytest.warns(RuntimeWarning, match="jax >= 0.11" if OLD else reason):
         part = run(coefficient_attention, x.q, x.tokens, **x.options)
     check(part, x.oracle, case.dtype)

@@ -54,7 +54,7 @@ def equations(jaxpr):
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_no_platform_holds_a_number_for_every_pair_of_tokens(platform, window, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
-    dispatch._warn_once.cache_clear()
+    dispatch.warn_anew()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         program = traced(window)
@@ -110,7 +110,7 @@ def test_splash_attention_against_float64(size, window, sinks):
 @pytest.mark.parametrize("backend, size, window", [("tpu", 600, None), ("tpu", 600, 300), ("triton", 600, None)])
 def test_a_chunk_on_an_accelerator_against_float64(backend, size, window):
     given, oracle, lse = case(size, window)
-    dispatch._warn_once.cache_clear()
+    dispatch.warn_anew()
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing falls back
         found = jax.jit(functools.partial(causal_partial, scale=SCALE, window=window, backend=backend))(*given)
@@ -123,7 +123,7 @@ def test_a_chunk_on_an_accelerator_against_float64(backend, size, window):
 def test_what_a_kernel_does_not_cover_is_the_loop_over_blocks(backend, reason):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 600, heads, D)), jnp.float32) for heads in (N, K, K))
-    dispatch._warn_once.cache_clear()
+    dispatch.warn_anew()
     with pytest.warns(RuntimeWarning, match=f"causal_attention runs on XLA instead of {backend}: .*{reason}"):
         found = causal_attention(q, k, v, scale=SCALE, window=None, backend=backend)
     np.testing.assert_array_equal(found, causal_attention(q, k, v, scale=SCALE, window=None, backend="xla"))
@@ -135,7 +135,7 @@ def test_what_a_kernel_does_not_cover_is_the_loop_over_blocks(backend, reason):
 def test_what_triton_does_not_cover_of_a_chunk_is_the_loop_over_blocks(window, dtype, dim, reason):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 600, *shape)), dtype) for shape in ((N, D), (K, D), (K, dim)))
-    dispatch._warn_once.cache_clear()
+    dispatch.warn_anew()
     with pytest.warns(RuntimeWarning, match=f"causal_partial runs on XLA instead of triton: .*{reason}"):
         found = causal_partial(q, k, v, scale=SCALE, window=window, backend="triton")
     np.testing.assert_array_equal(found.out, causal_partial(q, k, v, scale=SCALE, window=window, backend="xla").out)

@@ -1,6 +1,6 @@
 """How a method's bases follow a shift of the text: what they lose of a prompt, or of how it goes on."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -90,8 +90,7 @@ def _adaptation_rows(
             for index, (method, bases) in enumerate(fitted):
                 own = None if bases is None else bases[layer]
                 state = compress_group(method, layout.of_layer(layer), own, (taps.part(slice(0, size)),), lengths)
-                for side in ("k", "v"):
-                    losses = _losses(model, method, layer, own, state.store, taps.part(measured), side)
+                for side, losses in _losses(model, method, layer, own, state.store, taps.part(measured)):
                     found.setdefault((index, side), []).append(losses)
             bar.advance()
     rows = []
@@ -100,30 +99,32 @@ def _adaptation_rows(
     return rows
 
 
-def _losses(model, method: Any, layer: int, own: Any, store: Any, taps: Taps, side: str) -> dict[str, np.ndarray]:
-    """Metrics `[J]` of one layer and window, and of keys the error of logits `[K]`."""
-    keys = taps.k_pre if method.rope == "pre" else taps.k
-    x, frame = taps.v if side == "v" else keys, method.frame(model.config.attention, own, store)
-    codes = dict(zip(("k", "v"), frame.code(keys, taps.v), strict=True))
-    rebuilt = np.asarray(frame.rebuild(side, codes[side], model.config.kv_heads)[0])
-    basis = getattr(frame, side)
-    basis = np.asarray(basis[0] if basis.ndim == 4 else basis, np.float64)
-    by_basis = np.asarray(x[0]).reshape(len(x[0]), len(basis), -1).swapaxes(0, 1)
-    moment = second_moment(by_basis)
-    left = by_basis - rebuilt.swapaxes(0, 1).reshape(len(x[0]), len(basis), -1).swapaxes(0, 1)
-    oracle = principal_basis(moment, basis.shape[-1])
-    of_logits = {}
-    if side == "k" and taps.q.shape[-1]:
-        spec, places = model.config.attention.of_layer(layer), np.arange(len(x[0]))
-        lost = x[0] - rebuilt.swapaxes(0, 1)
-        of_logits["logit_error"] = logit_error(spec, method.rope, taps.q[0], lost, places, places)
-    return of_logits | {
-        "rer": np.sum(left**2, axis=(1, 2)) / np.sum(by_basis**2, axis=(1, 2)),
-        "oracle_rer": residual_energy_ratio(moment, oracle),
-        "overlap": subspace_overlap(basis, oracle),
-        "cosine": reconstruction_cosine(np.asarray(x[0]).swapaxes(0, 1), rebuilt),
-        "shape": np.array(basis.shape[1:]),
-    }
+def _losses(
+    model, method: Any, layer: int, own: Any, store: Any, taps: Taps
+) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    """By side, metrics `[J]` of one layer and window, and of keys the error of logits `[K]`."""
+    spec, places = model.config.attention.of_layer(layer), np.arange(taps.v.shape[1])
+    sides = taps.k_pre if method.rope == "pre" else taps.k, taps.v
+    frame = method.frame(model.config.attention, own, store)
+    for side, tap, code in zip(("k", "v"), sides, frame.code(*sides), strict=True):
+        x = np.asarray(tap[0])
+        rebuilt = np.asarray(frame.rebuild(side, code, model.config.kv_heads)[0])
+        basis = getattr(frame, side)
+        basis = np.asarray(basis[0] if basis.ndim == 4 else basis, np.float64)
+        error = x - rebuilt.swapaxes(0, 1)
+        by_basis, lost = (y.reshape(len(x), len(basis), -1).swapaxes(0, 1) for y in (x, error))
+        moment = second_moment(by_basis)
+        oracle = principal_basis(moment, basis.shape[-1])
+        metrics = {
+            "rer": np.sum(lost**2, axis=(1, 2)) / np.sum(by_basis**2, axis=(1, 2)),
+            "oracle_rer": residual_energy_ratio(moment, oracle),
+            "overlap": subspace_overlap(basis, oracle),
+            "cosine": reconstruction_cosine(x.swapaxes(0, 1), rebuilt),
+            "shape": np.array(basis.shape[1:]),
+        }
+        if side == "k" and taps.q.shape[-1]:
+            metrics["logit_error"] = logit_error(spec, method.rope, taps.q[0], error, places, places)
+        yield side, metrics
 
 
 def _adaptation_row(model, method: Any, text: str, side: str, losses) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.evals.results.figure_file import new_figure, save_figure
-from lowrank_kv_jax.evals.studies.streaming.learned_layers import SIDES, Learned, learned_layers
+from lowrank_kv_jax.evals.studies.streaming.learned_layers import SIDES, of_sides
 from lowrank_kv_jax.method import Part
 
 
@@ -44,21 +44,13 @@ def columns(
 ) -> list[Columns]:
     """Measure every layer at the end of the prompts.
 
-    Args, raises: as of `learned_layers`; rows of a text are averaged.
+    Args, raises: as of `of_sides`; rows of a text are averaged.
     """
-    found: dict[tuple[str, str, int, str], list[list[np.ndarray]]] = {}
-    for one in learned_layers(model, methods, bases, texts, progress):
-        for side, measured in zip(SIDES, _of_layer(one), strict=True):
-            found.setdefault((one.spec, one.text, one.layer, side), []).append([np.asarray(x) for x in measured])
-    out = []
+    found, out = of_sides(model, methods, bases, texts, _measure, progress), []
     for key, windows in found.items():
         explained, aligned, subspace = (np.mean(own, axis=0) for own in zip(*windows, strict=True))
         out.append(Columns(*key, tuple(map(float, explained)), tuple(map(float, aligned)), float(subspace)))
     return out
-
-
-def _of_layer(one: Learned):
-    return _measure(one.method, one.layout.spec, one.bases, one.store, one.tokens)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

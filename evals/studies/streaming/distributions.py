@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.evals.results.figure_file import new_figure, save_figure
-from lowrank_kv_jax.evals.studies.streaming.learned_layers import SIDES, learned_layers
+from lowrank_kv_jax.evals.studies.streaming.learned_layers import of_sides
 from lowrank_kv_jax.evals.studies.streaming.reconstruction import cosines, rebuilt_tokens
 from lowrank_kv_jax.method import Part
 
@@ -42,14 +42,12 @@ def distributions(
 ) -> list[Distribution]:
     """Of every layer, then of all layers together.
 
-    Args, raises: as of `learned_layers`; rows of a text are pooled.
+    Args, raises: as of `of_sides`; rows of a text are pooled.
     """
     found: dict[tuple[str, str, int, str], list[np.ndarray]] = {}
-    for one in learned_layers(model, methods, bases, texts, progress):
-        measured = _of_tokens(one.method, one.layout.spec, one.bases, one.store, one.tokens)
-        for side, values in zip(SIDES, np.asarray(measured), strict=True):
-            for layer in (one.layer, -1):
-                found.setdefault((one.spec, one.text, layer, side), []).append(values)
+    for (spec, text, layer, side), parts in of_sides(model, methods, bases, texts, _of_tokens, progress).items():
+        found[spec, text, layer, side] = parts
+        found.setdefault((spec, text, -1, side), []).extend(parts)
     cuts = {key: np.quantile(np.concatenate(parts, axis=1), QUANTILES, axis=1).T for key, parts in found.items()}
     rows = [Distribution(*key, *(tuple(map(float, own)) for own in cut)) for key, cut in cuts.items()]
     return sorted(rows, key=lambda row: row.layer < 0)

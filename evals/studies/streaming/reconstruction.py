@@ -13,7 +13,7 @@ import numpy as np
 from lowrank_kv_jax.calibration.calibrate import iterate_taps
 from lowrank_kv_jax.estimators.gha_tail import update_tail
 from lowrank_kv_jax.estimators.moments import Moments
-from lowrank_kv_jax.evals.studies.streaming.learned_layers import SIDES, learned_layers
+from lowrank_kv_jax.evals.studies.streaming.learned_layers import SIDES, of_sides
 from lowrank_kv_jax.method import Part
 
 
@@ -42,13 +42,9 @@ def reconstruction(
 ) -> list[Rebuilt]:
     """Compress prompts and rebuild every token with what the methods have learned of it by the end of the prompt.
 
-    Args, raises: as of `learned_layers`; rows of a text are averaged.
+    Args, raises: as of `of_sides`; rows of a text are averaged.
     """
-    found: dict[tuple[str, str, int, str], list[np.ndarray]] = {}
-    for one in learned_layers(model, methods, bases, texts, progress):
-        measured = _compare(one.method, one.layout.spec, one.bases, one.store, one.tokens)
-        for side, values in zip(SIDES, np.asarray(measured), strict=True):
-            found.setdefault((one.spec, one.text, one.layer, side), []).append(values)
+    found = of_sides(model, methods, bases, texts, _compare, progress)
     return [Rebuilt(*key, *map(float, np.mean(values, axis=0))) for key, values in found.items()]
 
 
@@ -63,7 +59,7 @@ def _compare(method, spec, bases, store, tokens) -> jax.Array:
 
 
 def rebuilt_tokens(method, spec, bases, store, tokens) -> list[tuple[jax.Array, jax.Array]]:
-    """Keys and values of a prompt and what is rebuilt of them, float32 `[S, K D]` each, as of `Learned`."""
+    """Keys and values of a prompt and what is rebuilt of them, float32 `[S, K D]` each."""
     frame, out = method.frame(spec, bases, store), []
     codes = frame.code(*(x.astype(jnp.float32) for x in tokens))
     for side, x, code in zip(SIDES, tokens, codes, strict=True):

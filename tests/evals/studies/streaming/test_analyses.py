@@ -17,7 +17,7 @@ from lowrank_kv_jax.evals.studies.streaming.distributions import (
     shown_layer,
 )
 from lowrank_kv_jax.evals.studies.streaming.hyperparameters import Grid, grid_specs, printed_base, spreads
-from lowrank_kv_jax.evals.studies.streaming.learned_layers import learned_layers
+from lowrank_kv_jax.evals.studies.streaming.learned_layers import of_sides
 from lowrank_kv_jax.evals.studies.streaming.paired_gain import paired_gain
 from lowrank_kv_jax.evals.studies.streaming.quality import Score, ablation_specs, with_prefill
 from lowrank_kv_jax.evals.studies.streaming.reconstruction import means, reconstruction
@@ -62,11 +62,17 @@ def test_explained_variance_grows_with_columns_to_one_and_alignment_is_one_witho
 
 def test_columns_explain_what_is_rebuilt_of_tokens_around_their_mean():
     methods, bases, texts = fitted()
-    one = next(one for one in learned_layers(model(), methods, bases, texts) if one.spec == MOVED)
-    frame = one.method.frame(one.layout.spec, one.bases, one.store)
+    seen = []
+
+    def see(method, spec, bases, store, tokens):
+        seen.append((method.frame(spec, bases, store), tokens))
+        return 0.0, 0.0
+
+    of_sides(model(), {MOVED: methods[MOVED]}, bases, texts, see)
+    frame, (_, values) = seen[0]
     (row,) = [row for row in columns(model(), methods, bases, {"a": texts["a"]})
               if (row.spec, row.layer, row.side) == (MOVED, 0, "v")]
-    x = np.asarray(one.tokens[1], np.float64)[0]
+    x = np.asarray(values, np.float64)[0]
     basis = np.asarray(frame.v, np.float64)[0]
     x = (x - x.mean(0)).reshape(len(x), len(basis), -1)
     for count in (1, basis.shape[-1]):
