@@ -139,10 +139,10 @@ def run_learning(args: argparse.Namespace, model: Any) -> None:
 
     rows = prompt_costs(model, args.methods or prefill_specs(min(args.ranks)), args.timed_length, args.rounds)
     first = rows[0]
-    print_table(f"a prompt of {args.timed_length} tokens, float32 caches; one layer as XLA counts it (a loop's body once), "
-                f"attending and coding; least of {args.rounds} rounds",
-                ("method", "GFLOP", f"over {first.spec}", "attending, GFLOP", "MB", "coding, GFLOP", "MB", "attending, ms",
-                 "coding, ms", "all layers, s", f"over {first.spec}"),
+    print_table(f"a prompt of {args.timed_length} tokens, float32 caches; one layer as XLA counts it (a loop's body "
+                f"once), attending and coding; least of {args.rounds} rounds",
+                ("method", "GFLOP", f"over {first.spec}", "attending, GFLOP", "MB", "coding, GFLOP", "MB",
+                 "attending, ms", "coding, ms", "all layers, s", f"over {first.spec}"),
                 [(row.spec, f"{row.flops / 1e9:.2f}", f"{100 * (row.flops / first.flops - 1):+.2f}%",
                   *(f"{x:.3f}" for part in (row.attending, row.coding) for x in (part.flops / 1e9, part.bytes / 1e6)),
                   f"{1e3 * row.attending_s:.2f}", f"{1e3 * row.coding_s:.2f}", f"{row.seconds:.3f}",

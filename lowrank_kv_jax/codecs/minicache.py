@@ -166,7 +166,9 @@ class MiniCache(Codec):
         merged = self._merge(layout, store.merged, tokens, rest, counts - retained)
         return MergedStore(held, retained, listed, merged)
 
-    def _take_more(self, layout: Layout, store: MergedStore, tokens: tuple[Tokens, ...], counts: jax.Array) -> MergedStore:
+    def _take_more(
+        self, layout: Layout, store: MergedStore, tokens: tuple[Tokens, ...], counts: jax.Array
+    ) -> MergedStore:
         """A further chunk of the prompt: retained tokens and new ones are candidates, and what goes is merged."""
         slots, merged = store.positions.position.shape[1], store.merged
 

@@ -1,8 +1,8 @@
 """What learning adds to a prompt, by measures that a busy machine does not spoil (StreamingKV, table 9).
 
-FLOPs and bytes are counted. Times are the least of many, of one layer's programs by themselves: all layers of a prompt run
-the same two, one that attends and one that codes, and a whole prompt's time differs from one to the next by more than what
-learning takes.
+FLOPs and bytes are counted. Times are the least of many, of one layer's programs by themselves: all layers of a prompt
+run the same two, one that attends and one that codes, and a whole prompt's time differs from one to the next by more than
+what learning takes.
 """
 
 import dataclasses
