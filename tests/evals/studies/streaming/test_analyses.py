@@ -20,7 +20,7 @@ from lowrank_kv_jax.evals.studies.streaming.hyperparameters import Grid, grid_sp
 from lowrank_kv_jax.evals.studies.streaming.learned_layers import of_sides
 from lowrank_kv_jax.evals.studies.streaming.learning_cost import prompt_costs
 from lowrank_kv_jax.evals.studies.streaming.paired_gain import paired_gain
-from lowrank_kv_jax.evals.studies.streaming.quality import Score, ablation_specs, with_prefill
+from lowrank_kv_jax.evals.studies.streaming.quality import Score, ablation_specs, opponents, with_prefill
 from lowrank_kv_jax.evals.studies.streaming.reconstruction import means, reconstruction
 from lowrank_kv_jax.evals.studies.streaming.speed import end_to_end, prefill_specs
 from lowrank_kv_jax.methods.parse import parse_method
@@ -128,6 +128,15 @@ def test_ablations_may_attend_through_the_projections():
     assert exact == ablation_specs(0.5)
     assert {method.attends_codes for method in parse_methods(compressed).values()} == {True}
     assert {method.attends_codes for method in parse_methods(exact).values()} == {False}
+
+
+def test_methods_are_compared_where_prompts_attend_alike():
+    specs = ["palu:rank=0.5", "palu:rank=0.5,rank_by=fisher-roots", "streamingkv:rank=0.5"]
+    rows = {spec: Score(spec, {}, {}, {}, {}, 1.0) for spec in ["full", *specs, *with_prefill(specs, "compressed")]}
+    found = opponents(rows)
+    assert [why for *_, why in found] == ["uniform ranks", "the same ranks"] * 2
+    assert [(spec, over) for spec, over, _ in found[2:]] == [
+        (f"{spec},prefill=compressed", f"{over},prefill=compressed") for spec, over, _ in found[:2]]
 
 
 def test_prefill_and_decoding_are_timed_apart():
