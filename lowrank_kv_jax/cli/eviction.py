@@ -80,8 +80,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _errors(args, model, settings) -> None:
     from lowrank_kv_jax.evals.studies.eviction import run as eviction
+    from lowrank_kv_jax.evals.studies.eviction.error import average
 
-    rows = eviction.error_table(model, settings)
+    by_text = eviction.errors_by_text(model, settings)
+    rows = average(by_text)
     columns = {"mass": lambda r: r.mass, "cos f_E f_R": lambda r: r.angle, "error": lambda r: r.error}
     columns |= {f"order {o}": lambda r, o=o: r.corrected[o] for o in ("0", "1", "gaussian")}
     columns |= {f"cos f^ f, {o}": lambda r, o=o: r.cosine[o] for o in ("0", "1")}
@@ -95,6 +97,12 @@ def _errors(args, model, settings) -> None:
     least = eviction.error_specs([min(settings.budgets)])
     print_table(f"eviction error by layer, budget {min(settings.budgets)}", ("method", "layer", *columns),
                 lines([row for row in rows if row.spec in least], lambda row: (row.spec, str(row.layer))))
+    each = [eviction.means(own) for own in by_text]
+    print_table(f"eviction error by text, budget {min(settings.budgets)}",
+                ("method", "text", "error", "order 0", "order 1"),
+                [(spec, str(i), *(THOUSANDTHS(x) for x in (own[spec].error, own[spec].corrected["0"],
+                                                           own[spec].corrected["1"])))
+                 for spec in least for i, own in enumerate(each)])
     _append(args, "eviction-error", settings.length, settings.windows, map(dataclasses.asdict, rows))
 
 
