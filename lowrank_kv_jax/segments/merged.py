@@ -46,12 +46,12 @@ class Merged:
 
 
 class Scaled:
-    """Directions of one layer, scaled block by block by its magnitudes, behind rotary keys where there are any; read by
-    the attention ops."""
+    """Directions of one layer, scaled block by block by its magnitudes, behind its rotary keys where there are any (those
+    of both layers come side by side); read by the attention ops."""
 
-    def __init__(self, direction: jax.Array, norm: jax.Array, rotary: jax.Array | None = None):
-        self.direction, self.norm, self.rotary = direction, norm, rotary
-        beside = 0 if rotary is None else rotary.shape[3]
+    def __init__(self, direction: jax.Array, norm: jax.Array, rotary: jax.Array | None = None, index: int = 0):
+        self.direction, self.norm, self.rotary, self.index = direction, norm, rotary, index
+        beside = 0 if rotary is None else rotary.shape[3] // 2
         self.shape = (*direction.shape[:3], beside + direction.shape[3])
 
     def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
@@ -60,7 +60,8 @@ class Scaled:
         scaled = direction * norm[..., None]
         if self.rotary is None:
             return scaled
-        return jnp.concatenate([slice_block(self.rotary, start, size).astype(jnp.float32), scaled], axis=-1)
+        rotary = jnp.split(slice_block(self.rotary, start, size).astype(jnp.float32), 2, axis=-1)[self.index]
+        return jnp.concatenate([rotary, scaled], axis=-1)
 
 
 def empty_merged(batch: int, kv_heads: int, size: int, head_dim: int, dtype, latent: int | None = None) -> Merged:
@@ -77,9 +78,7 @@ def empty_merged(batch: int, kv_heads: int, size: int, head_dim: int, dtype, lat
 def layer_tokens(segment: Merged, index: int) -> CachedTokens:
     """One layer of the pair as the attention ops take it."""
     if segment.v is None or segment.v_norm is None:
-        assert segment.rotary is not None
-        rotary = jnp.split(segment.rotary, 2, axis=-1)[index]
-        latents = Scaled(segment.k, segment.k_norm[..., index], rotary)
+        latents = Scaled(segment.k, segment.k_norm[..., index], segment.rotary, index)
         return CachedTokens(latents, latents, segment.length, segment.positions)
     keys, values = Scaled(segment.k, segment.k_norm[..., index]), Scaled(segment.v, segment.v_norm[..., index])
     return CachedTokens(keys, values, segment.length, segment.positions)

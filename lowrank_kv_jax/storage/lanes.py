@@ -168,6 +168,8 @@ def lay_out(tree: Any, layout: str) -> Any:
     for field in dataclasses.fields(tree):
         value, info = getattr(tree, field.name), field.metadata.get("leaf")
         of_tokens = info is not None and info.axes[-2:] in (("tokens", "rank"), ("tokens", "head_dim"))
+        if value is None:
+            continue
         if isinstance(value, TokensOnLanes) and layout == "rows":
             changes[field.name] = value.in_rows()
         elif of_tokens and layout == "lanes" and not dataclasses.is_dataclass(value) and not isinstance(value, OnHost):
