@@ -175,7 +175,7 @@ class Machine(KVMethod):
         if rule is None:
             return self.codec.ends(layout, bases.codec)
         sinks, recent = self.codec.ends(layout, bases.codec).asked
-        flushes = rule.decoding == "evict"
+        flushes = rule.decoding != "keep"
         return Ends(max(rule.sinks, sinks), max(rule.recent_tokens(layout), recent), flushes=flushes)
 
     @property
@@ -206,9 +206,11 @@ class Machine(KVMethod):
         """The same for so many selected tokens."""
         heads, units = layout.spec.kv_heads, self.codec.units(layout.spec, bases.codec)
         assert self.selection is not None
+        later = layout.capacity - layout.prompt if self.selection.decoding == "code" else 0
         if self.selection.adaptive and units == heads and tokens:
-            return Room(True, 1, heads * tokens + heads // 2, tokens)  # official allocations round: half a token a head
-        return Room(False, units, tokens, tokens)
+            # official allocations round: half a token a head
+            return Room(True, 1, heads * (tokens + later) + heads // 2, tokens)
+        return Room(False, units, tokens + later, tokens)
 
     # ---- init ---------------------------------------------------------------------------------------------------
 
@@ -239,7 +241,7 @@ class Machine(KVMethod):
             return GroupState((exact,) * layers, self.codec.empty(layout, bases.codec, size), None, None, (), marks)
         room = self.room(layout, bases) if tokens is None else self.room_of(layout, bases, tokens)
         store = None
-        if room.tokens:
+        if room.slots:
             store = self.codec.empty(layout, bases.codec, room.slots, room.nowhere(layout))
         near = far = None
         if self.votes:
@@ -287,7 +289,7 @@ class Machine(KVMethod):
         room = jnp.maximum(lengths, layout.capacity)  # no constant: on a mesh it lies where the lengths do
         for bases in set(self.codec.default_bases(layout.spec)):
             ends = self.ends_of(layout, self.of_group(bases))
-            if not ends.flushes:
+            if not ends.flushes or (self.selection is not None and self.selection.decoding == "code"):
                 room = jnp.minimum(room, tail_limit(layout, lengths, ends.sinks + ends.recent))
         return room
 
