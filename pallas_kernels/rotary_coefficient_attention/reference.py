@@ -18,6 +18,7 @@ from lowrank_kv_jax.storage.block_reads import (
     block_range,
     block_slots,
     slice_block,
+    parts_are_tokens_last,
     slice_parts,
     visible_slots,
 )
@@ -52,7 +53,8 @@ def rotary_coefficient_attention(
         keys = keys if few else keys.swapaxes(2, 3)
         keys = keys.reshape(batch, shared, -1, keys.shape[-1])
         if value_basis is not None:
-            values = (reconstruct(value_basis, jnp.concatenate(values, axis=-1).astype(q.dtype), kv_heads),)
+            values = slice_block(tokens.values, start, block).astype(q.dtype)
+            values = (reconstruct(value_basis, values, kv_heads),)
         values = tuple(x if x.shape[1] == 1 else spread_heads(x, shared) for x in values)
         return keys, values, _of_heads(mask, shared, heads)
 
@@ -61,6 +63,7 @@ def rotary_coefficient_attention(
     return blockwise_attention(
         _among_zeros(q, kv_heads, groups) if few else q, read, first, last, shared_heads=shared, value_dim=value_dim,
         scale=scale, cap=cap, tokens_last=True,
+        values_last=value_basis is None and parts_are_tokens_last(tokens.values),
     )
 
 
