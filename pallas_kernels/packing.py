@@ -139,7 +139,7 @@ def stored_arrays(tokens: Any) -> Stored:
     if isinstance(tokens, jax.Array):
         return Stored(tokens, None)
     if isinstance(tokens, WaterFilled):
-        return Stored(tokens.codes, None, tokens.runs)
+        return Stored(jnp.asarray(tokens.codes), None, tokens.runs)
     tile = getattr(tokens, "tile", None)
     known = tile is not None and (tile.tokens, tile.channels) == (TILE_OF_SCALES, 1)
     if not known or tokens.bits != 8 or tokens.lows is not None:

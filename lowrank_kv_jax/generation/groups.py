@@ -13,7 +13,7 @@ from lowrank_kv_jax.method import Layout, Part, Place
 from lowrank_kv_jax.method.chunk import with_votes
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.pallas_kernels.over_mesh import over_mesh
-from lowrank_kv_jax.storage.bits import hold_bits, like_before
+from lowrank_kv_jax.storage.held import hold, like_before
 from lowrank_kv_jax.storage.lanes import lay_out
 from lowrank_kv_jax.storage.sharding import constrain
 
@@ -27,7 +27,7 @@ def compress_group(
     method = machine_of(method)
     empty = method.init(layout, bases)
     empty = constrain(layout.mesh, with_votes(method, layout, empty) if goes_on else empty)
-    held = hold_bits(method.compress(layout, bases, empty, taps, lengths))
+    held = hold(method.compress(layout, bases, empty, taps, lengths))
     return constrain(layout.mesh, lay_out(held, layout.tokens))
 
 

@@ -135,7 +135,7 @@ class WaterFilledOnLanes:
 def packed_on_lanes(stored: WaterFilled) -> WaterFilledOnLanes:
     """Packed tokens transposed, with zeros up to a multiple of `PACKED_ROWS` bytes and of `LANES` tokens."""
     more = -stored.codes.shape[3] % PACKED_ROWS
-    codes = jnp.pad(stored.codes, ((0, 0), (0, 0), (0, 0), (0, more)))
+    codes = jnp.pad(jnp.asarray(stored.codes), ((0, 0), (0, 0), (0, 0), (0, more)))
     return WaterFilledOnLanes(_transposed(codes), stored.runs, codes.shape[2])
 
 
