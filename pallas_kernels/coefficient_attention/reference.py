@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.blockwise import blockwise_attention, spread_heads
 from lowrank_kv_jax.attention.partial import AttnPartial
-from lowrank_kv_jax.storage.block_reads import BLOCK, block_range, block_slots, slice_parts, visible_slots
+from lowrank_kv_jax.storage.block_reads import BLOCK, block_for, block_range, block_slots, slice_parts, visible_slots
 from lowrank_kv_jax.storage.positions import PerHead
 
 
@@ -26,15 +26,18 @@ def coefficient_attention(q, tokens, *, scale, q_positions, causal, window, cap=
             value_dim=tokens.values.shape[-1], scale=scale, cap=cap,
         )
 
+    block = block_for(size, q.shape[1], q.shape[0] * q.shape[1] * q.shape[2])
+
     def read(i):
-        start, slots, fresh = block_slots(i, size)
+        start, slots, fresh = block_slots(i, size, block)
         mask, _ = visible_slots(tokens, slots, fresh, q_positions, causal, window, q.shape[2])
         keys, values = (
-            tuple(spread_heads(part, heads) for part in slice_parts(x, start)) for x in (tokens.keys, tokens.values)
+            tuple(spread_heads(part, heads) for part in slice_parts(x, start, block))
+            for x in (tokens.keys, tokens.values)
         )
         return keys, values, mask
 
-    first, last = block_range(size, tokens.lengths)
+    first, last = block_range(size, tokens.lengths, block=block)
     return blockwise_attention(
         q, read, first, last, shared_heads=heads, value_dim=tokens.values.shape[-1], scale=scale, cap=cap
     )

@@ -13,7 +13,14 @@ from lowrank_kv_jax.attention.blockwise import blockwise_attention, spread_heads
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.rope import RopeSpec, rope_angles
 from lowrank_kv_jax.storage.basis import reconstruct
-from lowrank_kv_jax.storage.block_reads import block_range, block_slots, slice_block, slice_parts, visible_slots
+from lowrank_kv_jax.storage.block_reads import (
+    block_for,
+    block_range,
+    block_slots,
+    slice_block,
+    slice_parts,
+    visible_slots,
+)
 from lowrank_kv_jax.storage.positions import Runs
 
 LARGEST = 2048  # tokens of a block: every block costs some time of its own, measured fastest on XLA's CPU backend
@@ -26,7 +33,7 @@ def rotary_coefficient_attention(
 ) -> AttnPartial:
     batch, queries, heads, dim = q.shape
     groups, size = tokens.keys.shape[1:3]
-    block = block_size(size)
+    block = block_for(size, queries, batch * kv_heads * dim, block_size(size))
     few = value_basis is None and queries * heads <= TOGETHER and tokens.values.shape[1] <= groups
     few = few and jax.device_count() == 1  # heads that lie on several devices must not meet in one product
     shared = groups if few else kv_heads
