@@ -11,7 +11,7 @@ from helpers import softmax_attention
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.lanes import tokens_on_lanes
-from lowrank_kv_jax.storage.positions import Runs
+from lowrank_kv_jax.storage.positions import PerHead, Runs
 from lowrank_kv_jax.storage.quantised import read_tokens, store_tokens
 from lowrank_kv_jax.storage.water_filled import WaterFilled, WidthRuns, components_of, pack, unpack
 
@@ -159,6 +159,33 @@ def rotated(x, positions, rope):
     turn = np.exp(1j * positions[:, :, None, None] * rope.inverse_frequencies())
     z = (x[..., :half] + 1j * x[..., half : 2 * half]) * turn
     return np.concatenate([z.real, z.imag, x[..., 2 * half :]], axis=-1)
+
+
+def make_owned(lengths=((5, 0, 130), (1, 2, 3), (0, 0, 0)), size=300, rank=32, strays=True) -> Inputs:
+    """Inputs of `coefficient_attention` over tokens of K heads behind each other, as many as `lengths` `[B, K]` says.
+
+    Args:
+        strays: the second slot and the one before the last are of each other's head.
+    """
+    rng, (batch, heads) = np.random.default_rng(0), np.shape(lengths)
+    counts = np.sum(lengths, axis=1, dtype=np.int32)
+    owner = np.zeros((batch, 1, size), np.int8)
+    for row, own in enumerate(lengths):
+        owner[row, 0, : counts[row]] = np.repeat(np.arange(heads), own)
+        if strays and counts[row] > 3:
+            owner[row, 0, [1, counts[row] - 2]] = owner[row, 0, [counts[row] - 2, 1]]
+    q = rng.normal(size=(batch, 1, 2 * heads, rank)).astype(np.float32)
+    k, v = rng.normal(size=(2, batch, 1, size, rank)).astype(np.float32)
+    there = np.arange(size) < counts[:, None]
+    mine = (owner[:, 0, None] == np.arange(heads)[:, None]) & there[:, None]  # [B, K, S]
+    found = [softmax_attention(q[:, :, 2 * h : 2 * h + 2], k.swapaxes(1, 2), v.swapaxes(1, 2), mine[:, h : h + 1], SCALE)
+             for h in range(heads)]
+    oracle = tuple(np.concatenate(parts, axis=2) for parts in zip(*found, strict=True))
+    k, v = (np.where(there[:, None, :, None], x, np.nan) for x in (k, v))
+    where = PerHead(jnp.zeros((batch, 1, size), jnp.int32), jnp.asarray(owner), heads)
+    tokens = CachedTokens(jnp.asarray(k), jnp.asarray(v), jnp.asarray(counts), where)
+    options = dict(scale=SCALE, q_positions=jnp.asarray(counts[:, None]), causal=False, window=None)
+    return Inputs(jnp.asarray(q), tokens, jnp.zeros(()), options, oracle)
 
 
 def check(partial, oracle, dtype="float32"):

@@ -25,6 +25,7 @@ from lowrank_kv_jax.pallas_kernels.gpu_packed import (
     with_rows,
 )
 from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import check_coefficient_kernel
+from lowrank_kv_jax.pallas_kernels.owned_slots import numbers, rows_of
 from lowrank_kv_jax.pallas_kernels.packing import (
     EMPTY,
     LOG2_E,
@@ -35,7 +36,6 @@ from lowrank_kv_jax.pallas_kernels.packing import (
     pack,
     stored_arrays,
     unpack,
-    visible_range,
 )
 
 PACKED_TILE = 32  # packed tokens of a tile: more would spill registers, as would an output of more columns
@@ -45,28 +45,35 @@ DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 def coefficient_attention(q, tokens, *, scale, q_positions, causal, window, interpret=False) -> AttnPartial:
     """The op of `api.coefficient_attention`; `Unsupported` where the kernel does not cover a case."""
-    return attend_slots(
-        q, tokens, *visible_range(tokens, q_positions, causal, window), scale=scale, size=tokens.keys.shape[2],
-        interpret=interpret,
+    rows = rows_of(q, tokens, q_positions, causal, window)
+    part = attend_slots(
+        rows.q, tokens, rows.begin, rows.end, scale=scale, size=tokens.keys.shape[2], interpret=interpret,
+        owner=rows.owner,
     )
+    return rows.heads_of(part, q.shape[2])
 
 
-def attend_slots(q, tokens, begin, end, *, scale: float, size: int, interpret: bool) -> AttnPartial:
+def attend_slots(
+    q, tokens, begin, end, *, scale: float, size: int, interpret: bool, owner: jax.Array | None = None
+) -> AttnPartial:
     """Queries `[B, T, N, Rk]` over the slots `begin <= slot < end` `[B, T]` of tokens that B / B' rows in order share.
 
     Args:
         size: about how many tokens a row sees at most; decides into how many splits they are cut.
+        owner: see `owned_slots.Rows`.
     """
     keys, values = stored_arrays(tokens.keys), stored_arrays(tokens.values)
     heads = max(keys.codes.shape[1], values.codes.shape[1])
     if values.runs is not None:
         heads = packed_heads(heads, q.shape[2], q.shape[1])
     packed = pack(q, heads, begin, end)
-    return unpack(attend_packed(packed, keys, values, scale=scale, size=size, interpret=interpret), q.shape[1])
+    part = attend_packed(packed, keys, values, scale=scale, size=size, interpret=interpret, owner=owner)
+    return unpack(part, q.shape[1])
 
 
 def attend_packed(
-    packed: Packed, keys: Stored, values: Stored, *, scale: float, size: int, interpret: bool
+    packed: Packed, keys: Stored, values: Stored, *, scale: float, size: int, interpret: bool,
+    owner: jax.Array | None = None,
 ) -> AttnPartial:
     """Partial `[B, H, M, Rv]`, lse `EMPTY` where a row sees nothing."""
     check_stored(packed, keys, values)
@@ -80,11 +87,13 @@ def attend_packed(
         check_packed(rows, MOST_COLUMNS, values)
     shape = (batch, heads, grid.splits, rows)
     kernel = functools.partial(
-        _kernel, grid=grid, scale=scale, quantised=keys.scales is not None, key_runs=keys.runs, value_runs=values.runs
+        _kernel, grid=grid, scale=scale, quantised=keys.scales is not None, owned=owner is not None, key_runs=keys.runs,
+        value_runs=values.runs,
     )
-    limits = row_limits(packed.span, packed)
+    head = packed.span if owner is None else jnp.concatenate([packed.span, numbers(batch, owner)], axis=1)
+    limits = row_limits(head, packed)
     query = packed.q if keys.runs is None else with_rows(spread_for(keys, packed.q), grid.rows)
-    of_heads = (query, *given(keys), *given(values))
+    of_heads = (*([] if owner is None else [owner]), query, *given(keys), *given(values))
     out, lse = pl.pallas_call(
         kernel,
         grid=(grid.splits, heads, batch),
@@ -235,7 +244,9 @@ def start_carry(rows: int, pieces):
     return top, total, tuple(jnp.zeros((rows, w), jnp.float32) for _, w in pieces)
 
 
-def _kernel(limits_ref, q_ref, *refs, grid: Grid, scale: float, quantised: bool, key_runs, value_runs):
+def _kernel(limits_ref, *refs, grid: Grid, scale: float, quantised: bool, owned: bool, key_runs, value_runs):
+    (owner_ref, *refs) = refs if owned else (None, *refs)
+    q_ref, *refs = refs
     if quantised:
         k_ref, ks_ref, v_ref, vs_ref, out_ref, lse_ref = refs
     else:
@@ -267,6 +278,9 @@ def _kernel(limits_ref, q_ref, *refs, grid: Grid, scale: float, quantised: bool,
                 q = (q.astype(jnp.float32) * load_scale(ks_ref, scale_row, piece)).astype(q.dtype)
             logits += dot(q, read(k_ref, piece).astype(q.dtype).T)
         visible = (slots[None] >= begin[:, None]) & (slots[None] < end[:, None])
+        if owner_ref is not None:
+            owner = plgpu.load(owner_ref.at[pl.ds(at, grid.tile)], mask=slots < high, other=-1)
+            visible &= (owner.astype(jnp.int32) == limits_ref[2])[None]
         weights, shrink, top, total = online_softmax(logits * (scale * LOG2_E), visible, top, total)
         value_scale = None if vs_ref is None else functools.partial(load_scale, vs_ref, scale_row)
         values = unpacked(v_ref, at, slots < high, value_runs) if value_runs else (read(v_ref, x) for x in value_pieces)

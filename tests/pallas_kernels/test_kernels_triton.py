@@ -4,7 +4,7 @@ import functools
 
 import jax
 import pytest
-from kernel_cases import Case, check, make, slow
+from kernel_cases import Case, check, make, make_owned, slow
 
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
@@ -63,3 +63,9 @@ def test_coefficients(case):
 def test_rotary(case):
     x = make(case)
     check(run(rotary_coefficient_attention, x.q, x.tokens, x.basis, **x.options), x.oracle, case.dtype)
+
+
+def test_heads_of_unequal_budgets():
+    """Head after head in one buffer, with two slots that changed hands."""
+    x = make_owned()
+    check(run(coefficient_attention, x.q, x.tokens, **x.options), x.oracle)
