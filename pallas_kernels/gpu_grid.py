@@ -63,3 +63,11 @@ def packed_grid(rows: int, programs: int, size: int, tile: int) -> Grid:
     tiles = -(-size // tile)
     splits = max(1, min(-(-tiles // LEAST_TILES), CORES * WAVES // programs))
     return Grid(power_of_two(rows, 16), tile, splits, 1, PACKED_WARPS)
+
+
+def tiled_grid(rows: int, programs: int, size: int, tile: int, token_bytes: int) -> Grid:
+    """As `decode_grid`, over codes that are widened with the scales of their tiles."""
+    stages = min(MOST_STAGES, 2 + -(-IN_FLIGHT // (tile * token_bytes)))
+    tiles = -(-size // tile)
+    splits = max(1, min(-(-tiles // LEAST_TILES), CORES * WAVES // programs))
+    return Grid(power_of_two(rows, 16), tile, splits, stages)

@@ -13,23 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.attention.partial import AttnPartial
-from lowrank_kv_jax.pallas_kernels.coefficient_attention.gpu_triton import (
-    add_values,
-    bytes_of_token,
-    check_stored,
-    dot,
-    given,
-    head_spec,
-    load_block,
-    load_ranges,
-    load_scale,
-    online_softmax,
-    row_limits,
-    row_spec,
-    split_range,
-    start_carry,
-    write_partial,
-)
+from lowrank_kv_jax.pallas_kernels.coefficient_attention.gpu_triton import bytes_of_token, check_stored, given, load_scale
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid, packed_grid
 from lowrank_kv_jax.pallas_kernels.gpu_packed import (
     check_packed,
@@ -42,6 +26,19 @@ from lowrank_kv_jax.pallas_kernels.gpu_packed import (
     with_rows,
 )
 from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import check_rotary_kernel
+from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
+    add_values,
+    dot,
+    head_spec,
+    load_block,
+    load_ranges,
+    online_softmax,
+    row_limits,
+    row_spec,
+    split_range,
+    start_carry,
+    write_partial,
+)
 from lowrank_kv_jax.pallas_kernels.packing import (
     LOG2_E,
     TILE_OF_SCALES,
