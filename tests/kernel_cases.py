@@ -174,7 +174,7 @@ def make_owned(lengths=((5, 0, 130), (1, 2, 3), (0, 0, 0)), size=300, rank=32, b
     in tiles that begin with each head.
     """
     rng, (batch, heads) = np.random.default_rng(0), np.shape(lengths)
-    counts = np.sum(lengths, axis=1, dtype=np.int32)
+    counts = np.asarray(lengths, np.int32).sum(axis=1)
     owner = np.zeros((batch, 1, size), np.int8)
     for row, own in enumerate(lengths):
         owner[row, 0, : counts[row]] = np.repeat(np.arange(heads), own)
