@@ -25,7 +25,7 @@ from lowrank_kv_jax.pallas_kernels.gpu_packed import (
     unpacked,
     with_rows,
 )
-from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import check_coefficient_kernel
+from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import coefficient_grid
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     add_values,
     dot,
@@ -99,7 +99,7 @@ def attend_packed(
     width = columns_of(values)
     if values.runs is None:
         grid = decode_grid(rows, batch * heads, size, bytes_of_token(keys) + bytes_of_token(values))
-        check_coefficient_kernel(grid, keys, values, packed.q.dtype.itemsize)
+        grid = coefficient_grid(grid, keys, values, packed.q.dtype.itemsize)
     else:
         grid = packed_grid(rows, batch * heads, size, PACKED_TILE)
         check_packed(rows, MOST_COLUMNS, values)

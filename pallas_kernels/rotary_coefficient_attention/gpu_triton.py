@@ -25,7 +25,7 @@ from lowrank_kv_jax.pallas_kernels.gpu_packed import (
     unpacked,
     with_rows,
 )
-from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import check_rotary_kernel
+from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import rotary_grid
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     add_values,
     dot,
@@ -83,9 +83,9 @@ def attend_packed(
     (batch, heads, rows, _), half = packed.q.shape, rotary.basis.shape[2] // 2
     width = columns_of(values)
     if values.runs is None:
-        token_bytes = bytes_of_token(keys) + bytes_of_token(values) + 2 * half * packed.q.dtype.itemsize
-        grid = decode_grid(rows, batch * heads, keys.codes.shape[2], token_bytes)
-        check_rotary_kernel(grid, keys, values, packed.q.dtype.itemsize, 2 * half)
+        token_bytes, rebuilt = bytes_of_token(keys) + bytes_of_token(values), 2 * half * packed.q.dtype.itemsize
+        grid = decode_grid(rows, batch * heads, keys.codes.shape[2], token_bytes, rebuilt)
+        grid = rotary_grid(grid, keys, values, packed.q.dtype.itemsize, 2 * half)
     else:
         grid = packed_grid(rows, batch * heads, keys.codes.shape[2], PACKED_TILE)
         check_packed(rows, MOST_COLUMNS, keys, values)
