@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.parse import spell_method
 from lowrank_kv_jax.pallas_kernels import dispatch
 from lowrank_kv_jax.pallas_kernels.compile_grid import Result, tried
-from lowrank_kv_jax.pallas_kernels.compile_only import compile_for, devices
+from lowrank_kv_jax.pallas_kernels.compile_only import compile_for, devices, kernels_in
 from lowrank_kv_jax.storage.lanes import lay_out
 from lowrank_kv_jax.storage.sharding import MESH_AXES, leaf_sharding
 from lowrank_kv_jax.storage.state import map_leaves
@@ -42,7 +43,7 @@ def compile_step(method: Part, target: str, tokens: int = 32768, over: int = 1) 
     `temporaries` are its bytes beside arguments and results; `loops` its `while`s; `kernels` what the device is given to
     run one after the other; `moved` and `collective` the elements of the largest array of tokens that is copied or
     converted as a whole, and of the largest that devices exchange; `seconds` of compiling; `said` the warnings of kernels
-    that do not cover it.
+    that do not cover it; on sm_90 what the compiler says of the attention kernels, too, see `_attention`.
 
     Args:
         target: one of `compile_only.TARGETS`.
@@ -84,8 +85,10 @@ def _compiled(target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]], d
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         begin, f, args = time.perf_counter(), *program()
-        compiled = compile_for(target, f, *args, donate=donate)
-    seconds, text = time.perf_counter() - begin, compiled.as_text()
+        with tempfile.TemporaryDirectory() as folder:
+            compiled = compile_for(target, f, *args, donate=donate, dump=folder if target == "sm_90" else None)
+            seconds, attention = time.perf_counter() - begin, _attention(folder) if target == "sm_90" else {}
+    text = compiled.as_text()
     entry = text[text.index("\nENTRY ") :]
     return {
         "temporaries": compiled.memory_analysis().temp_size_in_bytes, "loops": text.count(" while("),
@@ -93,7 +96,22 @@ def _compiled(target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]], d
         "moved": max((size for size, kind in _ops(entry, axes=4) if kind in MOVES), default=0),
         "collective": max((size for size, kind in _ops(text) if kind.removesuffix("-start") in COLLECTIVES), default=0),
         "libraries": sorted(set(re.findall(r'custom_call_target="[_$]*(cu[^"]+)"', text))), "seconds": seconds,
-        "said": [str(x.message) for x in said if issubclass(x.category, RuntimeWarning)],
+        "said": [str(x.message) for x in said if issubclass(x.category, RuntimeWarning)], **attention,
+    }
+
+
+def _attention(folder: str) -> dict[str, Any]:
+    """Of all attention kernels of a step: the most bytes spilled and of shared memory, the narrowest copy of those that
+    read tokens ahead, the fewest groups and bytes under way."""
+    found = [facts for _, facts in kernels_in(folder)]
+    ahead = [facts for facts in found if facts.copies]
+    return {
+        "spilled": max((facts.spilled for facts in found), default=0),
+        "shared": max((facts.shared for facts in found), default=0),
+        "widths": sorted({width for facts in ahead for width in facts.copies}),
+        "waits": min((facts.waits for facts in ahead), default=0),
+        "in_flight": min((facts.in_flight for facts in ahead), default=0),
+        "attention_kernels": len(found), "read_ahead": len(ahead),
     }
 
 

@@ -175,13 +175,24 @@ def _print_steps(target: str, results) -> None:
     rows = []
     for result in results:
         if result.failure:
-            rows.append((result.name, *[""] * 6, f"FAILED: {result.failure[:60]}"))
+            rows.append((result.name, *[""] * 11, f"FAILED: {result.failure[:60]}"))
             continue
         f = result.facts
         notes = " ".join(dict.fromkeys([*(text.split(":")[0] for text in f["said"]), *f["libraries"]]))
         rows.append((result.name, f"{f['temporaries'] / 2**20:.1f}", f"{f['moved']}", f"{f['collective']}",
-                     str(f["loops"]), str(f["kernels"]), f"{f['seconds']:.1f}", notes))
-    heads = ("program", "temporaries, MiB", "moved", "exchanged", "loops", "kernels", "compiled, s", "notes")
+                     str(f["loops"]), str(f["kernels"]), *_attention_columns(f), f"{f['seconds']:.1f}", notes))
+    heads = ("program", "temporaries, MiB", "moved", "exchanged", "loops", "kernels", "spilled, B", "shared, KiB",
+             "copies, B", "waits", "in flight, KiB", "compiled, s", "notes")
     print_table(f"{target}: one layer of Llama 3.1 8B", heads, rows, texts=("program", "notes"))
     print("moved: elements of the largest array of tokens that is copied as a whole; exchanged: of the largest that "
-          "devices exchange; kernels: what the device is given to run, one after the other")
+          "devices exchange; kernels: what the device is given to run, one after the other; spilled to in flight: of the "
+          "attention kernels, the most bytes spilled and of shared memory, the widths of asynchronous copies, the fewest "
+          "groups of them and bytes under way while a program waits")
+
+
+def _attention_columns(facts) -> tuple[str, ...]:
+    if not facts.get("attention_kernels"):
+        return ("",) * 5
+    widths = " ".join(map(str, facts["widths"]))
+    return (str(facts["spilled"]), f"{facts['shared'] / 1024:.0f}", widths, str(facts["waits"]),
+            f"{facts['in_flight'] / 1024:.0f}")
