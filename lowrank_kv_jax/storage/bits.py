@@ -105,7 +105,7 @@ def hold_bits(tree: Any) -> Any:
         return tree
 
     def hold(info, x):
-        return bits_of(x) if info.axes[2:3] == ("tokens",) and x.dtype == jnp.bfloat16 else x  # not those on lanes
+        return bits_of(x) if info.axes[2:3] in (("tokens",), ("end_tokens",)) and x.dtype == jnp.bfloat16 else x  # not those on lanes
 
     return map_leaves(hold, tree)
 

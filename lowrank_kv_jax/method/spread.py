@@ -1,0 +1,49 @@
+"""A cache whose stored tokens are cut over devices (`storage.over_tokens`): what reads them there, and who cannot be cut."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from lowrank_kv_jax.attention.partial import AttnPartial, merge_over
+from lowrank_kv_jax.method.layout import Layout, Place
+from lowrank_kv_jax.storage.over_tokens import TOKENS, on_each, own_segments, token_devices
+
+
+def attend_store(
+    codec: Any, layout: Layout, bases: Any, store: Any, q: jax.Array, positions: jax.Array, place: Place
+) -> AttnPartial:
+    """`codec.attend`: on each device over its own slots, partials merged by log-sum-exp."""
+    if token_devices() == 1:
+        return codec.attend(layout, bases, store, q, positions, place)
+
+    def attend(number: jax.Array, own: Any, bases: Any, q: jax.Array, positions: jax.Array) -> AttnPartial:
+        return merge_over(codec.attend(layout, bases, own_segments(number, own), q, positions, place), TOKENS)
+
+    return on_each(attend, store, bases, q, positions)
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """What cannot be cut over devices, why, and whether a method has it."""
+
+    what: str
+    why: str
+    holds: Callable[[Any, Layout], bool]
+
+
+WHOLE: tuple[Whole, ...] = (
+    Whole("a reading", "the pages that a step needs may all lie on one device", lambda m, _: m.standing_reading is not None),
+)
+"""The one table of methods that a mesh with the axis "tokens" refuses."""
+
+
+def check_spread(machine: Any, layout: Layout) -> None:
+    """Raise ValueError for a method whose stored tokens cannot be cut over the layout's mesh."""
+    if layout.token_devices == 1:
+        return
+    for one in WHOLE:
+        if one.holds(machine, layout):
+            raise ValueError(f"{machine.name}: {one.what} cannot be cut over the mesh axis tokens={layout.token_devices}: "
+                             f"{one.why}; use data and model")
