@@ -30,11 +30,26 @@ class Whole:
 
     what: str
     why: str
-    holds: Callable[[Any, Layout], bool]
+    holds: Callable[[Any], bool]
 
 
 WHOLE: tuple[Whole, ...] = (
-    Whole("a reading", "the pages that a step needs may all lie on one device", lambda m, _: m.standing_reading is not None),
+    Whole(
+        "a reading", "the pages that a step needs may all lie on one device",
+        lambda m: m.standing_reading is not None,
+    ),
+    Whole(
+        "decoding=evict", "all stored tokens would be gathered to choose among them at every refresh; give decoding=keep",
+        lambda m: m.votes,
+    ),
+    Whole(
+        "positions=cache", "stored keys are turned by how many tokens of all devices lie before them",
+        lambda m: m.selection is not None and m.selection.positions == "cache" and not m.selection.keeps_none,
+    ),
+    Whole(
+        "its tokens", "layers that it does not compress keep them in the exact ends, of which every device has all",
+        lambda m: not m.codec.spreads,
+    ),
 )
 """The one table of methods that a mesh with the axis "tokens" refuses."""
 
@@ -44,6 +59,6 @@ def check_spread(machine: Any, layout: Layout) -> None:
     if layout.token_devices == 1:
         return
     for one in WHOLE:
-        if one.holds(machine, layout):
+        if one.holds(machine):
             raise ValueError(f"{machine.name}: {one.what} cannot be cut over the mesh axis tokens={layout.token_devices}: "
-                             f"{one.why}; use data and model")
+                             f"{one.why}")

@@ -37,7 +37,6 @@ def observe(method: Any, layout, bases, state, q: jax.Array, lse: jax.Array, pos
     if state.store is None:
         return state
 
-
     def of_slots(number: jax.Array, store: Any, bases: Any, q, lse, voter, positions) -> jax.Array:
         stored = _Stored.of(method, layout, bases, own_segments(number, store), q, place)
         votes = functools.partial(decoding_votes, lse=lse, **spec.logits, vote=rule.vote, positions=positions)

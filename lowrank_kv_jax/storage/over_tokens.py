@@ -108,6 +108,8 @@ def own_segments(number: jax.Array, tree: Any) -> Any:
     inner = {name: own_segments(number, getattr(tree, name)) for name in names}
     if "on_lanes" in inner and "size" in inner:  # what stands for an array of so many slots
         inner["size"] = inner["on_lanes"].shape[3]
+    if "starts" in inner and "codes" in inner:  # heads behind each other
+        inner["starts"] = inner["starts"] - begin_of(number, inner["codes"])
     if "positions" in inner and "length" in inner:
         held = inner["k"] if "k" in inner else inner["codes"]
         begin, slots = begin_of(number, held), held.shape[2]
