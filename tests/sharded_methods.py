@@ -44,18 +44,18 @@ def largest_collective(hlo: str) -> int:
 def decode(method, params, mesh, lengths, turn=False):
     bases = bases_for(method, CONFIG)
     cache, logits = prefill(
-        method, CONFIG, params, prompts(4, LONG if turn else PROMPT, seed=SEED), lengths, bases=bases, capacity=CAPACITY, block=BLOCK,
-        dtype=jnp.float32, mesh=mesh,
+        method, CONFIG, params, prompts(4, LONG if turn else PROMPT, seed=SEED), lengths, bases=bases, capacity=CAPACITY,
+        block=BLOCK, dtype=jnp.float32, mesh=mesh,
     )
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     progress = Progress(token, jnp.zeros((4,), bool), jnp.zeros((4,), bool))
     keys = jax.vmap(jax.random.key)(jnp.zeros((4,), jnp.uint32))
     args = (method, CONFIG, params, cache, progress, keys, jnp.int32(BLOCK))
-    compiled = decode_block.lower(*args, bases=bases).compile()
+    moved = 0 if mesh is None else largest_collective(decode_block.lower(*args, bases=bases).compile().as_text())
     cache, progress, first = decode_block(*args, bases=bases)
     cache, progress, second = decode_block(*args[:3], cache, progress, *args[5:], bases=bases)
     placed = {name: str(x.sharding.spec) for name, x, info in walk(cache) if "batch" in info.axes} if mesh else {}
-    found, moved = [np.asarray(logits)], largest_collective(compiled.as_text())
+    found = [np.asarray(logits)]
     if turn:
         found.append(np.concatenate([*turn_of(method, params, cache, bases)], axis=1))
     return np.concatenate(found, axis=None), np.concatenate([first, second], 1), moved, placed
