@@ -4,9 +4,11 @@ import dataclasses
 import functools
 import math
 import re
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from lowrank_kv_jax.evals.speed.gpu_code import code_facts
 from lowrank_kv_jax.evals.speed.llama_8b import LLAMA_8B, layer_weights
 from lowrank_kv_jax.evals.speed.roofline import white_bases
 from lowrank_kv_jax.generation.groups import refresh_group
@@ -44,7 +47,7 @@ def compile_step(
     `temporaries` are its bytes beside arguments and results; `loops` its `while`s; `kernels` what the device is given to
     run one after the other; `moved` and `collective` the elements of the largest array of tokens that is copied or
     converted as a whole, and of the largest that devices exchange; `seconds` of compiling; `said` the warnings of kernels
-    that do not cover it.
+    that do not cover it. For a GPU also what `code_facts` says.
 
     Args:
         target: one of `compile_only.TARGETS`.
@@ -56,7 +59,7 @@ def compile_step(
         NoCompiler: as `compile_only.device`.
     """
     program = functools.partial(step_program, method, target, tokens, over, axis)
-    return _facts(f"step at {tokens} tokens, {spell_method(method)}" + _devices(over, axis), target, program, STATE)
+    return program_facts(f"step at {tokens} tokens, {spell_method(method)}" + _devices(over, axis), target, program, STATE)
 
 
 def compile_refresh(method: Part, target: str, tokens: int = 32768) -> Result:
@@ -71,24 +74,35 @@ def compile_refresh(method: Part, target: str, tokens: int = 32768) -> Result:
         _, of, layout, _ = step.args
         return functools.partial(refresh_group, of, layout), (bases, state)
 
-    return _facts(f"refresh at {tokens} tokens, {spell_method(method)}", target, program, donate=1)
+    return program_facts(f"refresh at {tokens} tokens, {spell_method(method)}", target, program, donate=1)
 
 
 def _devices(count: int, axis: str) -> str:
     return f", {axis}={count}" if count > 1 else ""
 
 
-def _facts(name: str, target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]], donate: int) -> Result:
+def program_facts(
+    name: str, target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]], donate: int | tuple[int, ...] = ()
+) -> Result:
+    """The same of any program, a function and the shapes of its arguments.
+
+    Args:
+        donate: numbers of arguments that the results may overwrite.
+    """
     return tried(name, target, functools.partial(_compiled, target, program, donate))
 
 
-def _compiled(target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]], donate: int) -> dict[str, Any]:
+def _compiled(
+    target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]], donate: int | tuple[int, ...]
+) -> dict[str, Any]:
     dispatch.warn_anew()
-    with warnings.catch_warnings(record=True) as said:
+    of_gpu = target == "sm_90"
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         begin, f, args = time.perf_counter(), *program()
-        compiled = compile_for(target, f, *args, donate=donate)
-    seconds, text = time.perf_counter() - begin, compiled.as_text()
+        compiled = compile_for(target, f, *args, donate=donate, dump=folder if of_gpu else None)
+        seconds, text = time.perf_counter() - begin, compiled.as_text()
+        code = code_facts(Path(folder)) if of_gpu else {}
     entry = text[text.index("\nENTRY ") :]
     return {
         "temporaries": compiled.memory_analysis().temp_size_in_bytes, "loops": text.count(" while("),
@@ -96,7 +110,7 @@ def _compiled(target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]], d
         "moved": max((size for size, kind in _ops(entry, axes=4) if kind in MOVES), default=0),
         "collective": max((size for size, kind in _ops(text) if kind.removesuffix("-start") in COLLECTIVES), default=0),
         "libraries": sorted(set(re.findall(r'custom_call_target="[_$]*(cu[^"]+)"', text))), "seconds": seconds,
-        "said": [str(x.message) for x in said if issubclass(x.category, RuntimeWarning)],
+        "said": [str(x.message) for x in said if issubclass(x.category, RuntimeWarning)], **code,
     }
 
 

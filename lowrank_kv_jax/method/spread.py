@@ -56,9 +56,12 @@ WHOLE: tuple[Whole, ...] = (
 
 def check_spread(machine: Any, layout: Layout) -> None:
     """Raise ValueError for a method whose stored tokens cannot be cut over the layout's mesh."""
-    if layout.token_devices == 1:
-        return
-    for one in WHOLE:
-        if one.holds(machine):
-            raise ValueError(f"{machine.name}: {one.what} cannot be cut over the mesh axis tokens={layout.token_devices}: "
-                             f"{one.why}")
+    refusal = why_whole(machine)
+    if layout.token_devices > 1 and refusal is not None:
+        raise ValueError(f"{machine.name}: {refusal.what} cannot be cut over the mesh axis tokens={layout.token_devices}: "
+                         f"{refusal.why}")
+
+
+def why_whole(machine: Any) -> Whole | None:
+    """Why the stored tokens of a method cannot be cut; None: they can."""
+    return next((one for one in WHOLE if one.holds(machine)), None)
