@@ -26,15 +26,15 @@ pytestmark = pytest.mark.xdist_group("over_tokens")  # one worker: all read the 
 MESH = "data=2,model=2,tokens=2"
 FLOATS = (
     "full", "ojakv", "static-pca", "static-pca-h", "palu", "single-svd", "streamingkv", "xkv", "osp", "osp-static",
-    "eigenattention", "eigen-n", "kivi", "transform", "kvzip:keep=0.5", "adakv:keep=0.5,decoding=keep",
+    "eigenattention", "eigen-n", "kivi", "kvzip:keep=0.5", "adakv:keep=0.5,decoding=keep",
     "snapkv:keep=0.5,decoding=keep", "kivi:bits=8+kvzip:keep=0.5", "kivi:bits=4+snapkv:keep=0.6,decoding=keep",
     "transform:heads=per_head,steps=prompt,sinks=4,recent=8",
 )
-MOVED_IN_BITS = ("ojakv:bits=8,rank=0.5,sinks=4,recent=8", "ojakv:bits=2.5,sinks=4,recent=8")
-"""Whose codes are carried over to a moved basis: where two sums differ in a last bit, a code may differ by a step."""
+IN_BITS = ("transform", "ojakv:bits=8,rank=0.5,sinks=4,recent=8", "ojakv:bits=2.5,sinks=4,recent=8")
+"""Whose codes are of coefficients: where two sums differ in a last bit, a code may differ by a step."""
 
 QUICK = ("full",)
-CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*FLOATS, *MOVED_IN_BITS)]
+CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*FLOATS, *IN_BITS)]
 
 
 def on_devices(count, *arguments):
@@ -55,7 +55,7 @@ def record_of(name):
 def test_cut_equals_whole(name):
     """Prompts of several lengths, steps over two refreshes, a second turn; slots, rows and heads cut at once."""
     record = record_of(name)
-    assert record["difference"] < (2e-3 if name in MOVED_IN_BITS else 1e-4) and record["same_tokens"]
+    assert record["difference"] < (2e-3 if name in IN_BITS else 1e-4) and record["same_tokens"]
     assert record["over_data"] and record["over_model"] and record["over_tokens"] >= 2
 
 
