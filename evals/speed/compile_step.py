@@ -59,7 +59,8 @@ def compile_step(
         NoCompiler: as `compile_only.device`.
     """
     program = functools.partial(step_program, method, target, tokens, over, axis)
-    return program_facts(f"step at {tokens} tokens, {spell_method(method)}" + _devices(over, axis), target, program, STATE)
+    name = f"step at {tokens} tokens, {spell_method(method)}" + _devices(over, axis)
+    return program_facts(name, target, program, STATE)
 
 
 def compile_refresh(method: Part, target: str, tokens: int = 32768) -> Result:

@@ -17,9 +17,9 @@ def code_facts(folder: Path) -> dict[str, Any]:
     """Of the attention kernels among the `.ptx` files of a folder.
 
     Returns:
-        `cp_async`: bytes of the narrowest asynchronous copy, `in_flight`: of the tiles that a program of the kernel waits for
-        while it computes, the fewest of all kernels, `spilled`: of registers, of all; None where there is no kernel (or no
-        asynchronous copy).
+        `cp_async`: bytes of the narrowest asynchronous copy; `in_flight`: of the tiles that a program has asked for while
+        it computes, the fewest of all kernels; `spilled`: of registers, of all. None where there is no kernel, or no
+        asynchronous copy.
     """
     codes = {path: path.read_text() for path in sorted(folder.glob("*.ptx"))}
     ours = {path: code for path, code in codes.items() if OF_OURS.search(code)}
@@ -34,7 +34,7 @@ def code_facts(folder: Path) -> dict[str, Any]:
 def in_flight(code: str) -> int:
     """Bytes that the threads of a program have asked for and not waited for, where the loop waits the least.
 
-    A loop asks for one group of copies a turn and waits until so many groups are left; the last waits, for all, are behind it.
+    A loop asks for one group of copies a turn and waits until so many groups are left; the waits for all are behind it.
     """
     groups, open_group, left = [], 0, 0
     for event in _EVENT.findall(code):

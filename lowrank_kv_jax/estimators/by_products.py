@@ -1,7 +1,7 @@
 """Principal subspaces by matrix products and Cholesky factors alone, for accelerators.
 
-A GPU decomposes the matrices of a batch one after the other (cuSOLVER's syevd, geqrf, orgqr); products and Cholesky factors
-it takes of all at once.
+A GPU decomposes the matrices of a batch one after the other (cuSOLVER's syevd, geqrf, orgqr); products and Cholesky
+factors it takes of all at once.
 """
 
 import jax
@@ -20,9 +20,9 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 def iterated_subspace(moment: Float[jax.Array, "*lead W W"], rank: int) -> Float32[jax.Array, "*lead W R"]:
     """An orthonormal basis of (nearly) the principal subspace of a second moment, leading directions first.
 
-    Orthogonal iteration (Golub and Van Loan, section 8.2.4) from a fixed random start: orthonormalising keeps nested spans,
-    so that the first columns turn to the leading directions, and those behind `rank` take away what does not belong to
-    them. The residual energy tr(M) - tr(U^T M U) is within 1.02 times the optimum plus 3e-6 tr(M).
+    Orthogonal iteration (Golub and Van Loan, section 8.2.4) from a fixed random start: orthonormalising keeps nested
+    spans, so that the first columns turn to the leading directions, and those behind `rank` take away what does not
+    belong to them. The residual energy tr(M) - tr(U^T M U) is within 1.02 times the optimum plus 3e-6 tr(M).
 
     Args:
         moment: symmetric positive semidefinite `[..., W, W]`.
@@ -34,7 +34,8 @@ def iterated_subspace(moment: Float[jax.Array, "*lead W W"], rank: int) -> Float
     trace = jnp.trace(moment, axis1=-2, axis2=-1)[..., None, None]
     # a multiple of I moves no eigenvector, and lets a deficient moment fill every column of the start
     moment = moment + jnp.where(trace > 0, FLOOR * trace, 1.0) * jnp.eye(width, dtype=jnp.float32)
-    start = jnp.broadcast_to(jax.random.normal(jax.random.key(0), (width, tried), jnp.float32), (*moment.shape[:-1], tried))
+    start = jax.random.normal(jax.random.key(0), (width, tried), jnp.float32)
+    start = jnp.broadcast_to(start, (*moment.shape[:-1], tried))
 
     def image(basis: jax.Array) -> jax.Array:
         return jnp.matmul(moment, basis, precision=_HIGHEST)

@@ -1,4 +1,4 @@
-"""A cache whose stored tokens are cut over devices (`storage.over_tokens`): what reads them there, and who cannot be cut."""
+"""A cache whose stored tokens are cut over devices (`storage.over_tokens`): what reads them there, who cannot be cut."""
 
 import dataclasses
 from collections.abc import Callable
@@ -58,8 +58,8 @@ def check_spread(machine: Any, layout: Layout) -> None:
     """Raise ValueError for a method whose stored tokens cannot be cut over the layout's mesh."""
     refusal = why_whole(machine)
     if layout.token_devices > 1 and refusal is not None:
-        raise ValueError(f"{machine.name}: {refusal.what} cannot be cut over the mesh axis tokens={layout.token_devices}: "
-                         f"{refusal.why}")
+        raise ValueError(f"{machine.name}: {refusal.what} cannot be cut over the mesh axis "
+                         f"tokens={layout.token_devices}: {refusal.why}")
 
 
 def why_whole(machine: Any) -> Whole | None:

@@ -105,7 +105,8 @@ def hold_bits(tree: Any) -> Any:
         return tree
 
     def hold(info, x):
-        return bits_of(x) if info.axes[2:3] in (("tokens",), ("end_tokens",)) and x.dtype == jnp.bfloat16 else x  # not those on lanes
+        of_tokens = info.axes[2:3] in (("tokens",), ("end_tokens",))  # not those on lanes
+        return bits_of(x) if of_tokens and x.dtype == jnp.bfloat16 else x
 
     return map_leaves(hold, tree)
 

@@ -19,7 +19,7 @@ OF_AXIS = {"batch": "data", "kv_heads": "model", "tokens": "tokens"}
 
 
 def make_mesh(text: str) -> Mesh:
-    """A mesh from `data=2,model=3` over the first devices; an axis that is not named has size 1, "tokens" is left out then.
+    """A mesh from `data=2,model=3` over the first devices; "data" and "model" that are not named have size 1.
 
     Raises:
         ValueError: unknown axes, sizes below 1, or more devices than there are.
@@ -57,7 +57,7 @@ def check_mesh(mesh: Mesh, spec: AttentionSpec, batch: int) -> Mesh:
     """The mesh with axes that the compiler propagates, if batch and heads can be cut over it.
 
     Raises:
-        ValueError: axes other than data, model and tokens, `data` that does not divide the batch, or `model` that does not
+        ValueError: axes other than data, model and tokens, `data` that does not divide the batch, `model` that does not
             divide the kv heads.
     """
     if unknown := sorted(set(mesh.axis_names) - set(MESH_AXES)):
@@ -75,8 +75,8 @@ def leaf_sharding(mesh: Mesh, info: LeafInfo, shape: tuple[int, ...]) -> NamedSh
 
 
 def partition(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
-    """Batch over `data`, heads over `model`, slots over `tokens`; what several heads share (one head of coefficients) is
-    replicated, and so are slots that the devices do not divide."""
+    """Batch over `data`, heads over `model`, slots over `tokens`; what several heads share (one head of coefficients)
+    is replicated, and so is what the devices do not divide."""
     cut = []
     for axis, size in zip(axes, shape, strict=True):
         name = OF_AXIS.get(axis or "")
