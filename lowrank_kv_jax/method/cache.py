@@ -113,7 +113,7 @@ def with_token_layout(cache: _Cache, layout: str) -> _Cache:
     if layout == cache.layout.tokens:
         return cache
     states = "groups" if hasattr(cache, "groups") else "group"
-    relaid = hold(lay_out(getattr(cache, states), layout))
+    relaid = hold(lay_out(getattr(cache, states), layout), cache.layout.mesh)
     return dataclasses.replace(cache, layout=dataclasses.replace(cache.layout, tokens=layout), **{states: relaid})
 
 

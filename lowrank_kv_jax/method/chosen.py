@@ -12,8 +12,8 @@ from lowrank_kv_jax.method.codec import Tokens, codes_of, hold
 from lowrank_kv_jax.method.head_budgets import HeadShares
 from lowrank_kv_jax.method.in_order import oldest
 from lowrank_kv_jax.segments import exact as exact_tokens
-from lowrank_kv_jax.storage.bits import Bits
 from lowrank_kv_jax.storage.cache_dtype import narrow
+from lowrank_kv_jax.storage.held import as_array
 from lowrank_kv_jax.storage.positions import PerHead
 from lowrank_kv_jax.storage.state import map_leaves
 from lowrank_kv_jax.summaries import moments as moment_summary
@@ -137,8 +137,7 @@ def admit(
 def _of_idle(idle: jax.Array, before, after):
     """A segment as it is `after`, but for rows that are `idle` bool `[B]`."""
     def row_by_row(info, new, old):
-        old = old.widened() if isinstance(old, Bits) else old
-        return jnp.where(idle.reshape(-1, *(1,) * (new.ndim - 1)), old, new)
+        return jnp.where(idle.reshape(-1, *(1,) * (new.ndim - 1)), as_array(old), new)
 
     return map_leaves(row_by_row, after, before)
 

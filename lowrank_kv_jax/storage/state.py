@@ -16,7 +16,9 @@ from jaxtyping import Int, Shaped
 from lowrank_kv_jax.storage.cache_dtype import narrow
 
 KINDS = ("exact", "coefficients", "bases", "scales", "moments", "indices")
-AXES = ("batch", "kv_heads", "tokens", "head_dim", "rank", "width", "chunks", "layers", "bytes")
+AXES = ("batch", "kv_heads", "tokens", "end_tokens", "head_dim", "rank", "width", "chunks", "layers", "bytes")
+"""Names of axes: "tokens" are the slots of a store, of which a mesh may give each device a range; "end_tokens" those of
+exact ends, of which every device has all."""
 
 
 class LeafInfo(NamedTuple):

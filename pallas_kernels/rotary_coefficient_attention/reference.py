@@ -17,8 +17,8 @@ from lowrank_kv_jax.storage.block_reads import (
     block_for,
     block_range,
     block_slots,
-    slice_block,
     parts_are_tokens_last,
+    slice_block,
     slice_parts,
     visible_slots,
 )

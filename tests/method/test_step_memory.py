@@ -51,7 +51,7 @@ def step_of_a_layer(spec, dtype):
 
 def made_of_whole_buffers(text, cache):
     """Operations with results of as many tokens and channels as a buffer of the cache, other than it itself."""
-    leaves = [x for _, x, info in walk(cache) if info.axes[2:3] == ("tokens",) and len(x.shape) == 4]
+    leaves = [x for _, x, info in walk(cache) if info.axes[2:3] in (("tokens",), ("end_tokens",)) and len(x.shape) == 4]
     leaves = [x for x in leaves if x.shape[2] > 3000]  # blocks are of up to 2048
     stored = {(x.bits.dtype if isinstance(x, Bits) else x.dtype).name for x in leaves}
     sizes = {(x.shape[2], channels) for x in leaves for channels in (x.shape[3], cache.layout.spec.head_dim)}
