@@ -90,7 +90,7 @@ def load_layers(path: str | Path, plans: Sequence[LayerPlan], weights: Any) -> l
         for plan in plans
     ]
     abstract = [_abstract_layer(plan, layout) for plan, layout in zip(plans, layouts, strict=True)]
-    return hold(load_state(path, metadata, abstract), layouts[0].mesh if layouts else None)
+    return hold(load_state(path, metadata, abstract), plans[0].layout.mesh)
 
 
 def _abstract_layer(plan: LayerPlan, layout: Layout) -> LayerCache:

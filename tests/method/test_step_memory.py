@@ -175,7 +175,7 @@ def test_kernels_get_arrays(monkeypatch):
     monkeypatch.setenv("LOWRANK_KV_BACKEND", "triton")
     cache = abstract_cache(REGISTRY["full"](), Layout(PLAIN.attention, 1, 8, 16, 4, "bfloat16"))
     assert not any(isinstance(x, Bits) for _, x, _ in walk(cache))
-    assert hold(cache) is cache
+    assert hold(cache, None) is cache
 
 
 def test_bits_are_written_and_moved_like_the_array():
