@@ -46,7 +46,8 @@ def layer_taps(rank=3, seed=0, rope=False):
 
 
 def small(**fields):
-    wanted = {"rank": 3, "chunk_length": 24, "min_chunk": 8, "sinks": 4, "recent": 8, "lookahead": 24, "window": 24, "prior": 0.0}
+    wanted = {"rank": 3, "rope": "post", "chunk_length": 24, "min_chunk": 8, "sinks": 4, "recent": 8, "lookahead": 24,
+              "window": 24, "prior": 0.0, "unseen": 0.0}
     return OnlineSubspaceProjection(**{**wanted, **fields})
 
 
