@@ -166,8 +166,9 @@ def reference_chunks(method, x, count, seen, start, energy):
             begun = at
             if len(bases) < (method.chunks or 99):
                 ahead = [s[:, at : min(at + method.lookahead, seen)] for s in x]
+                prior = method.prior + method.unseen * max(method.chunk_length - ahead[0].shape[1], 0)
                 moments = [
-                    m + np.einsum("ktd,kte->kde", a, a) + method.prior * np.einsum("kdr,kr,ker->kde", u, e, u)
+                    m + np.einsum("ktd,kte->kde", a, a) + prior * np.einsum("kdr,kr,ker->kde", u, e, u)
                     for m, a, u, e in zip(learned, ahead, start, energy, strict=True)
                 ]
                 bases.append([np.linalg.eigh(m)[1][..., ::-1][..., : u.shape[-1]] for m, u in zip(moments, start, strict=True)])
@@ -184,7 +185,7 @@ def reference_chunks(method, x, count, seen, start, energy):
 
 
 @pytest.mark.parametrize("fields", [
-    pytest.param({}, marks=pytest.mark.slow), {"lookahead": 0, "tau_k": 0.3, "tau_v": 0.3, "chunk_length": 96, "chunks": 12}, {"chunks": 2, "when_full": "keep", "prior": 5.0},
+    pytest.param({}, marks=pytest.mark.slow), {"lookahead": 0, "tau_k": 0.3, "tau_v": 0.3, "chunk_length": 96, "chunks": 12}, {"chunks": 2, "when_full": "keep", "prior": 5.0, "unseen": 0.5, "lookahead": 12},
 ])
 def test_chunks_equal_a_float64_oracle(fields):
     method, lengths = small(**fields), (LENGTH, 90)
