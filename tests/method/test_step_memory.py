@@ -85,7 +85,7 @@ def test_a_step_neither_widens_nor_copies_a_whole_buffer(spec, dtype):
 
 
 def test_the_measure_sees_arrays_of_bfloat16_widened(monkeypatch):
-    monkeypatch.setattr("lowrank_kv_jax.saving.saved_cache.hold", lambda tree: tree)
+    monkeypatch.setattr("lowrank_kv_jax.saving.saved_cache.hold", lambda tree, mesh: tree)
     compiled, cache = step_of_a_layer.__wrapped__("full", "bfloat16")
     assert f"f32[2, 4, {LONG}, 8]" in " ".join(made_of_whole_buffers(compiled.as_text(), cache))
     wide = step_of_a_layer("full", "float32")[0].memory_analysis().temp_size_in_bytes
@@ -142,7 +142,7 @@ def test_bits_and_arrays_of_bfloat16_decode_to_the_same_logits(name, monkeypatch
     tokens = tokens[:, : PROMPT + BLOCK + 3]
     cache, on_bits = run(method, PLAIN, tokens, PROMPT, width=8, dtype="bfloat16")
     assert any(isinstance(x, Bits) for _, x, _ in walk(cache))
-    monkeypatch.setattr("lowrank_kv_jax.generation.groups.hold", lambda tree: tree)
+    monkeypatch.setattr("lowrank_kv_jax.generation.groups.hold", lambda tree, mesh: tree)
     programs_of_their_own = dataclasses.replace(PLAIN, context=PLAIN.context + 1)
     cache, on_arrays = run(method, programs_of_their_own, tokens, PROMPT, width=8, dtype="bfloat16")
     assert not any(isinstance(x, Bits) for _, x, _ in walk(cache))
@@ -157,7 +157,7 @@ def test_a_saved_cache_holds_bfloat16_which_every_platform_loads(tmp_path, monke
     here = load_cache(tmp_path / "cache", method, saved)
     chex.assert_trees_all_equal_structs(here, cache)
     chex.assert_trees_all_equal(here, cache)
-    monkeypatch.setattr("lowrank_kv_jax.saving.saved_cache.hold", lambda tree: tree)  # as where bfloat16 is native
+    monkeypatch.setattr("lowrank_kv_jax.saving.saved_cache.hold", lambda tree, mesh: tree)  # as where bfloat16 is native
     there = load_cache(tmp_path / "cache", method, saved).groups[0].ends[0].k
     assert isinstance(there, jax.Array) and there.dtype == jnp.bfloat16
     np.testing.assert_array_equal(there, np.asarray(cache.groups[0].ends[0].k))
