@@ -86,6 +86,7 @@ class MiniCache(Codec):
     exact_at: ClassVar[Mapping[str, Any] | None] = {"keep": 1.0}
     small: ClassVar[Mapping[str, Any]] = {"budget": 24, "start": 0}
     per_token: ClassVar[bool] = False
+    spreads: ClassVar[bool] = False
     latents: ClassVar[bool] = True
 
     def __post_init__(self):

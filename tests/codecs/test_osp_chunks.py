@@ -133,7 +133,9 @@ def test_calibrated_bases_in_bytes():
 def test_presets_are_the_papers_settings():
     paper, streaming = parse_method("osp:paper"), parse_method("osp:streaming,rank=4")
     assert isinstance(paper, OnlineSubspaceProjection) and isinstance(streaming, OnlineSubspaceProjection)
-    assert (streaming.lookahead, streaming.prior, streaming.window) == (0, 0, 256)
+    assert (streaming.rope, streaming.lookahead, streaming.prior, streaming.unseen, streaming.window) == ("post", 0, 0, 0, 256)
+    follow, plain = parse_method("osp:follow"), OnlineSubspaceProjection()
+    assert follow == dataclasses.replace(plain, rope="post", unseen=0.0) and plain.rope == "pre" and plain.unseen > 0
     assert (paper.estimator, paper.gamma, paper.bits, paper.sinks, paper.lookahead) == (
         "frequent_directions", "sqrt_rank", 8, 0, 0)
 

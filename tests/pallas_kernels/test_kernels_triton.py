@@ -4,17 +4,21 @@ import functools
 
 import jax
 import pytest
-from kernel_cases import Case, check, make, slow
+from kernel_cases import Case, check, make, make_owned, slow
 
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
+from lowrank_kv_jax.storage.quantised import Tile
 
 ROPE = RopeSpec(10000.0, 64)
 LLAMA3 = RopeSpec(500000.0, 48, "llama3", 8.0, 1.0, 4.0, 64)  # 16 of 64 channels stay unrotated
 
 SOME = (((8, 3), (4, 4), (2, 5), (1, 11)), ((8, 7), (2, 21)))  # no run is whole bytes
 MANY = (((8, 40), (4, 150), (2, 200)), ((4, 140), (1, 70)))  # loops over blocks
+
+
+KIVI = (Tile(32, 1), Tile(1, 32))
 
 
 def run(op, *args, **options):
@@ -35,6 +39,11 @@ def run(op, *args, **options):
         Case(runs=SOME, lengths=(0, 1, 63, 64, 65, 300)),
         Case(runs=MANY, J=1, Jv=1, N=24, lengths=(300, 130), dtype="bfloat16"),  # more rows than a program has
         slow(Case(runs=(SOME[1], SOME[0]), T=3, causal=True, window=70, lengths=(1, 2, 101, 300), S=600, N=8)),
+        Case(bits=2, tiles=KIVI, rank_k=40, rank_v=128, lengths=(0, 1, 33, 128, 161, 300)),
+        slow(Case(bits=4, tiles=KIVI, rank_k=64, rank_v=40, lengths=(0, 127, 129), T=3, causal=True, window=70)),
+        slow(Case(bits=8, tiles=(Tile(1, None), Tile(1, None)), rank_k=64, lengths=(1, 129), dtype="bfloat16")),
+        slow(Case(bits=4, lengths=(0, 129, 300), rank_k=40, rank_v=160, J=1)),  # coefficients
+        slow(Case(bits=2, tiles=(Tile(16, 1), Tile(1, 4)), lengths=(17, 129), rank_v=20)),
         *(slow(Case(rank_k=r, rank_v=r, lengths=(256, 257), dtype="bfloat16")) for r in (16, 32, 48, 64, 96, 128)),
     ],
     ids=str,
@@ -63,3 +72,10 @@ def test_coefficients(case):
 def test_rotary(case):
     x = make(case)
     check(run(rotary_coefficient_attention, x.q, x.tokens, x.basis, **x.options), x.oracle, case.dtype)
+
+
+@pytest.mark.parametrize("bits", [None, 4, pytest.param(2, marks=pytest.mark.slow)])
+def test_heads_of_unequal_budgets(bits):
+    """Head after head in one buffer, with two slots that changed hands, or with tiles that begin with each head."""
+    x = make_owned(bits=bits)
+    check(run(coefficient_attention, x.q, x.tokens, **x.options), x.oracle)
