@@ -40,10 +40,9 @@ class OnlineSubspaceProjection(Subspace):
     exceeds a threshold; the residual costs nothing, ||x||^2 - ||c||^2. Pages of `min_chunk` tokens are the smallest
     chunks: a basis costs as much as head_dim tokens, which a trigger for each token would spend every few tokens.
 
-    By default keys are coded before RoPE: the phases of a chunk's own tokens are not those of the next ones, and
-    text that is decoded has shown few of its tokens when its basis is taken. The preset `osp:follow` codes them
-    after RoPE in bases of what was seen alone; `osp:joint` has one basis over all heads of the layer, for contexts
-    of some thousand tokens.
+    By default keys are coded before RoPE: the phases of a chunk's own tokens are not those of the next ones, and decoded
+    text has shown few of its tokens when its basis is taken. The preset `osp:follow` codes them after RoPE in bases of
+    what was seen; `osp:joint` has one basis over all heads of the layer, for contexts of some thousand tokens.
 
     All bases are one array of `chunks` slots. When they are used up, two adjacent chunks are merged into one.
 
