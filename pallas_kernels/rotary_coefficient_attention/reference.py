@@ -44,7 +44,11 @@ def rotary_coefficient_attention(
     def read(i):
         start, slots, fresh = block_slots(i, size, block)
         mask, positions = visible_slots(tokens, slots, fresh, q_positions, causal, window, heads)
-        keys = _rebuild(basis, slice_block(tokens.keys, start, block).astype(q.dtype))
+        if parts_are_tokens_last(tokens.keys):
+            codes = jnp.concatenate(slice_parts(tokens.keys, start, block), axis=-2)
+            keys = _rebuild_from_columns(basis, codes.astype(q.dtype))
+        else:
+            keys = _rebuild(basis, slice_block(tokens.keys, start, block).astype(q.dtype))
         values = slice_parts(tokens.values, start, block)
         if key_mean is not None:
             keys = keys + _heads_inside(key_mean.reshape(*key_mean.shape[:-2], groups, -1, 1), kv_heads).astype(q.dtype)
@@ -109,6 +113,13 @@ def _rebuild(basis: jax.Array, codes: jax.Array) -> jax.Array:
     # XLA's CPU backend transposes the coefficients for a product of batches, be it of one, and not for a plain one
     rows = jnp.einsum("wr,sr->ws", basis.reshape(-1, basis.shape[-1]), codes[0, 0])
     return rows.reshape(*basis.shape[:-1], -1)
+
+
+def _rebuild_from_columns(basis: jax.Array, codes: jax.Array) -> jax.Array:
+    """The same of coefficients `[B, J, R, S]`."""
+    if codes.shape[0] * codes.shape[1] > 1:
+        return jnp.einsum("bjdhr,bjrs->bjdhs", basis, codes)
+    return (basis.reshape(-1, basis.shape[-1]) @ codes[0, 0]).reshape(*basis.shape[:-1], -1)
 
 
 def _rotate(keys: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
