@@ -18,7 +18,8 @@ OF_CAPABILITY = {
     "11.0": 227 * KIB,
 }
 """Bytes that a program may have, by the compute capability of the GPU."""
-LEAST_STAGES = 2
+LEAST_STAGES = 3
+LEAST_TILE = 16  # tokens that a tensor core multiplies
 OTHERS = 99 * KIB  # of the consumers' GPUs since 8.6
 
 
@@ -35,11 +36,11 @@ def coefficient_grid(grid: Grid, keys: Stored, values: Stored, query_bytes: int)
         query_bytes: of a number of the queries.
 
     Raises:
-        Unsupported: the GPU has too little for two.
+        Unsupported: the GPU has too little for that.
     """
     multiplied = _multiplied(grid, keys, values) if query_bytes == 2 else ()
     queries = grid.rows * (_columns(keys) + grid.tile) * query_bytes
-    return _fitting(grid, keys, values, lambda some: _tiles(some, keys, values, multiplied) + queries)
+    return _fitting(grid, keys, values, lambda some: _tiles(some, keys, values, multiplied) + queries, stages=2)
 
 
 def rotary_grid(grid: Grid, keys: Stored, values: Stored, query_bytes: int, head_dim: int) -> Grid:
@@ -50,10 +51,13 @@ def rotary_grid(grid: Grid, keys: Stored, values: Stored, query_bytes: int, head
         head_dim: of the padded queries.
 
     Raises:
-        Unsupported: the GPU has too little for two.
+        Unsupported: the GPU has too little for that.
     """
     beside = head_dim * (_columns(keys) + BETWEEN_LAYOUTS) * query_bytes
-    return _fitting(grid, keys, values, lambda some: _tiles(some, keys, values, _multiplied(grid, values)) + beside)
+    # a tile of the coefficients' kernel that is smaller spills registers, and scales are of whole tiles
+    last = dict(tile=LEAST_TILE) if grid.rows < WGMMA_ROWS and keys.scales is None else dict(stages=2)
+    multiplied = _multiplied(grid, values)
+    return _fitting(grid, keys, values, lambda some: _tiles(some, keys, values, multiplied) + beside, **last)
 
 
 def _multiplied(grid: Grid, *stored: Stored) -> tuple[Stored, ...]:
@@ -71,9 +75,12 @@ def _token_bytes(stored: Stored) -> int:
     return _columns(stored) * stored.codes.dtype.itemsize
 
 
-def _fitting(grid: Grid, keys: Stored, values: Stored, needed: Callable[[Grid], int]) -> Grid:
+def _fitting(grid: Grid, keys: Stored, values: Stored, needed: Callable[[Grid], int], **last: int) -> Grid:
+    """Fewer stages while one tile is under way beside that which is multiplied; then the `last` fields of a grid."""
     while grid.stages > LEAST_STAGES and needed(grid) > _there():
         grid = dataclasses.replace(grid, stages=grid.stages - 1)
+    if needed(grid) > _there():
+        grid = dataclasses.replace(grid, **last)
     _check(keys, values, needed(grid))
     return grid
 

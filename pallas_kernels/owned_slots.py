@@ -20,12 +20,14 @@ class Rows(NamedTuple):
     Attributes:
         q: `[B, T, N, R]`; of packed tokens `[B * K, T, N / K, R]`, heads of a row behind each other.
         begin, end: int32 `[B, T]` or `[B * K, T]`.
+        tokens: what they read: of a part of a buffer the whole of it, where the slots count.
         owner: of packed tokens int8 `[B, 1, S]`, the kv head of each slot, which is the row's number modulo K.
     """
 
     q: jax.Array
     begin: jax.Array
     end: jax.Array
+    tokens: Any
     owner: jax.Array | None = None
 
     def heads_of(self, part: AttnPartial, heads: int) -> AttnPartial:
@@ -50,7 +52,10 @@ def rows_of(q: jax.Array, tokens: Any, q_positions: jax.Array, causal: bool, win
     where = tokens.positions
     owner = getattr(where, "owner", None)
     if owner is None:
-        return Rows(q, *visible_range(tokens, q_positions, causal, window))
+        begin, end = visible_range(tokens, q_positions, causal, window)
+        before = getattr(tokens.keys, "begin", 0)
+        tokens = tokens._replace(keys=_whole(tokens.keys), values=_whole(tokens.values))
+        return Rows(q, begin + before, end + before, tokens)
     if causal or window is not None:
         raise Unsupported("causal or windowed attention over tokens of all heads packed in one buffer")
     batch, queries, heads, rank = q.shape
@@ -63,7 +68,12 @@ def rows_of(q: jax.Array, tokens: Any, q_positions: jax.Array, causal: bool, win
     def of_queries(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x.reshape(-1, 1), (batch * where.kv_heads, queries))
 
-    return Rows(by_head.reshape(-1, *by_head.shape[2:]), of_queries(begin), of_queries(end), owner)
+    return Rows(by_head.reshape(-1, *by_head.shape[2:]), of_queries(begin), of_queries(end), tokens, owner)
+
+
+def _whole(stored: Any) -> Any:
+    """The buffer of `segments.exact.Slots`; a slice would be a copy."""
+    return getattr(stored, "buffer", stored)
 
 
 def numbers(rows: int, owner: jax.Array) -> jax.Array:

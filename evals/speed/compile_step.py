@@ -31,6 +31,7 @@ from lowrank_kv_jax.storage.sharding import leaf_sharding
 from lowrank_kv_jax.storage.state import map_leaves
 
 _OP = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\(?.*?\)?) ([a-z\-]+)\(", re.MULTILINE)
+_PREFETCH = re.compile(r"^.* = \((\S+?\{[^{}]*\))S\(1\)\}, \1\}, .*? copy-start\(.*$", re.MULTILINE)
 COLLECTIVES = ("all-gather", "all-reduce", "collective-permute", "all-to-all", "reduce-scatter")
 LAUNCHED = ("fusion", "custom-call", "while", "copy", "sort", *COLLECTIVES)
 STATE = 2
@@ -106,7 +107,7 @@ def _compiled(
     return {
         "temporaries": compiled.memory_analysis().temp_size_in_bytes, "loops": text.count(" while("),
         "kernels": sum(kind in LAUNCHED for _, kind in _ops(entry)),
-        "moved": max((size for size, kind in _ops(entry, axes=4) if kind in MOVES), default=0),
+        "moved": max((size for size, kind in _ops(_without_prefetches(entry), axes=4) if kind in MOVES), default=0),
         "collective": max((size for size, kind in _ops(text) if kind.removesuffix("-start") in COLLECTIVES), default=0),
         "libraries": sorted(set(re.findall(r'custom_call_target="[_$]*(cu[^"]+)"', text))), "seconds": seconds,
         "said": [str(x.message) for x in said if issubclass(x.category, RuntimeWarning)], **attention,
@@ -147,6 +148,11 @@ def step_program(
     x = everywhere(jax.ShapeDtypeStruct((1, 1, config.hidden_size), jnp.bfloat16))
     step = functools.partial(layer_extend, config.by_layer[0], method, layout, Place())
     return step, (weights, bases, state, x, *integers)
+
+
+def _without_prefetches(text: str) -> str:
+    """A program without the copies that bring an array as it lies into a TPU's own memory, S(1): they are the reading."""
+    return _PREFETCH.sub("", text)
 
 
 def _shape(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -18,7 +18,7 @@ def coefficient_attention(q, tokens, *, scale, q_positions, causal, window, inte
     """The op of `api.coefficient_attention`; `Unsupported` where the kernel does not cover a case."""
     rows = rows_of(q, tokens, q_positions, causal, window)
     part = attend_slots(
-        rows.q, tokens, rows.begin, rows.end, scale=scale, size=tokens.keys.shape[2], interpret=interpret,
+        rows.q, rows.tokens, rows.begin, rows.end, scale=scale, size=tokens.keys.shape[2], interpret=interpret,
         owner=rows.owner,
     )
     return rows.heads_of(part, q.shape[2])

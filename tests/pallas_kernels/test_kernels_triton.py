@@ -3,12 +3,16 @@
 import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from kernel_cases import Case, check, make, make_owned, slow
 
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
+from lowrank_kv_jax.segments.exact import Slots
+from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.quantised import Tile
 
 ROPE = RopeSpec(10000.0, 64)
@@ -79,3 +83,20 @@ def test_heads_of_unequal_budgets(bits):
     """Head after head in one buffer, with two slots that changed hands, or with tiles that begin with each head."""
     x = make_owned(bits=bits)
     check(run(coefficient_attention, x.q, x.tokens, **x.options), x.oracle)
+
+
+def test_a_part_of_a_buffer_is_read_where_it_lies():
+    """Slots 100 to 260, their positions counted from there; no slice of them is an array."""
+    x = make(Case(S=300, lengths=(300, 130), rank_k=64, rank_v=64, gaps=(0, 100), jumps=(0, 0), poison=False))
+    part = CachedTokens(*(Slots(y, 100, 260) for y in x.tokens[:2]), jnp.asarray([160, 30]), x.tokens.positions)
+    alone = part._replace(keys=x.tokens.keys[:, :, 100:260], values=x.tokens.values[:, :, 100:260])
+    found = coefficient_attention(x.q, part, backend="triton", **x.options)
+    wanted = coefficient_attention(x.q, alone, backend="triton", **x.options)
+    np.testing.assert_allclose(found.out, wanted.out, atol=1e-6)
+    np.testing.assert_allclose(found.lse, wanted.lse, atol=1e-6)
+
+    def program(keys, values):
+        tokens = part._replace(keys=Slots(keys, 100, 260), values=Slots(values, 100, 260))
+        return coefficient_attention(x.q, tokens, backend="triton", **x.options)
+
+    assert "2,160,64" not in str(jax.make_jaxpr(program)(*x.tokens[:2]))
