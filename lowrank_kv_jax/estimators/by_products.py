@@ -10,7 +10,7 @@ from jaxtyping import Float, Float32
 
 from lowrank_kv_jax.estimators.linalg import orthonormalise
 
-STEPS = 10
+STEPS = 16
 MORE = 16  # directions beside those that are asked for: what separates these from the rest
 FLOOR = 1e-7  # of the trace: what float32 cannot tell from zero
 

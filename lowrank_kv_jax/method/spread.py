@@ -39,8 +39,8 @@ WHOLE: tuple[Whole, ...] = (
         lambda m: m.standing_reading is not None,
     ),
     Whole(
-        "decoding=evict", "all stored tokens would be gathered to choose among them at every refresh; give decoding=keep",
-        lambda m: m.votes,
+        "decoding=evict or code", "all stored tokens would be gathered and laid anew at every refresh; give decoding=keep",
+        lambda m: m.votes or (m.selection is not None and m.selection.decoding == "code"),
     ),
     Whole(
         "positions=cache", "stored keys are turned by how many tokens of all devices lie before them",
