@@ -39,7 +39,8 @@ WHOLE: tuple[Whole, ...] = (
         lambda m: m.standing_reading is not None,
     ),
     Whole(
-        "decoding=evict or code", "all stored tokens would be gathered and laid anew at every refresh; give decoding=keep",
+        "decoding=evict or code",
+        "all stored tokens would be gathered and laid anew at every refresh; give decoding=keep",
         lambda m: m.votes or (m.selection is not None and m.selection.decoding == "code"),
     ),
     Whole(

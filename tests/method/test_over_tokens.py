@@ -119,7 +119,7 @@ def test_every_device_has_whole_registers_and_tiles(name):
 
 
 @pytest.mark.parametrize("name, why", [
-    ("h2o:keep=0.5", "decoding=evict cannot be cut over the mesh axis tokens=4.*give decoding=keep"),
+    ("h2o:keep=0.5", "decoding=evict or code cannot be cut over the mesh axis tokens=4.*give decoding=keep"),
     ("quest", "a reading cannot be cut .*may all lie on one device"),
     ("shadowkv", "a reading cannot be cut"),
     ("snapkv:keep=0.5,decoding=keep,positions=cache", "positions=cache cannot be cut"),
