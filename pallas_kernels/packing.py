@@ -151,7 +151,7 @@ def stored_arrays(tokens: Any) -> Stored:
     if isinstance(tokens, jax.Array):
         return Stored(tokens, None)
     if isinstance(tokens, WaterFilled):
-        return Stored(tokens.codes, None, tokens.runs)
+        return Stored(jnp.asarray(tokens.codes), None, tokens.runs)
     if not _plain_scales(tokens):
         raise Unsupported(f"tokens stored as {type(tokens).__name__}, other than in 8 bits with a scale for each "
                           f"component of {TILE_OF_SCALES} tokens")

@@ -27,7 +27,7 @@ from lowrank_kv_jax.pallas_kernels import dispatch
 from lowrank_kv_jax.pallas_kernels.compile_grid import Result, tried
 from lowrank_kv_jax.pallas_kernels.compile_only import compile_for, devices, kernels_in
 from lowrank_kv_jax.storage.lanes import lay_out
-from lowrank_kv_jax.storage.sharding import MESH_AXES, leaf_sharding
+from lowrank_kv_jax.storage.sharding import leaf_sharding
 from lowrank_kv_jax.storage.state import map_leaves
 
 _OP = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\(?.*?\)?) ([a-z\-]+)\(", re.MULTILINE)
@@ -38,7 +38,9 @@ STATE = 2
 MOVES = ("copy", "transpose", "convert", "copy-start")
 
 
-def compile_step(method: Part, target: str, tokens: int = 32768, over: int = 1) -> Result:
+def compile_step(
+    method: Part, target: str, tokens: int = 32768, over: int = 1, axis: str = "model"
+) -> Result:
     """Facts of the compiled step, one row of bfloat16.
 
     `temporaries` are its bytes beside arguments and results; `loops` its `while`s; `kernels` what the device is given to
@@ -49,13 +51,15 @@ def compile_step(method: Part, target: str, tokens: int = 32768, over: int = 1) 
     Args:
         target: one of `compile_only.TARGETS`.
         tokens: that the cache is made for.
-        over: devices, over which heads are cut.
+        over: devices, over which heads are cut, or slots of the store.
+        axis: of the mesh that these devices are: "model", or "tokens".
 
     Raises:
         NoCompiler: as `compile_only.device`.
     """
-    program = functools.partial(step_program, method, target, tokens, over)
-    return _facts(f"step at {tokens} tokens, {spell_method(method)}" + _devices(over), target, program, STATE)
+    program = functools.partial(step_program, method, target, tokens, over, axis)
+    name = f"step at {tokens} tokens, {spell_method(method)}" + _devices(over, axis)
+    return program_facts(name, target, program, STATE)
 
 
 def compile_refresh(method: Part, target: str, tokens: int = 32768) -> Result:
@@ -70,26 +74,35 @@ def compile_refresh(method: Part, target: str, tokens: int = 32768) -> Result:
         _, of, layout, _ = step.args
         return functools.partial(refresh_group, of, layout), (bases, state)
 
-    return _facts(f"refresh at {tokens} tokens, {spell_method(method)}", target, program, donate=1)
+    return program_facts(f"refresh at {tokens} tokens, {spell_method(method)}", target, program, donate=1)
 
 
-def _devices(count: int) -> str:
-    return f", {count} devices" if count > 1 else ""
+def _devices(count: int, axis: str) -> str:
+    return f", {axis}={count}" if count > 1 else ""
 
 
-def _facts(name: str, target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]], donate: int) -> Result:
+def program_facts(
+    name: str, target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]], donate: int | tuple[int, ...] = ()
+) -> Result:
+    """The same of any program, a function and the shapes of its arguments.
+
+    Args:
+        donate: numbers of arguments that the results may overwrite.
+    """
     return tried(name, target, functools.partial(_compiled, target, program, donate))
 
 
-def _compiled(target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]], donate: int) -> dict[str, Any]:
+def _compiled(
+    target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]], donate: int | tuple[int, ...]
+) -> dict[str, Any]:
     dispatch.warn_anew()
-    with warnings.catch_warnings(record=True) as said:
+    of_gpu = target == "sm_90"
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         begin, f, args = time.perf_counter(), *program()
-        with tempfile.TemporaryDirectory() as folder:
-            compiled = compile_for(target, f, *args, donate=donate, dump=folder if target == "sm_90" else None)
-            seconds, attention = time.perf_counter() - begin, _attention(folder) if target == "sm_90" else {}
-    text = compiled.as_text()
+        compiled = compile_for(target, f, *args, donate=donate, dump=folder if of_gpu else None)
+        seconds, text = time.perf_counter() - begin, compiled.as_text()
+        attention = _attention(folder) if of_gpu else {}
     entry = text[text.index("\nENTRY ") :]
     return {
         "temporaries": compiled.memory_analysis().temp_size_in_bytes, "loops": text.count(" while("),
@@ -116,13 +129,16 @@ def _attention(folder: str) -> dict[str, Any]:
     }
 
 
-def step_program(method: Part, target: str, tokens: int, over: int) -> tuple[Any, tuple[Any, ...]]:
+def step_program(
+    method: Part, target: str, tokens: int, over: int, axis: str = "model"
+) -> tuple[Any, tuple[Any, ...]]:
     """The first layer over one token: a function and the shapes of its arguments, of which `STATE` is the cache."""
     layers = 1 if method.calibrated else 4  # four are the largest default group of layers
     config = dataclasses.replace(LLAMA_8B, num_layers=layers, windows=(None,) * layers)
-    mesh = Mesh(np.array(devices(target, over)).reshape(1, over), MESH_AXES)
+    mesh = Mesh(np.array(devices(target, over)).reshape(1, over), ("data", axis))
     layout = layout_of(config.attention, 1, tokens, tokens + DEFAULT_BLOCK, dtype=jnp.bfloat16)
-    layout = dataclasses.replace(layout, tokens="rows" if target == "sm_90" else "lanes")
+    layout = dataclasses.replace(
+        layout, tokens="rows" if target == "sm_90" else "lanes", mesh=mesh if over > 1 else None)
     own = white_bases(config.attention, method, layout.dtype)[0]
     state = jax.eval_shape(lambda: lay_out(machine_of(method).init(layout, own), layout.tokens))
     state = map_leaves(lambda info, x: _shape(x, leaf_sharding(mesh, info, x.shape)), state)
@@ -130,7 +146,6 @@ def step_program(method: Part, target: str, tokens: int, over: int) -> tuple[Any
     weights, bases = (jax.tree.map(everywhere, tree) for tree in (layer_weights(config), own))
     integers = (everywhere(jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in ((1, 1), (1,)))
     x = everywhere(jax.ShapeDtypeStruct((1, 1, config.hidden_size), jnp.bfloat16))
-    layout = layout if over == 1 else dataclasses.replace(layout, mesh=mesh)
     step = functools.partial(layer_extend, config.by_layer[0], method, layout, Place())
     return step, (weights, bases, state, x, *integers)
 

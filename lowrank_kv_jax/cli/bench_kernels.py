@@ -88,10 +88,10 @@ def add_compile_parser(kinds) -> argparse.ArgumentParser:
     parser.add_argument("--targets", nargs="+", choices=("sm_90", "v5e", "v6e"), default=["sm_90", "v5e", "v6e"])
     parser.add_argument("--whole", action="store_true",
                         help="instead of the kernels, the prefill of one layer of Llama 3.1 8B at 32K tokens, and "
-                             "that of a chunk behind them")
+                             "that of a chunk behind them; with --methods also what that asks for, in one table")
     parser.add_argument("--methods", nargs="+", metavar="SPEC",
-                        help="instead of the kernels, decode steps of one such layer through these caches, on one device "
-                             "and over four, and their refresh; or `all`")
+                        help="instead of the kernels, decode steps of one such layer through these caches, on one "
+                             "device, with heads and with slots over four, and their refresh; or `all`")
     parser.add_argument("--json", metavar="FILE", help="append one JSON object for each program and target")
     parser.set_defaults(run=run_compile)
     return parser
@@ -151,14 +151,17 @@ def run_compile(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.pallas_kernels.compile_grid import compile_all
 
     check_outputs(args)
+    asked = [(compile_whole, (args.targets,))] if args.whole else []
     if args.methods:
-        results, missing = compile_steps(args.targets, parse_methods(args.methods))
-    else:
-        results, missing = (compile_whole if args.whole else compile_all)(args.targets)
+        asked.append((compile_steps, (args.targets, parse_methods(args.methods))))
+    results, missing = [], {}
+    for compile_them, given in asked or [(compile_all, (args.targets,))]:
+        found, without = compile_them(*given)
+        results, missing = results + found, missing | without
     for target in args.targets:
         own = [result for result in results if result.target == target]
-        if own and args.methods:
-            _print_steps(target, own)
+        if own and asked:
+            _print_programs(target, own)
         elif own:
             print_table(target, own[0].heads(), [result.row() for result in own], texts=TEXTS)
     for target, reason in missing.items():
@@ -171,7 +174,8 @@ def run_compile(args: argparse.Namespace) -> int:
     return int(any(result.failure for result in results))
 
 
-def _print_steps(target: str, results) -> None:
+def _print_programs(target: str, results) -> None:
+    """Whole programs, a line each; what is known of a GPU's code alone stays empty for others."""
     rows = []
     for result in results:
         if result.failure:

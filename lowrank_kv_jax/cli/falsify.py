@@ -16,7 +16,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
                     "are calibrated on prose; the shifted text turns from prose to code in its middle.",
     )
     add_model_options(parser)
-    parser.add_argument("--adaptive", default="osp", metavar="SPEC",
+    parser.add_argument("--adaptive", default="osp:follow", metavar="SPEC",
                         help="the adaptive variant, without its rank (%(default)s)")
     parser.add_argument("--static", default="osp-static", metavar="SPEC",
                         help="the static variant, without its rank (%(default)s)")

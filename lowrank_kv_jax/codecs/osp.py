@@ -25,7 +25,7 @@ from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.storage.chunk_bases import store_bases
 from lowrank_kv_jax.storage.quantised import COEFFICIENTS, read_tokens
 
-STREAMING: Mapping[str, Any] = {"lookahead": 0, "prior": 0.0, "window": 256}
+STREAMING: Mapping[str, Any] = {"rope": "post", "lookahead": 0, "prior": 0.0, "unseen": 0.0, "window": 256}
 """Section 7: a basis is taken from a trailing window alone."""
 
 
@@ -39,6 +39,10 @@ class OnlineSubspaceProjection(Subspace):
     stays. A chunk ends when it is `chunk_length` tokens long, or when the mean relative residual of its last page
     exceeds a threshold; the residual costs nothing, ||x||^2 - ||c||^2. Pages of `min_chunk` tokens are the smallest
     chunks: a basis costs as much as head_dim tokens, which a trigger for each token would spend every few tokens.
+
+    By default keys are coded before RoPE: the phases of a chunk's own tokens are not those of the next ones, and decoded
+    text has shown few of its tokens when its basis is taken. The preset `osp:follow` codes them after RoPE in bases of
+    what was seen; `osp:joint` has one basis over all heads of the layer, for contexts of some thousand tokens.
 
     All bases are one array of `chunks` slots. When they are used up, two adjacent chunks are merged into one.
 
@@ -57,6 +61,9 @@ class OnlineSubspaceProjection(Subspace):
         window: W, the time constant in tokens of the weight of past tokens; None weighs all alike.
         prior: tokens that calibration counts for when a basis is taken. 0 is the paper's. Post-RoPE keys of the last few
             hundred tokens say little of the next: a trailing window alone loses more than the static basis.
+        unseen: tokens that calibration counts for beside `prior`, for each token of the chunk that is not there yet when
+            its basis is taken: all but `recent` of them while decoding, none of a chunk that lies in the prompt. A basis
+            that stays for `chunk_length` tokens and has seen few of them loses more of the rest than a calibrated one.
         lookahead: tokens after the start of a chunk that its basis may be learned from, as far as they have been seen:
             all of them in a prompt, `recent` while decoding. 0 is the paper's streaming mode.
         estimator: a name of `estimators.ESTIMATORS`.
@@ -68,6 +75,7 @@ class OnlineSubspaceProjection(Subspace):
         basis_dtype: of stored bases, "bfloat16", "float16", "float32", "float8_e4m3fn" or "int8"; None is the cache's.
     """
 
+    rope: str = "pre"
     chunk_length: int = 512
     min_chunk: int | None = None
     chunks: int | None = None
@@ -77,6 +85,7 @@ class OnlineSubspaceProjection(Subspace):
     reuse: float | None = None
     window: int | None = 64
     prior: float = 64.0
+    unseen: float = 0.5
     lookahead: int = 512
     estimator: str = "covariance"
     sketch: int | float = 2.0
@@ -89,6 +98,8 @@ class OnlineSubspaceProjection(Subspace):
     per_token: ClassVar[bool] = False
     counted: ClassVar[Mapping[str, Any]] = {"chunks": lambda store: store.chunks.used, "slots": slots_of}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "follow": {"rope": "post", "unseen": 0.0},
+        "joint": {"heads": "joint", "rank": 0.4, "chunk_length": 2048, "lookahead": 1024},
         "streaming": STREAMING,
         "paper": STREAMING | {
             "estimator": "frequent_directions", "gamma": "sqrt_rank", "bits": 8, "basis_dtype": "float16", "tau_k": 0.2,
@@ -144,7 +155,7 @@ class OnlineSubspaceProjection(Subspace):
     def rules(self, layout: Layout, bases: SubspaceBases) -> Rules:
         """What decides how tokens are taken into chunks."""
         return Rules(self.page, self.chunk_length, self.tau_k, self.tau_v, self.reuse, self.window, self.prior,
-                     self.lookahead, self.subsample, self.learners(layout.spec, bases), self.merges(layout))
+                     self.unseen, self.lookahead, self.subsample, self.learners(layout.spec, bases), self.merges(layout))
 
     def slots(self, layout: Layout) -> int:
         """Slots of coded tokens: whole pages, and whole tiles of quantised ones."""
@@ -178,7 +189,7 @@ class OnlineSubspaceProjection(Subspace):
         return Ends(self.sinks, self.recent, ahead=self.recent)
 
     def empty(self, layout, bases, size, positions=None):
-        dtype, size = jnp.dtype(layout.dtype), self.slots(layout)
+        dtype, size = jnp.dtype(layout.dtype), layout.whole_slots(self.slots(layout), self.page)
         tokens = coded_tokens.empty_coded(
             layout.batch, (bases.k.shape[0], bases.k.shape[-1]), (bases.v.shape[0], bases.v.shape[-1]), size, dtype,
             uniform_bits(self.bits),

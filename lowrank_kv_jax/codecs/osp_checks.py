@@ -18,8 +18,10 @@ def check_osp_fields(codec: Any) -> None:
             raise ValueError(f"{field}={value!r}: must be an int of at least {least}")
     if codec.chunk_length % codec.page:
         raise ValueError(f"chunk_length={codec.chunk_length}: must be a multiple of min_chunk={codec.page}")
-    if not (math.isfinite(codec.prior) and codec.prior >= 0):
-        raise ValueError(f"prior={codec.prior!r}: must be a finite number of at least 0")
+    for field in ("prior", "unseen"):
+        value = getattr(codec, field)
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{field}={value!r}: must be a finite number of at least 0")
     if not codec.sketch >= 1:
         raise ValueError(f"sketch={codec.sketch!r}: must be at least 1, in rows (int) or times the rank (float)")
     for field in ("tau_k", "tau_v", "reuse"):

@@ -48,7 +48,8 @@ def slots_of(store: ChunkedStore) -> jax.Array:
 
 def overlap_of(first: jax.Array, second: jax.Array) -> jax.Array:
     """Tr(U1^T U2 U2^T U1) / r, `[B, J]`."""
-    return jnp.sum(jnp.matmul(first.mT, second) ** 2, axis=(-2, -1)) / first.shape[-1]
+    across = jnp.matmul(first.mT, second, precision=jax.lax.Precision.HIGHEST)
+    return jnp.sum(across**2, axis=(-2, -1)) / first.shape[-1]
 
 
 def put_page(owner: jax.Array, page: jax.Array, number: jax.Array, where: jax.Array) -> jax.Array:

@@ -30,6 +30,7 @@ class Rules(NamedTuple):
     reuse: float | None
     window: int | None
     prior: float
+    unseen: float
     lookahead: int
     subsample: int
     learners: tuple[Estimator, Estimator]
@@ -106,13 +107,16 @@ def anchor(rules: Rules, index: int, chunks: Chunks, sides: tuple[Side, Side], d
     side, learner = sides[index], rules.learners[index]
     learned = (chunks.k_learned, chunks.v_learned)[index]
     ahead = min(rules.lookahead, side.x.shape[2])
+    unseen = jnp.full_like(done, rules.chunk_length)
     if ahead:
+        unseen = jnp.maximum(rules.chunk_length - jnp.clip(seen - done, 0, ahead), 0)
         weight = (done[:, None] + jnp.arange(ahead)[None] < seen[:, None]).astype(jnp.float32)
         x, weight = thinned(rules, take_tokens(side.x, done, ahead), weight[:, None])
         learned = learner.update(learned, *side.seen(x, weight))
-    if rules.prior:
+    if rules.prior or rules.unseen:
         prior = jnp.broadcast_to(side.prior, (side.x.shape[0], *side.prior.shape))
-        weight = jnp.full(prior.shape[:-1], rules.prior / rules.subsample)
+        weight = (rules.prior + rules.unseen * unseen.astype(jnp.float32)) / rules.subsample
+        weight = jnp.broadcast_to(weight[:, None, None], prior.shape[:-1])
         learned = learner.update(learned, *side.turned(prior, weight))
     return learned
 

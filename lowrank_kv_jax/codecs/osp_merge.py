@@ -1,6 +1,7 @@
 """Room for one more basis: the two adjacent chunks that lose least by it share one from then on."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -56,10 +57,11 @@ def _losses(bases: jax.Array, moments: jax.Array) -> jax.Array:
 
     A bound on what they lose in their common principal basis. Means over heads.
     """
-    across = jnp.einsum("bcjwr,bcjwq->bcjrq", bases[:, :-1], bases[:, 1:])
+    across = jnp.einsum("bcjwr,bcjwq->bcjrq", bases[:, :-1], bases[:, 1:], precision=jax.lax.Precision.HIGHEST)
     energy = jnp.trace(moments, axis1=-2, axis2=-1)
-    in_next = energy[:, :-1] - jnp.einsum("bcjrq,bcjrs,bcjsq->bcj", across, moments[:, :-1], across)
-    in_last = energy[:, 1:] - jnp.einsum("bcjrq,bcjqs,bcjrs->bcj", across, moments[:, 1:], across)
+    kept = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    in_next = energy[:, :-1] - kept("bcjrq,bcjrs,bcjsq->bcj", across, moments[:, :-1], across)
+    in_last = energy[:, 1:] - kept("bcjrq,bcjqs,bcjrs->bcj", across, moments[:, 1:], across)
     total = jnp.sum(energy, axis=1, keepdims=True)
     return jnp.mean(jnp.minimum(in_next, in_last) / jnp.where(total > 0, total, 1), axis=2)
 
@@ -72,7 +74,9 @@ def _merge_side(
         return jax.vmap(lambda own, i: own[i])(x, number)
 
     pair = [(of(bases, first + i), of(moments, first + i)) for i in (0, 1)]
-    first_part, second_part = (jnp.matmul(jnp.matmul(u, s), u.mT, precision=jax.lax.Precision.HIGHEST) for u, s in pair)
+    first_part, second_part = (
+        jnp.einsum("bjwr,bjrq,bjxq->bjwx", u, s, u, precision=jax.lax.Precision.HIGHEST) for u, s in pair
+    )
     new = side.joined(principal_subspace(side.moment(first_part + second_part), side.columns))
     room = room.without(first, rows).put(first, new, rows)
     stored = room.take(first[:, None])[:, 0]

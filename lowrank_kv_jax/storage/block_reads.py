@@ -56,10 +56,16 @@ def slice_parts(
     buffer: Any, start: Int[jax.Array, ""] | int, block: int = BLOCK
 ) -> tuple[Float[jax.Array, "..."], ...]:
     """The same as columns that stand side by side `[B, J, min(block, S), .]`: one array, unless the storage has
-    `read_parts`, because putting them into one would cost more than a product with each."""
+    `read_parts`, because putting them into one would cost more than a product with each. `[B, J, ., min(block, S)]` where
+    `parts_are_tokens_last`."""
     if hasattr(buffer, "read_parts"):
         return buffer.read_parts(start, min(block, buffer.shape[2]))
     return (slice_block(buffer, start, block),)
+
+
+def parts_are_tokens_last(buffer: Any) -> bool:
+    """Whether the tokens are last in what `slice_parts` gives."""
+    return getattr(buffer, "tokens_last", False)
 
 
 def gather_blocks(stored: Any, starts: Int[jax.Array, "B U C"], size: int) -> Float[jax.Array, "B U C*{size} R"]:

@@ -2,15 +2,18 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import PLAIN, attend, bases_for, model, prompts, rebuilt, softmax_attention
+from test_ojakv import products
 from test_osp import DIM, KV, LENGTH, SPEC, bases_of, compressed, layer_taps, layout_of, residual, small
 
 from lowrank_kv_jax import with_token_layout
 from lowrank_kv_jax.codecs.osp_sides import quarter_turn
 from lowrank_kv_jax.generation.forward import extend, prefill, refresh
+from lowrank_kv_jax.method.codec import Tokens
 from lowrank_kv_jax.methods import OnlineSubspaceProjection, StaticSubspace, machine_of
 from lowrank_kv_jax.methods.parse import parse_method
 
@@ -133,9 +136,29 @@ def test_calibrated_bases_in_bytes():
 def test_presets_are_the_papers_settings():
     paper, streaming = parse_method("osp:paper"), parse_method("osp:streaming,rank=4")
     assert isinstance(paper, OnlineSubspaceProjection) and isinstance(streaming, OnlineSubspaceProjection)
-    assert (streaming.lookahead, streaming.prior, streaming.window) == (0, 0, 256)
+    assert (streaming.rope, streaming.lookahead, streaming.prior, streaming.unseen, streaming.window) == ("post", 0, 0, 0, 256)
+    follow, plain = parse_method("osp:follow"), OnlineSubspaceProjection()
+    assert follow == dataclasses.replace(plain, rope="post", unseen=0.0) and plain.rope == "pre" and plain.unseen > 0
     assert (paper.estimator, paper.gamma, paper.bits, paper.sinks, paper.lookahead) == (
         "frequent_directions", "sqrt_rank", 8, 0, 0)
+
+
+@pytest.mark.parametrize("fields", [
+    {"tau_k": 0.1, "reuse": 0.9}, pytest.param({"rope": "pre", "rotary": True, "rank": 4}, marks=pytest.mark.slow),
+])
+def test_bases_are_learned_and_chunks_merged_in_the_highest_precision(fields):
+    method = small(chunks=2, **fields)
+    layout, bases, taps = layout_of(), bases_of(method), layer_taps()
+    assert method.merges(layout)
+    tokens = Tokens(taps.k, taps.k_pre, taps.v, jnp.broadcast_to(jnp.arange(LENGTH), (2, LENGTH)))
+
+    def coded(tokens, counts):
+        return method.take_in(layout, bases, method.empty(layout, bases, LENGTH), (tokens,), counts, counts)
+
+    found = list(products(jax.make_jaxpr(coded)(tokens, jnp.array(LENGTHS)).jaxpr))
+    assert len(found) > 12
+    for equation in found:
+        assert set(equation.params["precision"] or ()) == {jax.lax.Precision.HIGHEST}, equation
 
 
 @pytest.mark.parametrize("layout", ["tokens", pytest.param("lanes", marks=pytest.mark.slow)])

@@ -56,6 +56,8 @@ NAMED_CHANGES: dict[str, str] = {
         ("kv8 palu:paper,*", "kv8 streamingkv:paper,*", "kv8 streamingkv:longbench-*", "kv8 streamingkv:ruler-*"),
         "presets take ranks by the rule of Palu's code; by the root of a sum of squared gradients before"),
     "kv3 osp:*tau_k=*": "adjacent chunks are merged where slots run out; the last basis stayed for all further chunks",
+    "* osp:rank=*": "keys before RoPE, and calibration weighs for tokens of a chunk that are not there yet; keys after RoPE, "
+    "in bases of what was seen alone (now osp:follow)",
     "* ojakv:rank=*": "keys before RoPE, in one basis of all heads, by steps anchored by what is stored; keys after RoPE, head "
     "by head, by steps that forgot (now ojakv:follow)",
     "kv3 *moments*dtype=bfloat16*": "moments are means, which 16 bits hold; they were sums",

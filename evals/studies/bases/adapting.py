@@ -61,8 +61,13 @@ def adaptation_table(
         return [row for text_rows in rows for row in text_rows]
 
 
-def fitted_methods(model: Any, calibration: Moments, methods: Sequence[str | Part]) -> list[tuple[Any, Any]]:
-    """Methods of one basis a layer, each with its bases, float32, or None where it takes none.
+def fitted_methods(
+    model: Any, calibration: Moments, methods: Sequence[str | Part], one_basis: bool = True
+) -> list[tuple[Any, Any]]:
+    """Low-rank methods, each with its bases, float32, or None where it takes none.
+
+    Args:
+        one_basis: whether those are refused that keep several bases a layer, as chunks of tokens have.
 
     Raises:
         ValueError: a method that does not code tokens in a basis, or that the model does not suit.
@@ -70,8 +75,9 @@ def fitted_methods(model: Any, calibration: Moments, methods: Sequence[str | Par
     fitted = []
     for method in methods:
         method = parse_method(method) if isinstance(method, str) else method
-        if not (method.rebuilds and method.per_token):
-            raise ValueError(f"method {method.name!r} has no one basis of a layer to diagnose; give a low-rank one")
+        if not method.rebuilds or (one_basis and not method.per_token):
+            raise ValueError(f"method {method.name!r} has no {'one ' if one_basis else ''}basis of a layer to diagnose; "
+                             "give a low-rank one")
         method.validate(model.config.attention)
         bases = fit_bases(model, method, calibration, jnp.float32) if method.calibrated else None
         fitted.append((method, bases))

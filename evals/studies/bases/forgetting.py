@@ -15,7 +15,6 @@ from lowrank_kv_jax.evals.studies.bases.logit_error import logit_error
 from lowrank_kv_jax.generation.forward import make_layout
 from lowrank_kv_jax.generation.groups import compress_group, ingest_group
 from lowrank_kv_jax.method import Part
-from lowrank_kv_jax.method.codec import codes_of
 from lowrank_kv_jax.methods.parse import spell_method
 from lowrank_kv_jax.progress import ProgressBar
 
@@ -38,7 +37,7 @@ def forgetting_table(
         calibration: moments of the calibration corpus.
         prompt: int32 `[n, S]`.
         later: int32 `[n, T]`, what goes through the cache behind it; T of at least 32 for each refresh.
-        methods: specs or methods that keep coefficients in one basis a layer.
+        methods: specs or methods that keep coefficients in bases.
         refreshes: after which to look.
         progress: show a progress bar.
 
@@ -54,7 +53,7 @@ def forgetting_table(
         raise ValueError(f"refreshes={max(refreshes)}: take {BLOCK * max(refreshes)} tokens; the text has "
                          f"{later.shape[1]}")
     later = later[:, : BLOCK * max(refreshes)]
-    fitted, found = fitted_methods(model, calibration, methods), {}
+    fitted, found = fitted_methods(model, calibration, methods, one_basis=False), {}
     size = prompt.shape[1] + later.shape[1]
     layout = make_layout(model.config, 1, prompt.shape[1], size, block=BLOCK, dtype=jnp.float32)
     with ProgressBar("forgetting", len(prompt) * model.config.num_layers * len(fitted), progress) as bar:
@@ -87,9 +86,8 @@ def _errors(method: Any, layout: Any, own: Any, store: Any, taps: Taps) -> dict[
     """By text, RER of keys and of values and the error of logits `[K]` of a layer's stored tokens."""
     spec, taps, count = layout.spec, half_split(layout.spec, taps), int(store.tokens.length[0])
     where = np.asarray(store.tokens.positions.at(jnp.arange(count)))[0]
-    decoded = method.decode(layout, own, store, *codes_of(store), store.tokens.positions, 0)
-    rebuilt = (x[0, :, :count].swapaxes(0, 1) for x in decoded)
-    true = [x[0][where] for x in (taps.k, taps.v)]
+    rebuilt = (x[0, :, :count].swapaxes(0, 1) for x in method.rebuilt(layout, own, store))
+    true = [x[0][where] for x in method.sides(taps)]
     lost = [x - y for x, y in zip(true, rebuilt, strict=True)]
     out: dict[str, tuple[np.ndarray, ...] | None] = {}
     for of, mine in (("prompt", where < layout.prompt), ("later", where >= layout.prompt)):
@@ -101,7 +99,7 @@ def _errors(method: Any, layout: Any, own: Any, store: Any, taps: Taps) -> dict[
         shares = (np.asarray(jnp.sum(x[mine] ** 2, (0, 2)) / jnp.sum(y[mine] ** 2, (0, 2)))
                   for x, y in zip(lost, true, strict=True))
         positions = np.arange(taps.q.shape[1])
-        error = logit_error(spec, "post", taps.q[0, asked], lost[0][mine], positions[asked], where[mine])
+        error = logit_error(spec, method.rope, taps.q[0, asked], lost[0][mine], positions[asked], where[mine])
         out[of] = (*shares, error)
     return out
 

@@ -13,7 +13,7 @@ from lowrank_kv_jax.calibration.calibrate import collect_moments, iterate_taps
 from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
 from lowrank_kv_jax.cli import diagnose
 from lowrank_kv_jax.evals.results.records import read_records
-from lowrank_kv_jax.evals.studies.bases import adapting, diagnostics
+from lowrank_kv_jax.evals.studies.bases import adapting, diagnostics, forgetting
 from lowrank_kv_jax.evals.studies.bases.metrics import (
     principal_basis,
     rank_of_energy,
@@ -156,6 +156,24 @@ def test_methods_without_a_basis_cannot_be_compared():
     moments = helpers.random_moments(helpers.PLAIN)
     with pytest.raises(ValueError, match="'full' has no one basis"):
         adapting.adaptation_table(helpers.model(), moments, {}, [methods.Full()])
+
+
+def test_chunks_forget_nothing_and_full_rank_loses_nothing():
+    """Chunks have several bases a layer: what they hold is rebuilt in each token's own, on either side of RoPE."""
+    model, moments = helpers.model(), helpers.random_moments(helpers.PLAIN)
+    chunks = "sinks=4,recent=8,chunk_length=32"
+    specs = [f"osp:rank=1.0,rope=pre,{chunks}", f"osp:rank=4,rope=post,{chunks}"]
+    prompt, later = (np.asarray(helpers.prompts(1, n, seed=n)) for n in (40, 64))
+    table = forgetting.forgetting_table(model, moments, prompt, later, specs, (0, 2))
+    errors = {(row["method"], row["of"], row["refreshes"]): [row[x] for x in ("rer_k", "rer_v", "logit_error")]
+              for row in table}
+    for spec in {row["method"] for row in table}:
+        before, after = (errors[spec, "prompt", n] for n in (0, 2))
+        if "rank=4" in spec:
+            # the prompt's last tokens are exact at first, and count later
+            assert 0 < before[0] < 1 and np.allclose(before, after, rtol=0.5) and errors[spec, "later", 2][0] > 0
+        else:
+            assert max(*before, *after, *errors[spec, "later", 2]) < 1e-4
 
 
 def test_spectra_fall_and_the_picture_is_drawn(tmp_path):

@@ -38,7 +38,7 @@ from lowrank_kv_jax.models.decoder import init_params
 from lowrank_kv_jax.models.load import LoadedModel
 from lowrank_kv_jax.saving.saved_cache import abstract_cache
 
-ADAPTIVE = "osp:rank=4,chunk_length=32,min_chunk=16,sinks=4,recent=8,lookahead=16"
+ADAPTIVE = "osp:follow,rank=4,chunk_length=32,min_chunk=16,sinks=4,recent=8,lookahead=16"
 LENGTHS = jnp.array([PROMPT, 61], jnp.int32)
 jitted_errors = jax.jit(attention_errors, static_argnums=(0, 1, 6))
 
