@@ -232,15 +232,6 @@ def _ptxas() -> str:
     raise NoCompiler(f"ptxas is not installed. {EXTRA}")
 
 
-def spills(ptx: Path) -> int:
-    """Bytes of registers that ptxas spills in the code of one kernel.
-
-    Raises:
-        NoCompiler: ptxas is not installed.
-    """
-    return _registers(_assemble(ptx))[1]
-
-
 _KINDS = {
     "wgmma": r"\bwgmma\.mma_async", "mma": r"\bmma\.sync", "cp.async": r"\bcp\.async\.c[ag]",
     "tma": r"\bcp\.async\.bulk\.tensor", "ldmatrix": r"\bldmatrix",
