@@ -24,6 +24,7 @@ from lowrank_kv_jax.storage.bits import Bits, bits_of
 from lowrank_kv_jax.storage.cache_dtype import CACHE_DTYPES, default_cache_dtype, narrow
 from lowrank_kv_jax.storage.held import hold
 from lowrank_kv_jax.storage.state import states, take_tokens, walk, write_tokens
+from lowrank_kv_jax.storage.tokens_last import TokensLast
 
 LONG = 32027  # capacity, a number that no other size equals
 BLOCKS = 1 << 20  # bytes of the blocks that are widened at a time
@@ -55,8 +56,9 @@ def made_of_whole_buffers(text, cache):
     leaves = [x for x in leaves if x.shape[2] > 3000]  # blocks are of up to 2048
     stored = {(x.bits.dtype if isinstance(x, Bits) else x.dtype).name for x in leaves}
     sizes = {(x.shape[2], channels) for x in leaves for channels in (x.shape[3], cache.layout.spec.head_dim)}
-    sizes |= {held.shape[2:] for _, held in states(cache) if hasattr(held, "runs")}  # components beside their bytes
-    sizes |= {(channels, tokens) for tokens, channels in sizes}
+    packed = {held.shape[2:] for _, held in states(cache) if hasattr(held, "runs")}  # components beside their bytes
+    packed |= {x.shape[2:] for x in leaves if isinstance(x, TokensLast)}
+    sizes |= packed | {(channels, tokens) for tokens, channels in packed}
     short = {"f32": "float32", "f16": "float16", "u16": "uint16", "bf16": "bfloat16", "s8": "int8", "u8": "uint8"}
     found, inner = [], False
     for line in text.splitlines():
