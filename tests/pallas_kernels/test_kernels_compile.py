@@ -166,6 +166,6 @@ def test_every_method_decodes_on_sm_90_by_default():
     assert not [r["method"] for r in results if r["loops"] or r["spilled"] or r["shared"] > 227 * 1024]
     refused = {r["method"]: r["said"] for r in results if any("shared memory" in x for x in r["said"])}
     assert set(refused) == {"xkv"}
-    assert {r["method"] for r in results if r["said"]} == {"xkv", "transform", "shadowkv"}
+    assert {r["method"] for r in results if r["said"]} == {"xkv", "transform", "shadowkv", "osp"}
     assert not [r["method"] for r in results if r["read_ahead"] and r["waits"] < 2]
     assert not [r["method"] for r in results if r["read_ahead"] and r["in_flight"] < AHEAD]
