@@ -35,7 +35,7 @@ def test_what_is_written_to_either_is_read_from_both():
     gaps = jnp.zeros((2, 2), jnp.int32)
     empty = coded.without_tokens(*(empty_water_filled(2, 3, 96, RUNS) for _ in "kv"))
     rows = coded.hold(empty, jnp.asarray(x[:, :, :50]), jnp.asarray(x[:, :, 9:59]), jnp.array([50, 20]), Runs(gaps, gaps))
-    held = hold(rows)
+    held = hold(rows, None)
     assert isinstance(held.k.codes, TokensLast) and held.k.codes.columns.shape == (2, 3, 3 + 3 + 2 + 2, 96)
     assert held.k.codes.shape == rows.k.codes.shape and held.k.codes.nbytes == rows.k.codes.nbytes
 
@@ -55,7 +55,7 @@ def test_what_is_written_to_either_is_read_from_both():
 
 
 def test_an_append_writes_in_place():
-    held = hold(coded.without_tokens(*(empty_water_filled(2, 3, 1 << 14, RUNS) for _ in "kv")))
+    held = hold(coded.without_tokens(*(empty_water_filled(2, 3, 1 << 14, RUNS) for _ in "kv")), None)
     new = [jnp.zeros((2, 3, 1, 24)) for _ in "kv"]
     memory = jax.jit(coded.append, donate_argnums=0).lower(held, *new, jnp.ones(2, jnp.int32)).compile().memory_analysis()
     size = sum(x.nbytes for x in jax.tree.leaves(held))
