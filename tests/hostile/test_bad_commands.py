@@ -117,7 +117,7 @@ TABLE = (  # arguments, where {d} is a directory with the files of `place`, and 
     ("generate --prompt x --top-p 2", "--top-p 2.0: must lie in (0, 1]"),
     ("generate --prompt x --seed -1", "--seed -1: must be at least 0"),
     ("generate --prompt x --max-new-tokens 1000000000000", "--max-new-tokens 1000000000000: must be at most 268435456"),
-    ("generate --prompt x --mesh data=0", "mesh 'data=0': expected axis=size with axes data and model, sizes at least 1"),
+    ("generate --prompt x --mesh data=0", "mesh 'data=0': expected axis=size with axes data, model, tokens, sizes at least 1"),
     ("generate --prompt x --mesh rows=2", "mesh 'rows=2': expected axis=size"),
     ("generate --prompt x --mesh data=1000000", "mesh 'data=1000000' needs 1000000 devices, there are"),
     ("generate --prompt-file /dev/zero", "/dev/zero: is a character device"),
