@@ -1,10 +1,11 @@
-"""How weights lie on a "data" x "model" mesh: heads, MLP channels and vocabulary over "model"."""
+"""How weights lie on a mesh: heads, MLP channels and vocabulary over "model", replicated over the other axes."""
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.parameters import ParamInfo, param_table
+from lowrank_kv_jax.storage.sharding import MESH_AXES
 
 
 def param_shardings(config: ModelConfig, mesh: Mesh) -> dict:
@@ -13,10 +14,10 @@ def param_shardings(config: ModelConfig, mesh: Mesh) -> dict:
     A dimension is cut over "model" where the axis divides it (heads are never cut), and replicated elsewhere.
 
     Raises:
-        ValueError: the mesh has axes other than "data" and "model", or "model" does not divide `kv_heads`.
+        ValueError: the mesh has axes other than "data", "model" and "tokens", or "model" does not divide `kv_heads`.
     """
-    if unknown := sorted(set(mesh.axis_names) - {"data", "model"}):
-        raise ValueError(f"mesh axes {unknown} are not known; they must be 'data' and 'model'")
+    if unknown := sorted(set(mesh.axis_names) - set(MESH_AXES)):
+        raise ValueError(f"mesh axes {unknown}: must be of {MESH_AXES}")
     size = mesh.shape.get("model", 1)
     if config.kv_heads % size:
         raise ValueError(f"the mesh axis model={size} must divide kv_heads={config.kv_heads}")

@@ -75,16 +75,19 @@ class Result:
 
     @staticmethod
     def heads() -> tuple[str, ...]:
-        return "kernel", "registers", "spilled, B", "shared, KiB", "grid", "threads", "temporaries, KiB", "instructions"
+        return ("kernel", "registers", "spilled, B", "shared, KiB", "grid", "threads", "waits", "in flight, KiB",
+                "temporaries, KiB", "instructions")
 
     def row(self) -> tuple[str, ...]:
         if self.failure:
-            return self.name, *[""] * 6, f"FAILED: {self.failure[:60]}"
+            return self.name, *[""] * 8, f"FAILED: {self.failure[:60]}"
         f = self.facts
         shared = f"{f['shared'] / 1024:.0f}" if "shared" in f else ""
         kinds = " ".join(f"{kind}:{n}" for kind, n in f.get("instructions", {}).items())
+        under_way = f"{f['in_flight'] / 1024:.0f}" if "in_flight" in f else ""
         return (self.name, str(f.get("registers", "")), str(f.get("spilled", "")), shared, f.get("grid", ""),
-                str(f.get("threads", "")), f"{f['temporaries'] / 1024:.0f}" if "temporaries" in f else "", kinds)
+                str(f.get("threads", "")), str(f.get("waits", "")), under_way,
+                f"{f['temporaries'] / 1024:.0f}" if "temporaries" in f else "", kinds)
 
     def record(self) -> dict[str, Any]:
         return {"target": self.target, "failure": self.failure, **self.facts}
@@ -131,7 +134,8 @@ def _compile(program: Program, target: str) -> Result:
 
     def facts() -> dict[str, Any]:
         if target == "sm_90":
-            return (mosaic_facts if program.mosaic else gpu_facts)(program.op, f, *args)._asdict()
+            found = (mosaic_facts if program.mosaic else gpu_facts)(program.op, f, *args)
+            return found._asdict() | {"copies": {str(width): n for width, n in sorted(found.copies.items())}}
         return {"temporaries": compile_for(target, f, *args).memory_analysis().temp_size_in_bytes}
 
     return tried(str(program), target, facts)

@@ -44,6 +44,9 @@ class KernelFacts(NamedTuple):
         shared: bytes of shared memory of a program.
         grid, threads: of the launch.
         instructions: kinds of PTX instructions that matter, and how often they stand in the code.
+        copies: asynchronous copies into shared memory by their bytes, and how often they stand in the code.
+        waits: groups of copies that are still under way when a program waits for its next tile.
+        in_flight: bytes of these.
     """
 
     registers: int
@@ -52,6 +55,9 @@ class KernelFacts(NamedTuple):
     grid: str
     threads: int
     instructions: dict[str, int]
+    copies: dict[int, int] = {}
+    waits: int = 0
+    in_flight: int = 0
 
 
 def device(target: str) -> Any:
@@ -126,13 +132,41 @@ def gpu_facts(kernel: str, f: Callable[..., Any], *args: Any) -> KernelFacts:
     """
     with tempfile.TemporaryDirectory() as folder:
         compile_for("sm_90", f, *args, dump=folder)
-        files = [Path(folder) / name for name in sorted(os.listdir(folder))]
-        (ptx,) = (x for x in files if x.suffix == ".ptx" and f".entry {kernel}(" in x.read_text())
-        said = _assemble(ptx)
-        (thunks,) = (x.read_text() for x in files if x.name.endswith("thunk_sequence.txt"))
-        launch = re.search(rf"{kernel} grid: (\[.*?\]) threads: \[(\d+), .*?shared_memory: (\d+) bytes", thunks)
-        assert launch is not None
-        return KernelFacts(*_registers(said), int(launch[3]), launch[1], int(launch[2]), _instructions(ptx.read_text()))
+        (found,) = (facts for name, facts in kernels_in(folder) if name == kernel)
+        return found
+
+
+def kernels_in(folder: str) -> Iterator[tuple[str, KernelFacts]]:
+    """Name and facts of every attention kernel of ours in what a compiler of sm_90 left in a folder.
+
+    Raises:
+        NoCompiler: ptxas is not installed.
+    """
+    files = [Path(folder) / name for name in sorted(os.listdir(folder))]
+    thunks = "".join(x.read_text() for x in files if x.name.endswith("thunk_sequence.txt"))
+    for file in (x for x in files if x.suffix == ".ptx"):
+        head, *entries = re.split(r"(?=^\.(?:visible )?\.?entry )", file.read_text(), flags=re.MULTILINE)
+        for entry in entries:
+            name = re.search(r"entry (\w+)\(", entry)
+            if name is None or "attention" not in name[1]:
+                continue
+            launch = re.search(rf"{name[1]} grid: (\[.*?\]) threads: \[(\d+), .*?shared_memory: (\d+) bytes", thunks)
+            assert launch is not None
+            threads, copies, (waits, part) = int(launch[2]), _copies(entry), _waits(entry)
+            under_way = round(part * threads * sum(width * count for width, count in copies.items()))
+            yield name[1], KernelFacts(*_registers(_assemble(head + entry)), int(launch[3]), launch[1], threads,
+                                       _instructions(entry), copies, waits, under_way)
+
+
+def _copies(ptx: str) -> dict[int, int]:
+    found = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?\], (0x[0-9a-f]+|\d+)", ptx)
+    return dict(Counter(int(width, 0) for width in found))
+
+
+def _waits(ptx: str) -> tuple[int, float]:
+    """Groups under way in the loop, and which part of all those in the code, its beginning included, they are."""
+    deepest = max((int(n, 0) for n in re.findall(r"cp\.async\.wait_group\s+(\w+)", ptx)), default=0)
+    return deepest, deepest / max(1, ptx.count("cp.async.commit_group"))
 
 
 def mosaic_facts(kernel: str, f: Callable[..., Any], *args: Any) -> KernelFacts:
@@ -180,10 +214,10 @@ def _registers(said: str) -> tuple[int, int]:
     return int(registers), sum(int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", said))
 
 
-def _assemble(ptx: Path) -> str:
+def _assemble(ptx: str) -> str:
     try:
         done = subprocess.run(
-            [_ptxas(), "-v", "-arch=sm_90a", str(ptx), "-o", os.devnull], capture_output=True, text=True, check=True
+            [_ptxas(), "-v", "-arch=sm_90a", "-", "-o", os.devnull], input=ptx, capture_output=True, text=True, check=True
         )
     except subprocess.CalledProcessError as error:
         raise NoCompiler(f"ptxas failed: {error.stderr.strip()}") from error

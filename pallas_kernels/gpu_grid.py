@@ -33,18 +33,27 @@ class Grid:
     warps: int = 4
 
 
-def decode_grid(rows: int, programs: int, size: int, token_bytes: int) -> Grid:
-    """A grid for `rows` queries of each of `programs` heads over buffers of `size` tokens of `token_bytes`.
+def decode_grid(rows: int, programs: int, size: int, token_bytes: int, rebuilt_bytes: int = 0) -> Grid:
+    """A grid for `rows` queries of each of `programs` heads over buffers of `size` tokens.
+
+    Args:
+        token_bytes: that are read of a token.
+        rebuilt_bytes: of its key, where that is rebuilt.
 
     The splits follow the buffer; a kernel shares out the *valid* tokens among them, so a short row leaves some empty.
     """
-    tile = 128
-    while tile > 32 and tile * token_bytes > IN_FLIGHT:
+    tile, wide = 128, token_bytes + rebuilt_bytes
+    while tile > 32 and tile * wide > IN_FLIGHT:
         tile //= 2
-    stages = min(MOST_STAGES, 1 + -(-IN_FLIGHT // (tile * token_bytes)))
     tiles = -(-size // tile)
     splits = max(1, min(-(-tiles // LEAST_TILES), CORES * WAVES // programs))
-    return Grid(power_of_two(rows, 16), tile, splits, stages, warps=8 if token_bytes > WIDE else 4)
+    warps = 8 if wide > WIDE else 4
+    return Grid(power_of_two(rows, 16), tile, splits, stages_for(tile * token_bytes), warps)
+
+
+def stages_for(tile_bytes: int) -> int:
+    """Of a pipeline over tiles of so many bytes: `IN_FLIGHT` are under way while a program waits for its next tile."""
+    return min(MOST_STAGES, 2 + -(-IN_FLIGHT // tile_bytes))
 
 
 def packed_heads(stored: int, q_heads: int, queries: int) -> int:
@@ -63,3 +72,10 @@ def packed_grid(rows: int, programs: int, size: int, tile: int) -> Grid:
     tiles = -(-size // tile)
     splits = max(1, min(-(-tiles // LEAST_TILES), CORES * WAVES // programs))
     return Grid(power_of_two(rows, 16), tile, splits, 1, PACKED_WARPS)
+
+
+def tiled_grid(rows: int, programs: int, size: int, tile: int, token_bytes: int) -> Grid:
+    """As `decode_grid`, over codes that are widened with the scales of their tiles."""
+    tiles = -(-size // tile)
+    splits = max(1, min(-(-tiles // LEAST_TILES), CORES * WAVES // programs))
+    return Grid(power_of_two(rows, 16), tile, splits, stages_for(tile * token_bytes))

@@ -3,6 +3,9 @@
 Read off what the compiler of sm_90 asks for, and held to it at the edge by the tests. Exact to a few KiB, never below.
 """
 
+import dataclasses
+from collections.abc import Callable
+
 import jax
 
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
@@ -15,6 +18,8 @@ OF_CAPABILITY = {
     "11.0": 227 * KIB,
 }
 """Bytes that a program may have, by the compute capability of the GPU."""
+LEAST_STAGES = 3
+LEAST_TILE = 16  # tokens that a tensor core multiplies
 OTHERS = 99 * KIB  # of the consumers' GPUs since 8.6
 
 
@@ -22,8 +27,8 @@ BETWEEN_LAYOUTS = 44  # vectors of a head that rebuilt keys and turned queries n
 WGMMA_ROWS = 64  # from so many query rows on, products are asynchronous: their operands have one buffer more
 
 
-def check_coefficient_kernel(grid: Grid, keys: Stored, values: Stored, query_bytes: int) -> None:
-    """Of `coefficient_attention`, whose queries lie beside the tiles.
+def coefficient_grid(grid: Grid, keys: Stored, values: Stored, query_bytes: int) -> Grid:
+    """The grid of `coefficient_attention`, whose queries lie beside the tiles, with as many stages as there is room for.
 
     Args:
         grid: of the launch.
@@ -31,25 +36,28 @@ def check_coefficient_kernel(grid: Grid, keys: Stored, values: Stored, query_byt
         query_bytes: of a number of the queries.
 
     Raises:
-        Unsupported: more than the GPU has.
+        Unsupported: the GPU has too little for that.
     """
     multiplied = _multiplied(grid, keys, values) if query_bytes == 2 else ()
     queries = grid.rows * (_columns(keys) + grid.tile) * query_bytes
-    _check(keys, values, _tiles(grid, keys, values, multiplied) + queries)
+    return _fitting(grid, keys, values, lambda some: _tiles(some, keys, values, multiplied) + queries, stages=2)
 
 
-def check_rotary_kernel(grid: Grid, keys: Stored, values: Stored, query_bytes: int, head_dim: int) -> None:
-    """Of `rotary_coefficient_attention`, whose key basis lies beside the tiles as a whole.
+def rotary_grid(grid: Grid, keys: Stored, values: Stored, query_bytes: int, head_dim: int) -> Grid:
+    """The same of `rotary_coefficient_attention`, whose key basis lies beside the tiles as a whole.
 
     Args:
         grid, keys, values, query_bytes: as above.
         head_dim: of the padded queries.
 
     Raises:
-        Unsupported: more than the GPU has.
+        Unsupported: the GPU has too little for that.
     """
     beside = head_dim * (_columns(keys) + BETWEEN_LAYOUTS) * query_bytes
-    _check(keys, values, _tiles(grid, keys, values, _multiplied(grid, values)) + beside)
+    # a tile of the coefficients' kernel that is smaller spills registers, and scales are of whole tiles
+    last = dict(tile=LEAST_TILE) if grid.rows < WGMMA_ROWS and keys.scales is None else dict(stages=2)
+    multiplied = _multiplied(grid, values)
+    return _fitting(grid, keys, values, lambda some: _tiles(some, keys, values, multiplied) + beside, **last)
 
 
 def _multiplied(grid: Grid, *stored: Stored) -> tuple[Stored, ...]:
@@ -65,6 +73,16 @@ def _tiles(grid: Grid, keys: Stored, values: Stored, multiplied: tuple[Stored, .
 
 def _token_bytes(stored: Stored) -> int:
     return _columns(stored) * stored.codes.dtype.itemsize
+
+
+def _fitting(grid: Grid, keys: Stored, values: Stored, needed: Callable[[Grid], int], **last: int) -> Grid:
+    """Fewer stages while one tile is under way beside that which is multiplied; then the `last` fields of a grid."""
+    while grid.stages > LEAST_STAGES and needed(grid) > _there():
+        grid = dataclasses.replace(grid, stages=grid.stages - 1)
+    if needed(grid) > _there():
+        grid = dataclasses.replace(grid, **last)
+    _check(keys, values, needed(grid))
+    return grid
 
 
 def _check(keys: Stored, values: Stored, needed: int) -> None:

@@ -3,41 +3,28 @@
 A compiler cannot cut a kernel apart. Left to itself it hands every device all tokens of all heads, each step anew.
 """
 
-import contextlib
-import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.over_tokens import axes_here, mesh_here
 from lowrank_kv_jax.storage.sharding import OF_AXIS, partition
 from lowrank_kv_jax.storage.state import map_leaves
-
-_MESH: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("mesh", default=None)
 
 TOKENS = ("batch", "kv_heads", None, None)
 QUERIES = ("batch", None, "kv_heads", None)
 POSITIONS = ("batch", None)
 
 
-@contextlib.contextmanager
-def over_mesh(mesh: Mesh | None) -> Iterator[None]:
-    """What is traced here has caches that lie over this mesh, rows over its axis "data" and kv heads over "model"."""
-    token = _MESH.set(mesh)
-    try:
-        yield
-    finally:
-        _MESH.reset(token)
-
-
 def devices_of_heads() -> int:
     """Over how many devices heads are cut."""
-    mesh = _MESH.get()
+    mesh = mesh_here()
     return 1 if mesh is None else mesh.shape.get("model", 1)
 
 
@@ -52,15 +39,15 @@ def local(
     Returns:
         What `dispatch.run` calls, with `interpret`.
     """
-    mesh = _MESH.get()
-    if mesh is None or mesh.size == 1:
+    mesh, axes = mesh_here(), axes_here()
+    if mesh is None or mesh.size == 1 or not axes:
         return lambda interpret: kernel(**arguments, interpret=interpret)
 
     def on_mesh(interpret: bool) -> AttnPartial:
         given = {name: x for name, x in arguments.items() if x is not None}
         rows, heads = (_axis(mesh, name) for name in ("data", "model"))
         own = jax.shard_map(
-            lambda given: kernel(**(arguments | given), interpret=interpret), mesh=mesh,
+            lambda given: kernel(**(arguments | given), interpret=interpret), mesh=mesh, axis_names={*axes},
             in_specs=({name: spec for name, spec in specs().items() if name in given},),
             out_specs=AttnPartial(PartitionSpec(rows, None, heads, None), PartitionSpec(rows, None, heads)),
             check_vma=False,  # kernels do not say over which axes their results vary
@@ -71,13 +58,14 @@ def local(
 
 
 def cut(x: Any, axes: tuple[str | None, ...]) -> PartitionSpec:
-    """How an array lies: rows over "data", heads over "model" unless all of them share one.
+    """How an array lies: rows over "data", heads over "model" unless all of them share one; slots are not cut here.
 
     Raises:
         Unsupported: heads that the devices do not divide.
     """
-    mesh = _MESH.get()
+    mesh = mesh_here()
     assert mesh is not None
+    axes = tuple(axis if axis in ("batch", "kv_heads") else None for axis in axes)
     found = partition(mesh, axes, x.shape)
     for axis, size, name in zip(axes, x.shape, found, strict=True):
         over = mesh.shape.get(OF_AXIS.get(axis or ""), 1)
@@ -107,5 +95,5 @@ def cut_basis(x: jax.Array) -> PartitionSpec:
     return cut(x, (*leading, "kv_heads", None, None) if x.shape[-3] > 1 else (*leading, None, "kv_heads", None))
 
 
-def _axis(mesh: Mesh, name: str) -> str | None:
+def _axis(mesh: Any, name: str) -> str | None:
     return name if mesh.shape.get(name, 1) > 1 else None

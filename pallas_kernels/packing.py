@@ -128,6 +128,18 @@ class Stored(NamedTuple):
     runs: WidthRuns | None = None
 
 
+def in_tiles(tokens: Any) -> bool:
+    """Whether tokens are codes with scales other than those that `stored_arrays` knows."""
+    return hasattr(tokens, "tile") and not _plain_scales(tokens)
+
+
+def _plain_scales(tokens: Any) -> bool:
+    """8 bits, a scale for each component of `TILE_OF_SCALES` tokens, and tiles that begin with the buffer."""
+    tile = getattr(tokens, "tile", None)
+    whole = (getattr(tile, "tokens", None), getattr(tile, "channels", None)) == (TILE_OF_SCALES, 1)
+    return whole and tokens.bits == 8 and tokens.lows is None
+
+
 def stored_arrays(tokens: Any) -> Stored:
     """The arrays behind a segment's keys or values.
 
@@ -139,10 +151,8 @@ def stored_arrays(tokens: Any) -> Stored:
     if isinstance(tokens, jax.Array):
         return Stored(tokens, None)
     if isinstance(tokens, WaterFilled):
-        return Stored(tokens.codes, None, tokens.runs)
-    tile = getattr(tokens, "tile", None)
-    known = tile is not None and (tile.tokens, tile.channels) == (TILE_OF_SCALES, 1)
-    if not known or tokens.bits != 8 or tokens.lows is not None:
+        return Stored(jnp.asarray(tokens.codes), None, tokens.runs)
+    if not _plain_scales(tokens):
         raise Unsupported(f"tokens stored as {type(tokens).__name__}, other than in 8 bits with a scale for each "
                           f"component of {TILE_OF_SCALES} tokens")
     scales = tokens.scales  # kept as the bits of bfloat16 numbers

@@ -15,6 +15,7 @@ from lowrank_kv_jax.calibration.corpus import token_windows
 from lowrank_kv_jax.calibration.taps import spread
 from lowrank_kv_jax.estimators import (
     ESTIMATORS,
+    by_products,
     linalg,
     make_estimator,
     moments,
@@ -38,7 +39,7 @@ SPECS = (
     "ojakv:sinks=4,recent=8,bits=8,estimator=gha", "ojakv:follow,sinks=4,recent=8", "ojakv:sinks=4,recent=8,bits=2.5+h2o:budget=24,sinks=4,recent=8",
     "transform:sinks=4,recent=8+kvzip:budget=24,sinks=4,recent=8", "shadowkv:budget=24,sinks=4,recent=8,outliers=1,values=host",
     "osp:sinks=4,recent=8,chunk_length=32,rope=pre", "static-pca:sinks=4,recent=8+quest:budget=24,sinks=4,recent=8",
-    "osp:sinks=4,recent=8,chunk_length=16,chunks=2,energy=0.8,head_ranks=own", "scissorhands:budget=24,sinks=4,recent=8", "streamingkv:sinks=4,recent=8",
+    "osp:follow,sinks=4,recent=8,chunk_length=32", "osp:sinks=4,recent=8,chunk_length=16,chunks=2,energy=0.8,head_ranks=own", "scissorhands:budget=24,sinks=4,recent=8", "streamingkv:sinks=4,recent=8",
     "xkv:sinks=4,recent=8,bits=2.5,centred=true", "minicache:budget=24,start=0", "transform:sinks=4,recent=8", "kivi:bits=8+h2o:budget=24,sinks=4,recent=8+moments",
 )
 
@@ -64,6 +65,7 @@ def learn(estimator, x, weight):
 
 def subspaces(x, moment):
     low = linalg.cholesky(moment), svd.second_moment(x.swapaxes(1, 2)), subspace_iteration.gram(x[:, :1].swapaxes(1, 2))
+    low = *low, by_products.iterated_subspace(moment, 3)
     return *low, subspace_iteration.leading_subspace(jnp.zeros((300, 300)), 8), update_tail(x[0].mT[..., :2], x[0].mT[..., :3], x[0], None, 0.1)
 
 
@@ -75,6 +77,8 @@ def stored(x, taps):
     lanes.tokens_on_lanes(x).write_tokens(some, length, length)
     packed = water_filled.empty_water_filled(2, 3, 10, ((4, 8),))
     lanes.tokens_on_lanes(packed.write_block(0, some)).write_tokens(some, length, length)
+    water_filled.unpack(water_filled.pack(some, ((4, 8),)), ((4, 8),))
+    positions.PerHead(jnp.zeros((2, 3, 10), jnp.int32), None, 3).of_device(length[0])
     on_host.on_host(x).read_block(length[0], 4)
     gaps = jnp.zeros((2, 2), jnp.int32)
     moments.moments_across([taps, taps], jnp.ones((2, 3), bool))

@@ -11,12 +11,13 @@ from helpers import softmax_attention
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.lanes import tokens_on_lanes
-from lowrank_kv_jax.storage.positions import Runs
-from lowrank_kv_jax.storage.quantised import read_tokens, store_tokens
+from lowrank_kv_jax.storage.packed import empty_packed, hold_packed
+from lowrank_kv_jax.storage.positions import PerHead, Runs
+from lowrank_kv_jax.storage.quantised import COEFFICIENTS, Tile, read_tokens, store_tokens
 from lowrank_kv_jax.storage.water_filled import WaterFilled, WidthRuns, components_of, pack, unpack
 
 SCALE = 0.3
-store = jax.jit(store_tokens, static_argnums=(1, 2))
+store = jax.jit(store_tokens, static_argnums=(1, 2, 3))
 read = jax.jit(read_tokens)
 pack_codes, unpack_codes = (jax.jit(f, static_argnums=1) for f in (pack, unpack))
 positions_at = jax.jit(lambda runs, slots: runs.at(slots))
@@ -41,6 +42,7 @@ class Case:
     window: int | None = None
     rope: RopeSpec | None = None
     bits: int | None = None
+    tiles: tuple[Tile, Tile] = (COEFFICIENTS, COEFFICIENTS)  # what shares a scale in those bits, of keys and of values
     runs: tuple[WidthRuns, WidthRuns] | None = None  # packed keys and values, whose components are as many
     mean: bool = False
     gaps: tuple[int, int] = (0, 100)
@@ -78,16 +80,20 @@ def make(case: Case, seed: int = 0) -> Inputs:
     runs = Runs(*(jnp.asarray([x] * batch, jnp.int32) for x in (case.gaps, case.jumps)))
     if case.runs is not None:
         return _packed(case, rng, (k, v), lengths, runs)
-    keys, values = (store(x.astype(np.float32), case.bits, dtype) for x in (k, v))
+    keys, values = (store(x.astype(np.float32), case.bits, dtype, t) for x, t in zip((k, v), case.tiles, strict=True))
     exact = [np.asarray(read(x), np.float64) for x in (keys, values)]
     if case.bits is None and case.poison:
         keys, values = (jnp.where(stale, jnp.nan, x) for x in (keys, values))
     elif case.poison:  # tiles beyond the length: their scales, the bits of bfloat16 numbers, are NaN
-        tiles = (np.arange(keys.scales.shape[2]) * 128 >= lengths[:, None])[:, None, :, None]
-        keys, values = (
-            dataclasses.replace(x, scales=jnp.where(tiles, jnp.uint16(0x7FC0), x.scales)) for x in (keys, values)
-        )
+        keys, values = (_poisoned(x, lengths) for x in (keys, values))
     return _inputs(case, rng, exact, CachedTokens(keys, values, jnp.asarray(lengths), runs), lengths)
+
+
+def _poisoned(x, lengths):
+    tiles = (np.arange(x.scales.shape[2]) * x.tile.tokens >= lengths[:, None])[:, None, :, None]
+    sides = {"scales": x.scales, "lows": x.lows}
+    return dataclasses.replace(
+        x, **{name: jnp.where(tiles, jnp.uint16(0x7FC0), y) for name, y in sides.items() if y is not None})
 
 
 def _packed(case, rng, sides, lengths, runs):
@@ -159,6 +165,39 @@ def rotated(x, positions, rope):
     turn = np.exp(1j * positions[:, :, None, None] * rope.inverse_frequencies())
     z = (x[..., :half] + 1j * x[..., half : 2 * half]) * turn
     return np.concatenate([z.real, z.imag, x[..., 2 * half :]], axis=-1)
+
+
+def make_owned(lengths=((5, 0, 130), (1, 2, 3), (0, 0, 0)), size=300, rank=32, bits=None) -> Inputs:
+    """Inputs of `coefficient_attention` over tokens of K heads behind each other, as many as `lengths` `[B, K]` says.
+
+    The second slot and the one before the last are of each other's head, or with `bits` tokens are coded as KIVI has them,
+    in tiles that begin with each head.
+    """
+    rng, (batch, heads) = np.random.default_rng(0), np.shape(lengths)
+    counts = np.asarray(lengths, np.int32).sum(axis=1)
+    owner = np.zeros((batch, 1, size), np.int8)
+    for row, own in enumerate(lengths):
+        owner[row, 0, : counts[row]] = np.repeat(np.arange(heads), own)
+        if bits is None and counts[row] > 3:
+            owner[row, 0, [1, counts[row] - 2]] = owner[row, 0, [counts[row] - 2, 1]]
+    q = rng.normal(size=(batch, 1, 2 * heads, rank)).astype(np.float32)
+    k, v = rng.normal(size=(2, batch, 1, size, rank)).astype(np.float32)
+    if bits is not None:
+        empty = empty_packed(batch, heads, size, rank, bits, 32)
+        keys = jax.jit(hold_packed)(empty, jnp.asarray(k), jnp.asarray(owner), jnp.asarray(counts))
+        values = store(v, bits, None, Tile(1, 16))
+        k, v = (np.asarray(x.read_block(0, size)) for x in (keys, values))
+    there = np.arange(size) < counts[:, None]
+    mine = (owner[:, 0, None] == np.arange(heads)[:, None]) & there[:, None]  # [B, K, S]
+    found = [softmax_attention(q[:, :, 2 * h : 2 * h + 2], k.swapaxes(1, 2), v.swapaxes(1, 2), mine[:, h : h + 1], SCALE)
+             for h in range(heads)]
+    oracle = tuple(np.concatenate(parts, axis=2) for parts in zip(*found, strict=True))
+    if bits is None:
+        keys, values = (jnp.asarray(np.where(there[:, None, :, None], x, np.nan)) for x in (k, v))
+    where = PerHead(jnp.zeros((batch, 1, size), jnp.int32), jnp.asarray(owner), heads)
+    tokens = CachedTokens(keys, values, jnp.asarray(counts), where)
+    options = dict(scale=SCALE, q_positions=jnp.asarray(counts[:, None]), causal=False, window=None)
+    return Inputs(jnp.asarray(q), tokens, jnp.zeros(()), options, oracle)
 
 
 def check(partial, oracle, dtype="float32"):

@@ -1,7 +1,8 @@
 """Run by test_sharding.py in a process of its own with 8 devices: every method, unsharded and on a mesh.
 
 Prints one JSON object a method: the largest difference of logits, whether the decoded tokens agree, and the largest
-collective of the compiled decode block.
+collective of the compiled decode block. The first argument may be a mesh, `mesh:data=2,tokens=4`; over tokens a second
+turn follows.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from helpers import BLOCK, PLAIN, bases_for, model, prompts, small_configuration
 
-from lowrank_kv_jax.generation.forward import prefill
+from lowrank_kv_jax.generation.forward import extend, prefill, refresh
 from lowrank_kv_jax.generation.generate import Progress, decode_block
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.methods.parse import parse_method
@@ -24,6 +25,7 @@ from lowrank_kv_jax.storage.sharding import make_mesh
 from lowrank_kv_jax.storage.state import walk
 
 CONFIG = dataclasses.replace(PLAIN, context=2048)
+LONG, LONG_LENGTHS = 700, [700, 630, 655, 33]  # over tokens: 640 slots a device, which rows pass at different times
 SEED = 1  # of a prompt where no two tokens tie for the last place of a budget: rounding on a mesh may choose either
 PROMPT, CAPACITY = 96, 1184  # a capacity that no other dimension has, and more than one block of the attention loop
 COLLECTIVE = re.compile(r"= (\(?.*?\)?) (all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter)(?:-start)?\(")
@@ -39,37 +41,53 @@ def largest_collective(hlo: str) -> int:
     return max(sizes)
 
 
-def decode(method, params, mesh, lengths):
+def decode(method, params, mesh, lengths, turn=False):
     bases = bases_for(method, CONFIG)
     cache, logits = prefill(
-        method, CONFIG, params, prompts(4, PROMPT, seed=SEED), lengths, bases=bases, capacity=CAPACITY, block=BLOCK,
-        dtype=jnp.float32, mesh=mesh,
+        method, CONFIG, params, prompts(4, LONG if turn else PROMPT, seed=SEED), lengths, bases=bases, capacity=CAPACITY,
+        block=BLOCK, dtype=jnp.float32, mesh=mesh,
     )
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     progress = Progress(token, jnp.zeros((4,), bool), jnp.zeros((4,), bool))
     keys = jax.vmap(jax.random.key)(jnp.zeros((4,), jnp.uint32))
     args = (method, CONFIG, params, cache, progress, keys, jnp.int32(BLOCK))
-    compiled = decode_block.lower(*args, bases=bases).compile()
+    moved = 0 if mesh is None else largest_collective(decode_block.lower(*args, bases=bases).compile().as_text())
     cache, progress, first = decode_block(*args, bases=bases)
-    cache, _, second = decode_block(*args[:3], cache, progress, *args[5:], bases=bases)
+    cache, progress, second = decode_block(*args[:3], cache, progress, *args[5:], bases=bases)
     placed = {name: str(x.sharding.spec) for name, x, info in walk(cache) if "batch" in info.axes} if mesh else {}
-    return np.asarray(logits), np.concatenate([first, second], 1), largest_collective(compiled.as_text()), placed
+    found = [np.asarray(logits)]
+    if turn:
+        found.append(np.concatenate([*turn_of(method, params, cache, bases)], axis=1))
+    return np.concatenate(found, axis=None), np.concatenate([first, second], 1), moved, placed
+
+
+def turn_of(method, params, cache, bases):
+    """Logits of a second turn of 2.5 blocks, the last rows shorter."""
+    for begin in range(0, 3 * BLOCK, BLOCK):
+        counts = jnp.asarray([BLOCK, BLOCK, BLOCK // 2, 0 if begin else 3], jnp.int32)
+        tokens = prompts(4, 3 * BLOCK, seed=7)[:, begin : begin + BLOCK]
+        cache, logits = extend(method, CONFIG, params, cache, tokens, counts, bases=bases)
+        cache = refresh(method, cache, bases=bases)
+        yield np.where((np.asarray(counts) > 0)[:, None], logits, 0.0)
 
 
 def main():
-    mesh = make_mesh("data=2,model=4")
+    given = sys.argv[1].startswith("mesh:")
+    mesh = make_mesh(sys.argv[1][5:] if given else "data=2,model=4")
     plain = model(CONFIG).params
     sharded = jax.device_put(plain, param_shardings(CONFIG, mesh))
-    lengths = jnp.asarray([96, 70, 96, 33], jnp.int32)
-    for name in sys.argv[1:]:
+    turn = "tokens" in mesh.shape
+    lengths = jnp.asarray(LONG_LENGTHS if turn else [96, 70, 96, 33], jnp.int32)
+    for name in sys.argv[1 + given :]:
         method = small_configuration(REGISTRY[name]) if name in REGISTRY else parse_method(name)
-        logits, tokens, _, _ = decode(method, plain, None, lengths)
-        on_mesh, mesh_tokens, moved, placed = decode(method, sharded, mesh, lengths)
+        logits, tokens, _, _ = decode(method, plain, None, lengths, turn)
+        on_mesh, mesh_tokens, moved, placed = decode(method, sharded, mesh, lengths, turn)
         print(json.dumps({
             "method": name, "difference": float(np.abs(logits - on_mesh).max()), "rows": 4, "capacity": CAPACITY,
             "same_tokens": bool((tokens == mesh_tokens).all()), "largest_collective": moved,
             "over_data": all("data" in spec for spec in placed.values()),
             "over_model": any("model" in spec for spec in placed.values()),
+            "over_tokens": sum("tokens" in spec for spec in placed.values()),
         }), flush=True)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,36 +25,41 @@ from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.parse import spell_method
 from lowrank_kv_jax.pallas_kernels import dispatch
 from lowrank_kv_jax.pallas_kernels.compile_grid import Result, tried
-from lowrank_kv_jax.pallas_kernels.compile_only import compile_for, devices
+from lowrank_kv_jax.pallas_kernels.compile_only import compile_for, devices, kernels_in
 from lowrank_kv_jax.storage.lanes import lay_out
-from lowrank_kv_jax.storage.sharding import MESH_AXES, leaf_sharding
+from lowrank_kv_jax.storage.sharding import leaf_sharding
 from lowrank_kv_jax.storage.state import map_leaves
 
 _OP = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = (\(?.*?\)?) ([a-z\-]+)\(", re.MULTILINE)
+_PREFETCH = re.compile(r"^.* = \((\S+?\{[^{}]*\))S\(1\)\}, \1\}, .*? copy-start\(.*$", re.MULTILINE)
 COLLECTIVES = ("all-gather", "all-reduce", "collective-permute", "all-to-all", "reduce-scatter")
 LAUNCHED = ("fusion", "custom-call", "while", "copy", "sort", *COLLECTIVES)
 STATE = 2
 MOVES = ("copy", "transpose", "convert", "copy-start")
 
 
-def compile_step(method: Part, target: str, tokens: int = 32768, over: int = 1) -> Result:
+def compile_step(
+    method: Part, target: str, tokens: int = 32768, over: int = 1, axis: str = "model"
+) -> Result:
     """Facts of the compiled step, one row of bfloat16.
 
     `temporaries` are its bytes beside arguments and results; `loops` its `while`s; `kernels` what the device is given to
     run one after the other; `moved` and `collective` the elements of the largest array of tokens that is copied or
     converted as a whole, and of the largest that devices exchange; `seconds` of compiling; `said` the warnings of kernels
-    that do not cover it.
+    that do not cover it; on sm_90 what the compiler says of the attention kernels, too, see `_attention`.
 
     Args:
         target: one of `compile_only.TARGETS`.
         tokens: that the cache is made for.
-        over: devices, over which heads are cut.
+        over: devices, over which heads are cut, or slots of the store.
+        axis: of the mesh that these devices are: "model", or "tokens".
 
     Raises:
         NoCompiler: as `compile_only.device`.
     """
-    program = functools.partial(step_program, method, target, tokens, over)
-    return _facts(f"step at {tokens} tokens, {spell_method(method)}" + _devices(over), target, program, STATE)
+    program = functools.partial(step_program, method, target, tokens, over, axis)
+    name = f"step at {tokens} tokens, {spell_method(method)}" + _devices(over, axis)
+    return program_facts(name, target, program, STATE)
 
 
 def compile_refresh(method: Part, target: str, tokens: int = 32768) -> Result:
@@ -68,42 +74,71 @@ def compile_refresh(method: Part, target: str, tokens: int = 32768) -> Result:
         _, of, layout, _ = step.args
         return functools.partial(refresh_group, of, layout), (bases, state)
 
-    return _facts(f"refresh at {tokens} tokens, {spell_method(method)}", target, program, donate=1)
+    return program_facts(f"refresh at {tokens} tokens, {spell_method(method)}", target, program, donate=1)
 
 
-def _devices(count: int) -> str:
-    return f", {count} devices" if count > 1 else ""
+def _devices(count: int, axis: str) -> str:
+    return f", {axis}={count}" if count > 1 else ""
 
 
-def _facts(name: str, target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]], donate: int) -> Result:
+def program_facts(
+    name: str, target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]], donate: int | tuple[int, ...] = ()
+) -> Result:
+    """The same of any program, a function and the shapes of its arguments.
+
+    Args:
+        donate: numbers of arguments that the results may overwrite.
+    """
     return tried(name, target, functools.partial(_compiled, target, program, donate))
 
 
-def _compiled(target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]], donate: int) -> dict[str, Any]:
+def _compiled(
+    target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]], donate: int | tuple[int, ...]
+) -> dict[str, Any]:
     dispatch.warn_anew()
-    with warnings.catch_warnings(record=True) as said:
+    of_gpu = target == "sm_90"
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         begin, f, args = time.perf_counter(), *program()
-        compiled = compile_for(target, f, *args, donate=donate)
-    seconds, text = time.perf_counter() - begin, compiled.as_text()
+        compiled = compile_for(target, f, *args, donate=donate, dump=folder if of_gpu else None)
+        seconds, text = time.perf_counter() - begin, compiled.as_text()
+        attention = _attention(folder) if of_gpu else {}
     entry = text[text.index("\nENTRY ") :]
     return {
         "temporaries": compiled.memory_analysis().temp_size_in_bytes, "loops": text.count(" while("),
         "kernels": sum(kind in LAUNCHED for _, kind in _ops(entry)),
-        "moved": max((size for size, kind in _ops(entry, axes=4) if kind in MOVES), default=0),
+        "moved": max((size for size, kind in _ops(_without_prefetches(entry), axes=4) if kind in MOVES), default=0),
         "collective": max((size for size, kind in _ops(text) if kind.removesuffix("-start") in COLLECTIVES), default=0),
         "libraries": sorted(set(re.findall(r'custom_call_target="[_$]*(cu[^"]+)"', text))), "seconds": seconds,
-        "said": [str(x.message) for x in said if issubclass(x.category, RuntimeWarning)],
+        "said": [str(x.message) for x in said if issubclass(x.category, RuntimeWarning)], **attention,
     }
 
 
-def step_program(method: Part, target: str, tokens: int, over: int) -> tuple[Any, tuple[Any, ...]]:
+def _attention(folder: str) -> dict[str, Any]:
+    """Of all attention kernels of a step: the most bytes spilled and of shared memory, the narrowest copy of those that
+    read tokens ahead, the fewest groups and bytes under way."""
+    found = [facts for _, facts in kernels_in(folder)]
+    ahead = [facts for facts in found if facts.copies]
+    return {
+        "spilled": max((facts.spilled for facts in found), default=0),
+        "shared": max((facts.shared for facts in found), default=0),
+        "widths": sorted({width for facts in ahead for width in facts.copies}),
+        "waits": min((facts.waits for facts in ahead), default=0),
+        "in_flight": min((facts.in_flight for facts in ahead), default=0),
+        "attention_kernels": len(found), "read_ahead": len(ahead),
+    }
+
+
+def step_program(
+    method: Part, target: str, tokens: int, over: int, axis: str = "model"
+) -> tuple[Any, tuple[Any, ...]]:
     """The first layer over one token: a function and the shapes of its arguments, of which `STATE` is the cache."""
     layers = 1 if method.calibrated else 4  # four are the largest default group of layers
     config = dataclasses.replace(LLAMA_8B, num_layers=layers, windows=(None,) * layers)
-    mesh = Mesh(np.array(devices(target, over)).reshape(1, over), MESH_AXES)
+    mesh = Mesh(np.array(devices(target, over)).reshape(1, over), ("data", axis))
     layout = layout_of(config.attention, 1, tokens, tokens + DEFAULT_BLOCK, dtype=jnp.bfloat16)
-    layout = dataclasses.replace(layout, tokens="rows" if target == "sm_90" else "lanes")
+    layout = dataclasses.replace(
+        layout, tokens="rows" if target == "sm_90" else "lanes", mesh=mesh if over > 1 else None)
     own = white_bases(config.attention, method, layout.dtype)[0]
     state = jax.eval_shape(lambda: lay_out(machine_of(method).init(layout, own), layout.tokens))
     state = map_leaves(lambda info, x: _shape(x, leaf_sharding(mesh, info, x.shape)), state)
@@ -111,9 +146,13 @@ def step_program(method: Part, target: str, tokens: int, over: int) -> tuple[Any
     weights, bases = (jax.tree.map(everywhere, tree) for tree in (layer_weights(config), own))
     integers = (everywhere(jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in ((1, 1), (1,)))
     x = everywhere(jax.ShapeDtypeStruct((1, 1, config.hidden_size), jnp.bfloat16))
-    layout = layout if over == 1 else dataclasses.replace(layout, mesh=mesh)
     step = functools.partial(layer_extend, config.by_layer[0], method, layout, Place())
     return step, (weights, bases, state, x, *integers)
+
+
+def _without_prefetches(text: str) -> str:
+    """A program without the copies that bring an array as it lies into a TPU's own memory, S(1): they are the reading."""
+    return _PREFETCH.sub("", text)
 
 
 def _shape(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

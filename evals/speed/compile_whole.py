@@ -1,21 +1,23 @@
 """Programs that a model runs, compiled whole for hardware that is not there: what they need beside their arguments."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.evals.speed.compile_chunk import reading_program
-from lowrank_kv_jax.evals.speed.compile_step import compile_refresh, compile_step
+from lowrank_kv_jax.evals.speed.compile_step import compile_refresh, compile_step, program_facts
 from lowrank_kv_jax.evals.speed.llama_8b import LLAMA_8B, layer_weights
 from lowrank_kv_jax.generation.layers import layer_prefill
 from lowrank_kv_jax.method import Part
+from lowrank_kv_jax.method.spread import why_whole
+from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.parse import as_method
 from lowrank_kv_jax.models.config import ModelConfig
-from lowrank_kv_jax.pallas_kernels.compile_grid import Result, tried
-from lowrank_kv_jax.pallas_kernels.compile_only import NoCompiler, compile_for
+from lowrank_kv_jax.pallas_kernels.compile_grid import Result
+from lowrank_kv_jax.pallas_kernels.compile_only import NoCompiler
 
 METHODS = ("full", "kivi:bits=4")
 
@@ -30,12 +32,17 @@ def prefill_program(tokens: int = 32768, config: ModelConfig = LLAMA_8B) -> tupl
 def compile_steps(
     targets: Sequence[str], methods: Mapping[str, Part], tokens: int = 32768, over: int = 4
 ) -> tuple[list[Result], dict[str, str]]:
-    """A decode step through each method's cache, on one device and over several, and its refresh, for every target."""
+    """A decode step through each method's cache, and its refresh, for every target.
+
+    The step on one device, with heads over several, and with slots over as many where the method can be cut so.
+    """
     results, missing = [], {}
     for target in targets:
         try:
             for method in methods.values():
-                results += [compile_step(method, target, tokens, count) for count in (1, over)]
+                axes = ["model"] if why_whole(machine_of(method)) else ["model", "tokens"]
+                results.append(compile_step(method, target, tokens))
+                results += [compile_step(method, target, tokens, over, axis) for axis in axes]
                 results.append(compile_refresh(method, target, tokens))
         except NoCompiler as reason:
             missing[target] = str(reason)
@@ -48,7 +55,7 @@ def compile_whole(
     """The prefill of one layer, and that of a chunk behind `tokens` tokens, for every target whose compiler is there.
 
     Returns:
-        Bytes that each program holds beside its arguments and results; and the reasons of targets that were left out.
+        What `compile_step` says of a step, of each program; and the reasons of targets that were left out.
     """
     results, missing = [], {}
     programs = {f"prefill of one layer of Llama 3.1 8B, B=1, T={tokens}": functools.partial(prefill_program, tokens)}
@@ -57,13 +64,7 @@ def compile_whole(
         programs[name] = functools.partial(reading_program, as_method(spec), LLAMA_8B, tokens, chunk)
     for target in targets:
         try:
-            results += [tried(name, target, functools.partial(_temporaries, target, program))
-                        for name, program in programs.items()]
+            results += [program_facts(name, target, program) for name, program in programs.items()]
         except NoCompiler as reason:
             missing[target] = str(reason)
     return results, missing
-
-
-def _temporaries(target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]]) -> dict[str, Any]:
-    f, arguments = program()
-    return {"temporaries": compile_for(target, f, *arguments).memory_analysis().temp_size_in_bytes}

@@ -27,7 +27,7 @@ def logits_of(products: jax.Array, scale: float, cap: float | None) -> jax.Array
 
 def blockwise_attention(
     q: jax.Array, read_block: ReadBlock, first: jax.Array | int, last: jax.Array | int, *, shared_heads: int,
-    value_dim: int, scale: float, cap: float | None = None, tokens_last: bool = False,
+    value_dim: int, scale: float, cap: float | None = None, tokens_last: bool = False, values_last: bool = False,
 ) -> AttnPartial:
     """Attention of `q` over the blocks `first <= i < last`, each read (sliced, widened, rebuilt) only when needed.
 
@@ -38,7 +38,7 @@ def blockwise_attention(
         shared_heads: J.
         value_dim: Dv.
         scale, cap: as for `logits_of`.
-        tokens_last: the blocks' keys come as `[B, J, Dk, S]`.
+        tokens_last, values_last: the blocks' keys come as `[B, J, Dk, S]`, their values as `[B, J, Dv, S]`.
 
     Returns:
         Partial with out `[B, T, N, Dv]`.
@@ -63,7 +63,8 @@ def blockwise_attention(
         shrink = jnp.exp(top - new_top)
         # values that all heads share make one product with all rows, and no copy for each head
         values = _parts(values)
-        shared = "bjms,bjsd->bjmd" if values[0].shape[1] == shared_heads else "bjms,bxsd->bjmd"
+        of_heads = "bj" if values[0].shape[1] == shared_heads else "bx"
+        shared = f"bjms,{of_heads}{'ds' if values_last else 'sd'}->bjmd"
         weighted = functools.partial(jnp.einsum, shared, weights.astype(q.dtype), preferred_element_type=jnp.float32)
         added = jnp.concatenate([weighted(x.astype(q.dtype)) for x in values], axis=-1)
         return new_top, total * shrink + weights.sum(-1), out * shrink[..., None] + added

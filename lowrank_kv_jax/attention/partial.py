@@ -43,6 +43,15 @@ def from_sums(top: jax.Array, total: jax.Array, out: jax.Array) -> AttnPartial:
     return AttnPartial(out / some[..., None], jnp.where(total == 0, -jnp.inf, top + jnp.log(some)))
 
 
+def merge_over(part: AttnPartial, axis: str) -> AttnPartial:
+    """Attention over what the devices of a mesh's axis have partials of, the same on each; within `shard_map`."""
+    top = jax.lax.pmax(part.lse, axis)
+    top = jnp.where(jnp.isneginf(top), 0.0, top)
+    weight = jnp.exp(part.lse - top)
+    total, out = jax.lax.psum((weight, weight[..., None] * part.out), axis)
+    return AttnPartial(out / jnp.where(total == 0, 1.0, total)[..., None], jnp.log(total) + top)
+
+
 def merge(parts: Sequence[AttnPartial]) -> AttnPartial:
     """Attention over the union of disjoint parts.
 

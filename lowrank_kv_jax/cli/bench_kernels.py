@@ -88,10 +88,10 @@ def add_compile_parser(kinds) -> argparse.ArgumentParser:
     parser.add_argument("--targets", nargs="+", choices=("sm_90", "v5e", "v6e"), default=["sm_90", "v5e", "v6e"])
     parser.add_argument("--whole", action="store_true",
                         help="instead of the kernels, the prefill of one layer of Llama 3.1 8B at 32K tokens, and "
-                             "that of a chunk behind them")
+                             "that of a chunk behind them; with --methods also what that asks for, in one table")
     parser.add_argument("--methods", nargs="+", metavar="SPEC",
-                        help="instead of the kernels, decode steps of one such layer through these caches, on one device "
-                             "and over four, and their refresh; or `all`")
+                        help="instead of the kernels, decode steps of one such layer through these caches, on one "
+                             "device, with heads and with slots over four, and their refresh; or `all`")
     parser.add_argument("--json", metavar="FILE", help="append one JSON object for each program and target")
     parser.set_defaults(run=run_compile)
     return parser
@@ -151,14 +151,17 @@ def run_compile(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.pallas_kernels.compile_grid import compile_all
 
     check_outputs(args)
+    asked = [(compile_whole, (args.targets,))] if args.whole else []
     if args.methods:
-        results, missing = compile_steps(args.targets, parse_methods(args.methods))
-    else:
-        results, missing = (compile_whole if args.whole else compile_all)(args.targets)
+        asked.append((compile_steps, (args.targets, parse_methods(args.methods))))
+    results, missing = [], {}
+    for compile_them, given in asked or [(compile_all, (args.targets,))]:
+        found, without = compile_them(*given)
+        results, missing = results + found, missing | without
     for target in args.targets:
         own = [result for result in results if result.target == target]
-        if own and args.methods:
-            _print_steps(target, own)
+        if own and asked:
+            _print_programs(target, own)
         elif own:
             print_table(target, own[0].heads(), [result.row() for result in own], texts=TEXTS)
     for target, reason in missing.items():
@@ -171,17 +174,29 @@ def run_compile(args: argparse.Namespace) -> int:
     return int(any(result.failure for result in results))
 
 
-def _print_steps(target: str, results) -> None:
+def _print_programs(target: str, results) -> None:
+    """Whole programs, a line each; what is known of a GPU's code alone stays empty for others."""
     rows = []
     for result in results:
         if result.failure:
-            rows.append((result.name, *[""] * 6, f"FAILED: {result.failure[:60]}"))
+            rows.append((result.name, *[""] * 11, f"FAILED: {result.failure[:60]}"))
             continue
         f = result.facts
         notes = " ".join(dict.fromkeys([*(text.split(":")[0] for text in f["said"]), *f["libraries"]]))
         rows.append((result.name, f"{f['temporaries'] / 2**20:.1f}", f"{f['moved']}", f"{f['collective']}",
-                     str(f["loops"]), str(f["kernels"]), f"{f['seconds']:.1f}", notes))
-    heads = ("program", "temporaries, MiB", "moved", "exchanged", "loops", "kernels", "compiled, s", "notes")
+                     str(f["loops"]), str(f["kernels"]), *_attention_columns(f), f"{f['seconds']:.1f}", notes))
+    heads = ("program", "temporaries, MiB", "moved", "exchanged", "loops", "kernels", "spilled, B", "shared, KiB",
+             "copies, B", "waits", "in flight, KiB", "compiled, s", "notes")
     print_table(f"{target}: one layer of Llama 3.1 8B", heads, rows, texts=("program", "notes"))
     print("moved: elements of the largest array of tokens that is copied as a whole; exchanged: of the largest that "
-          "devices exchange; kernels: what the device is given to run, one after the other")
+          "devices exchange; kernels: what the device is given to run, one after the other; spilled to in flight: of the "
+          "attention kernels, the most bytes spilled and of shared memory, the widths of asynchronous copies, the fewest "
+          "groups of them and bytes under way while a program waits")
+
+
+def _attention_columns(facts) -> tuple[str, ...]:
+    if not facts.get("attention_kernels"):
+        return ("",) * 5
+    widths = " ".join(map(str, facts["widths"]))
+    return (str(facts["spilled"]), f"{facts['shared'] / 1024:.0f}", widths, str(facts["waits"]),
+            f"{facts['in_flight'] / 1024:.0f}")

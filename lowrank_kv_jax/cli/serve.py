@@ -39,7 +39,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--block", type=int, default=DEFAULT_BLOCK, metavar="N",
                         help="tokens that are decoded, and told, at a time (%(default)s)")
     parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, default=default_cache_dtype(), help="(%(default)s)")
-    parser.add_argument("--mesh", metavar="AXES", help="lay weights and caches out over devices, e.g. data=2,model=4")
+    parser.add_argument("--mesh", metavar="AXES",
+                        help="lay weights and caches out over devices, e.g. data=2,model=4 or tokens=4")
     parser.add_argument("--warm-up", action="store_true",
                         help="compile for all sizes of prompts before the first request; minutes on a CPU")
     parser.add_argument("--host", default="127.0.0.1", help="(%(default)s, which this machine alone reaches)")

@@ -12,6 +12,7 @@ from lowrank_kv_jax.cli.streaming_analyses import (
     figure_of,
     run_columns,
     run_distributions,
+    run_learning,
     run_prefill,
     run_spread,
 )
@@ -19,7 +20,7 @@ from lowrank_kv_jax.cli.tables import print_table
 
 HELP = "StreamingKV beside Palu: quality after a shift, ablations, analyses of bases, Fisher overlap, speed"
 STUDIES = ("stream", "quality", "ablation", "spread", "reconstruction", "distributions", "columns", "fisher", "prefill",
-           "speed")
+           "learning", "speed")
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
@@ -33,7 +34,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
                     "(figure 5a), and equation 15 on hidden states. distributions: cosine and error of single tokens by "
                     "text (figures 1, 7 and 8). columns: what columns explain, their alignment with the calibrated ones "
                     "(5b and 5c). fisher: overlap of two corpora by frequency band (figure 3). prefill: time of a "
-                    "prompt and its answer, with and without updates (table 9). speed: decode time beside its floor.",
+                    "prompt and its answer, with and without updates (table 9). learning: FLOPs, bytes and least "
+                    "times of a prompt's layers, the same. speed: decode time beside its floor.",
     )
     add_model_options(parser)
     parser.add_argument("--studies", nargs="+", choices=STUDIES, default=list(STUDIES), help="(all)")
@@ -102,6 +104,8 @@ def run(args: argparse.Namespace) -> int:
         _fisher(args, model)
     if "prefill" in args.studies:
         run_prefill(args, model)
+    if "learning" in args.studies:
+        run_learning(args, model)
     if "speed" in args.studies:
         _speed(args, model)
     print(device_line())

@@ -132,6 +132,24 @@ def run_prefill(args: argparse.Namespace, model: Any) -> None:
     append(args, "prefill-and-decode", args.timed_length, map(dataclasses.asdict, rows))
 
 
+def run_learning(args: argparse.Namespace, model: Any) -> None:
+    """Table 9 by measures that a busy machine does not spoil."""
+    from lowrank_kv_jax.evals.studies.streaming.learning_cost import prompt_costs
+    from lowrank_kv_jax.evals.studies.streaming.speed import prefill_specs
+
+    rows = prompt_costs(model, args.methods or prefill_specs(min(args.ranks)), args.timed_length, args.rounds)
+    first = rows[0]
+    print_table(f"a prompt of {args.timed_length} tokens, float32 caches; one layer as XLA counts it (a loop's body "
+                f"once), attending and coding; least of {args.rounds} rounds",
+                ("method", "GFLOP", f"over {first.spec}", "attending, GFLOP", "MB", "coding, GFLOP", "MB",
+                 "attending, ms", "coding, ms", "all layers, s", f"over {first.spec}"),
+                [(row.spec, f"{row.flops / 1e9:.2f}", f"{100 * (row.flops / first.flops - 1):+.2f}%",
+                  *(f"{x:.3f}" for part in (row.attending, row.coding) for x in (part.flops / 1e9, part.bytes / 1e6)),
+                  f"{1e3 * row.attending_s:.2f}", f"{1e3 * row.coding_s:.2f}", f"{row.seconds:.3f}",
+                  f"{100 * (row.seconds / first.seconds - 1):+.2f}%") for row in rows])
+    append(args, "learning", args.timed_length, map(dataclasses.asdict, rows))
+
+
 def _title(args, model) -> str:
     return f"{model.name}, {args.text_length} tokens of {', '.join(args.texts)}"
 

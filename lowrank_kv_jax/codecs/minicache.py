@@ -26,7 +26,8 @@ class Retained:
     """Prompt tokens of one layer that are not merged.
 
     Attributes:
-        k, v: keys (after RoPE) and values `[B, K, S, D]`.
+        k, v: keys (after RoPE) and values `[B, K, S, D]`; v has no channels where the keys are the values (latent
+            attention).
     """
 
     k: jax.Array = leaf("batch", "kv_heads", "tokens", "head_dim", kind="exact")
@@ -65,6 +66,9 @@ class MiniCache(Codec):
     default here, keep those of the largest angular distance. A fixed share of tokens replaces its threshold,
     which gives no static shape.
 
+    Of latent attention (MLA; xKV, figure 4) latents are merged and rotary keys are not. A normed latent is as long in one
+    layer as in another, so that only its direction is lost.
+
     Attributes:
         start: first layer that is merged, a number (int) or a share of the depth (float).
         t: how far the direction lies from the first layer's towards the second's.
@@ -82,6 +86,8 @@ class MiniCache(Codec):
     exact_at: ClassVar[Mapping[str, Any] | None] = {"keep": 1.0}
     small: ClassVar[Mapping[str, Any]] = {"budget": 24, "start": 0}
     per_token: ClassVar[bool] = False
+    spreads: ClassVar[bool] = False
+    latents: ClassVar[bool] = True
 
     def __post_init__(self):
         if (
@@ -132,10 +138,12 @@ class MiniCache(Codec):
         if bases.layers == 1:
             return None
         spec, dtype, kept = layout.spec, jnp.dtype(layout.dtype), self._slots(layout)
+        latent = spec.latent and spec.latent.rank
         buffer = jnp.zeros((layout.batch, spec.kv_heads, max(kept, 1), spec.head_dim), dtype)
-        merged = empty_merged(layout.batch, spec.kv_heads, max(layout.prompt - kept, 1), spec.head_dim, dtype)
+        merged = empty_merged(layout.batch, spec.kv_heads, max(layout.prompt - kept, 1), spec.head_dim, dtype, latent)
+        values = buffer if latent is None else buffer[..., :0]
         return MergedStore(
-            (Retained(buffer, buffer),) * 2, jnp.zeros((layout.batch,), jnp.int32),
+            (Retained(buffer, values),) * 2, jnp.zeros((layout.batch,), jnp.int32),
             Listed(jnp.zeros((layout.batch, max(kept, 1)), jnp.int32)), merged,
         )
 
@@ -147,17 +155,21 @@ class MiniCache(Codec):
 
     def take_in(self, layout, bases, store, tokens, counts, seen, positions=None, of_prompt=False):
         if positions is None:
-            return self._take_more(store, tokens, counts)
+            return self._take_more(layout, store, tokens, counts)
         retained = self._retained(counts)
-        kept, rest = self._choose(tokens, jnp.arange(tokens[0].k.shape[1])[None] < counts[:, None], retained)
+        there = jnp.arange(tokens[0].k.shape[1])[None] < counts[:, None]
+        kept, rest = self._choose(layout, tokens, there, retained)
         held = tuple(
             Retained(_gather(one.k, kept, old.k), _gather(one.v, kept, old.v))
             for one, old in zip(tokens, store.retained, strict=True)
         )
         listed = _listed(kept, store.positions)
-        return MergedStore(held, retained, listed, self._merge(store.merged, tokens, rest, counts - retained))
+        merged = self._merge(layout, store.merged, tokens, rest, counts - retained)
+        return MergedStore(held, retained, listed, merged)
 
-    def _take_more(self, store: MergedStore, tokens: tuple[Tokens, ...], counts: jax.Array) -> MergedStore:
+    def _take_more(
+        self, layout: Layout, store: MergedStore, tokens: tuple[Tokens, ...], counts: jax.Array
+    ) -> MergedStore:
         """A further chunk of the prompt: retained tokens and new ones are candidates, and what goes is merged."""
         slots, merged = store.positions.position.shape[1], store.merged
 
@@ -174,7 +186,7 @@ class MiniCache(Codec):
             axis=1,
         )
         keep = self._retained(store.length + merged.length + counts)
-        kept, rest = self._choose(found, there, keep)
+        kept, rest = self._choose(layout, found, there, keep)
         held = tuple(
             Retained(_gather(one.k, kept, old.k), _gather(one.v, kept, old.v))
             for one, old in zip(found, store.retained, strict=True)
@@ -182,14 +194,15 @@ class MiniCache(Codec):
         listed = _listed(jnp.take_along_axis(at, kept, axis=1), store.positions)
         gone, room = store.length + counts - keep, merged.k.shape[2]
         sides = {name: write_tokens(getattr(merged, name), _picked(x, rest[:, :room]), merged.length, gone)
-                 for name, x in self._directions(found).items()}
+                 for name, x in self._directions(layout, found).items()}
         before, new = merged.positions.position, jnp.take_along_axis(at, rest[:, :room], axis=1)
         where = write_tokens(before[:, None, :, None], new[:, None, :, None], merged.length, gone)
-        merged = Merged(**sides, length=merged.length + gone, positions=Listed(where[:, 0, :, 0]))
+        merged = dataclasses.replace(
+            merged, **sides, length=merged.length + gone, positions=Listed(where[:, 0, :, 0]))
         return MergedStore(held, keep, listed, merged)
 
     def _choose(
-        self, tokens: tuple[Tokens, ...], valid: jax.Array, keep: jax.Array
+        self, layout: Layout, tokens: tuple[Tokens, ...], valid: jax.Array, keep: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Token indices `[B, S]`: retained ones first, and merged ones first, in the order of the text.
 
@@ -197,35 +210,48 @@ class MiniCache(Codec):
             valid: bool `[B, S]`.
             keep: int32 `[B]`, how many are retained.
         """
-        first, second = tokens
-        distance = (angle(first.k, second.k) + angle(first.v, second.v)).sum(-1)
+        distance = sum(angle(x, y).sum(-1) for x, y in _pairs(layout, tokens).values())
         score = jnp.where(valid, distance if self.retain == "distant" else -distance, -jnp.inf)
         order = jnp.argsort(jnp.argsort(-score, axis=1), axis=1)
         kept = valid & (order < keep[:, None])
         rest = valid & ~kept
         return jnp.argsort(~kept, axis=1, stable=True), jnp.argsort(~rest, axis=1, stable=True)
 
-    def _merge(self, segment: Merged, tokens: tuple[Tokens, ...], index: jax.Array, counts: jax.Array) -> Merged:
-        sides = {name: _gather(x, index, getattr(segment, name)) for name, x in self._directions(tokens).items()}
-        return Merged(**sides, length=counts, positions=_listed(index, segment.positions))
+    def _merge(
+        self, layout: Layout, segment: Merged, tokens: tuple[Tokens, ...], index: jax.Array, counts: jax.Array
+    ) -> Merged:
+        sides = {name: _gather(x, index, getattr(segment, name)) for name, x in self._directions(layout, tokens).items()}
+        return dataclasses.replace(segment, **sides, length=counts, positions=_listed(index, segment.positions))
 
-    def _directions(self, tokens: tuple[Tokens, ...]) -> dict[str, jax.Array]:
+    def _directions(self, layout: Layout, tokens: tuple[Tokens, ...]) -> dict[str, jax.Array]:
         """What a merged segment holds of tokens of two layers, `[B, S, K, ..]` each."""
         sides = {}
-        for side in ("k", "v"):
-            x, y = (getattr(tap, side).astype(jnp.float32) for tap in tokens)
+        for side, (x, y) in _pairs(layout, tokens).items():
             sides[side] = slerp(x, y, self.t)
             sides[f"{side}_norm"] = jnp.stack([jnp.linalg.norm(z, axis=-1) for z in (x, y)], axis=-1)
+        if layout.spec.latent is not None:
+            sides["rotary"] = jnp.concatenate([one.k[..., : -layout.spec.latent.rank] for one in tokens], axis=-1)
         return sides
 
     def attend(self, layout, bases, store, q, positions, place):
         held = store.retained[place.index]
-        retained = CachedTokens(held.k, held.v, store.length, store.positions)
+        values = held.v if layout.spec.latent is None else held.k
+        retained = CachedTokens(held.k, values, store.length, store.positions)
         return merge([
             coefficient_attention(q, tokens, **layout.spec.logits, q_positions=positions, causal=False,
                                   window=place.window)
             for tokens in (retained, layer_tokens(store.merged, place.index))
         ])
+
+
+def _pairs(layout: Layout, tokens: tuple[Tokens, ...]) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """What is merged of two layers' tokens, float32 `[B, S, K, ..]` by side: keys and values, or normed latents."""
+    first, second = tokens
+    if layout.spec.latent is not None:
+        sides = {"k": [one.k[..., -layout.spec.latent.rank :] for one in tokens]}
+    else:
+        sides = {"k": [first.k, second.k], "v": [first.v, second.v]}
+    return {side: (x.astype(jnp.float32), y.astype(jnp.float32)) for side, (x, y) in sides.items()}
 
 
 def _gather(x: jax.Array, index: jax.Array, like: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from lowrank_kv_jax.codecs.principal import Principal
 from lowrank_kv_jax.estimators import Estimator, make_estimator
 from lowrank_kv_jax.estimators.oja import NORMALIZATIONS, anchored_update, oja_update
 from lowrank_kv_jax.method import register
+from lowrank_kv_jax.method.token_share import share_of
 from lowrank_kv_jax.segments.coded import change_of_basis, moved_rows, stored_moment, transport
 from lowrank_kv_jax.storage.state import state
 
@@ -180,8 +181,8 @@ class OjaKV(Principal):
         """The tokens to which the last queries attend most, summed over all heads (section 5.2)."""
         rule = {"sink_logits": taps.sink_logits, "sliding": layout.window, **layout.spec.logits}
         scores = window_attention(taps.q, taps.k, lengths, self.window, **rule).sum(1)
-        most = max(1, math.floor(self.top * scores.shape[1]))
-        counts = jnp.clip(jnp.floor(self.top * lengths).astype(jnp.int32), 1, most)
+        most = max(1, share_of(scores.shape[1], self.top))
+        counts = jnp.clip(share_of(lengths, self.top), 1, most)
         return most_important(scores, counts, most)
 
     def adapt(self, layout, bases, store, tokens, weight):

@@ -189,7 +189,7 @@ class OnlineSubspaceProjection(Subspace):
         return Ends(self.sinks, self.recent, ahead=self.recent)
 
     def empty(self, layout, bases, size, positions=None):
-        dtype, size = jnp.dtype(layout.dtype), self.slots(layout)
+        dtype, size = jnp.dtype(layout.dtype), layout.whole_slots(self.slots(layout), self.page)
         tokens = coded_tokens.empty_coded(
             layout.batch, (bases.k.shape[0], bases.k.shape[-1]), (bases.v.shape[0], bases.v.shape[-1]), size, dtype,
             uniform_bits(self.bits),

@@ -285,12 +285,15 @@ def _transport_tail(segment: Coded, side: str, old: jax.Array, new: jax.Array, s
         after = before.moved(move, rows)
         steps = Steps(steps.step, jnp.concatenate([steps.zero[..., :-tail], after.zero], axis=-1))
 
-    def change(block):
-        last = block[..., -tail:] if before is None else before.widen(block[..., -tail:])
-        last = jnp.einsum("bjsr,bjrp->bjsp", last, move.astype(last.dtype))
-        return jnp.concatenate([block[..., :-tail], last if after is None else after.count(last)], axis=-1)
+    return change_tokens(segment, side, _with_tail, rows, move, before, after), steps
 
-    return change_tokens(segment, side, change, rows), steps
+
+def _with_tail(block: jax.Array, move: jax.Array, before: Steps | None, after: Steps | None) -> jax.Array:
+    """Coefficients `[B, J, T, R]` with their last ones, as many as `move` has columns, read in the moved basis."""
+    tail = move.shape[-1]
+    last = block[..., -tail:] if before is None else before.widen(block[..., -tail:])
+    last = jnp.einsum("bjsr,bjrp->bjsp", last, move.astype(last.dtype))
+    return jnp.concatenate([block[..., :-tail], last if after is None else after.count(last)], axis=-1)
 
 
 @jax.jit

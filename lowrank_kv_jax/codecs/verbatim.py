@@ -4,23 +4,39 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
-from lowrank_kv_jax.segments.exact import Exact
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
-from lowrank_kv_jax.storage.positions import Runs
-from lowrank_kv_jax.storage.state import state
+from lowrank_kv_jax.storage.positions import PerHead, Runs
+from lowrank_kv_jax.storage.state import leaf, state
+
+
+@state
+class Kept:
+    """Tokens as they are.
+
+    Attributes:
+        k, v: `[B, J, S, D]`, keys after RoPE; v has no channels where the keys are the values (latent attention).
+        length: int32 `[B]`, tokens held by each row.
+        positions: where they stood.
+    """
+
+    k: jax.Array = leaf("batch", "kv_heads", "tokens", "head_dim", kind="exact")
+    v: jax.Array = leaf("batch", "kv_heads", "tokens", "head_dim", kind="exact")
+    length: jax.Array = leaf("batch", kind="indices")
+    positions: Runs | PerHead
 
 
 @state
 class Verbatim:
-    """Selected tokens of a layer, keys after RoPE."""
+    """Tokens of a layer: those that a selection keeps, or all of them where they are cut over devices."""
 
-    tokens: Exact
+    tokens: Kept
 
 
 @register("full")
@@ -33,7 +49,8 @@ class Full(TokenCodec):
     implied: ClassVar[bool] = True
 
     def ends(self, layout, bases):
-        return Ends(layout.capacity, 0, flushes=False)
+        """All tokens, in one buffer; where slots are cut over devices, those since the last refresh."""
+        return Ends(0, 0) if layout.token_devices > 1 else Ends(layout.capacity, 0, flushes=False)
 
     def units(self, spec, bases):
         return spec.kv_heads
@@ -44,8 +61,9 @@ class Full(TokenCodec):
             positions, shape = Runs(nowhere, nowhere), (layout.batch, layout.spec.kv_heads, size)
         else:
             shape = positions.position.shape
-        buffer = jnp.zeros((*shape, layout.spec.head_dim), jnp.dtype(layout.dtype))
-        return Verbatim(Exact(buffer, jnp.zeros_like(buffer), jnp.zeros((layout.batch,), jnp.int32), positions))
+        spec, dtype = layout.spec, jnp.dtype(layout.dtype)
+        k, v = (jnp.zeros((*shape, width), dtype) for width in (spec.head_dim, 0 if spec.latent else spec.head_dim))
+        return Verbatim(Kept(k, v, jnp.zeros((layout.batch,), jnp.int32), positions))
 
     def encode(self, layout, bases, store, tokens):
         (one,) = tokens
@@ -57,8 +75,9 @@ class Full(TokenCodec):
 
     def attend(self, layout, bases, store, q, positions, place):
         kept = store.tokens
+        values = kept.v if kept.v.shape[3] else kept.k
         return coefficient_attention(
-            q, CachedTokens(kept.k, kept.v, kept.length, kept.positions), **layout.spec.logits, q_positions=positions,
+            q, CachedTokens(kept.k, values, kept.length, kept.positions), **layout.spec.logits, q_positions=positions,
             causal=False, window=place.window,
         )
 

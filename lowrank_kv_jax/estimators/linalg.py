@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Float32
 
+from lowrank_kv_jax.storage.backend import platform
+
 SQUARINGS = 8
 """Of a matrix, until the largest eigenvalue outweighs the others."""
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -22,7 +24,7 @@ def one_by_one(factorise: Callable[..., jax.Array], *matrices: jax.Array) -> jax
     count = 1
     for size in batch:
         count *= size
-    if count == 1 or jax.default_backend() != "cpu" or jax.device_count() > 1:
+    if count == 1 or platform() != "cpu" or jax.device_count() > 1:
         return factorise(*matrices)
     flat = tuple(x.reshape(count, *x.shape[-2:]) for x in matrices)
     out = jax.lax.map(lambda each: factorise(*each), flat)

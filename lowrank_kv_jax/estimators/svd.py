@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Float32
 
+from lowrank_kv_jax.estimators.by_products import iterated_subspace
 from lowrank_kv_jax.estimators.linalg import eigenvectors
+from lowrank_kv_jax.storage.backend import platform
 
 
 def second_moment(
@@ -19,7 +21,12 @@ def second_moment(
 
 
 def principal_subspace(moment: Float[jax.Array, "*lead W W"], rank: int) -> Float[jax.Array, "*lead W R"]:
-    """Leading `rank` eigenvectors `[..., W, R]`, leading first, of symmetric `[..., W, W]`; O(W^3)."""
+    """Leading `rank` eigenvectors `[..., W, R]`, leading first, of symmetric positive semidefinite `[..., W, W]`; O(W^3).
+
+    On a CPU they are LAPACK's, elsewhere those of `iterated_subspace`.
+    """
+    if platform() != "cpu":
+        return iterated_subspace(moment, rank)
     return polish(eigenvectors(moment)[..., ::-1][..., :rank])
 
 

@@ -68,8 +68,8 @@ def prefill(
         capacity: longest sequence, S included.
         block: tokens that may be appended between two calls of `refresh`.
         dtype: of the cache, any floating one, `default_cache_dtype()` (bfloat16) by default; see `cache_dtype`.
-        mesh: lay the cache out over these devices, rows over "data" and kv heads over "model"; the weights must lie on
-            the same mesh (`load_model(..., mesh=mesh)`).
+        mesh: lay the cache out over these devices, rows over "data", kv heads over "model" and slots of stored tokens
+            over "tokens"; the weights must lie on the same mesh (`load_model(..., mesh=mesh)`).
         chunk: read so many tokens at a time, 2048 say, and compress between them: a chunk attends exactly to itself, and
             to what the cache holds of those before it, so that memory does not grow with the prompt beyond the cache. A
             prompt of one chunk is read as without. None: the whole prompt attends to itself exactly.

@@ -282,37 +282,14 @@ def generate(
     config, params = model.config, model.params
     sampler, eos = Sampler(temperature, top_k, top_p), config.eos_ids if stop_at_eos else ()
     count, own_seeds = len(rows), row_seeds(seeds, len(rows))
-    if cache is not None:
+    if cache is None:
+        found = _first_turn(model, method, rows, max_new_tokens, batch, capacity, prefill_chunk, bases=bases,
+                            block=DEFAULT_BLOCK if block is None else block, dtype=dtype, mesh=mesh)
+    else:
         _check_continued(cache, count, {"batch": batch, "block": block, "capacity": capacity, "mesh": mesh,
                                         "dtype": dtype and jnp.dtype(dtype).name})
-    elif batch is not None and count > batch:
-        raise ValueError(f"batch={batch}: there are {count} prompts; it must be at least that")
-    if isinstance(cache, Generation):
-        rows = [[token, *row] for token, row in zip(to_host(cache.last).tolist(), rows, strict=True)]
-        cache = cache.cache
-    if cache is not None:
-        check_room(cache, np.array([len(row) for row in rows]), max_new_tokens - 1)  # the last token drawn is not cached
-        rows = rows + [[]] * (cache.layout.batch - count)
-        state, logits = _ingest(method, config, params, fork(cache), rows, bases, prefill_chunk)
-    else:
-        longest = config.context - max_new_tokens
-        if longest < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens}: must be at most {config.context - 1}, the context of the "
-                             f"model, {config.context} tokens, less one of the prompt")
-        if capacity is not None:
-            needed = max(map(len, rows)) + max_new_tokens - 1  # the last token drawn is not cached
-            if needed > capacity and capacity < config.context:
-                raise ValueError(f"capacity={capacity}: the longest prompt and max_new_tokens={max_new_tokens} need "
-                                 f"{needed}")
-            longest = min(longest, capacity - max_new_tokens + 1)
-        check_lengths(rows, longest, max_new_tokens, config.context)
-        tokens, lengths = pad_prompts(rows + [[0]] * ((batch or count) - count), longest)
-        if capacity is None:
-            capacity = min(tokens.shape[1] + 2 * max_new_tokens + NEXT_TURN, config.context)
-        state, logits = prefill(
-            method, config, params, tokens, lengths, bases=bases, capacity=capacity,
-            block=DEFAULT_BLOCK if block is None else block, dtype=dtype, mesh=mesh, chunk=prefill_chunk,
-        )
+        found = _next_turn(model, method, cache, rows, max_new_tokens, prefill_chunk, bases)
+    state, logits = found
     blocks, progress = [], None
     for new, state, progress in decode(  # noqa: B007, B020
         method, config, params, state, logits, max_new_tokens, bases=bases, sampler=sampler, eos=eos, rows=count,
@@ -325,6 +302,43 @@ def generate(
     texts = None if model.tokenizer is None else [model.tokenizer.decode(row) for row in out]
     assert progress is not None
     return Generation(out, texts, state, jax.device_put(to_host(progress.token)[:count]))
+
+
+def _first_turn(
+    model: Any, method: Part, rows: list[list[int]], max_new_tokens: int, batch: int | None, capacity: int | None,
+    chunk: int | None, **options: Any,
+) -> tuple[Cache, jax.Array]:
+    """A new cache with the prompts, and logits `[B, V]` behind them; arguments as of `generate` and `prefill`."""
+    config, count = model.config, len(rows)
+    if batch is not None and count > batch:
+        raise ValueError(f"batch={batch}: there are {count} prompts; it must be at least that")
+    longest = config.context - max_new_tokens
+    if longest < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: must be at most {config.context - 1}, the context of the "
+                         f"model, {config.context} tokens, less one of the prompt")
+    if capacity is not None:
+        needed = max(map(len, rows)) + max_new_tokens - 1  # the last token drawn is not cached
+        if needed > capacity and capacity < config.context:
+            raise ValueError(f"capacity={capacity}: the longest prompt and max_new_tokens={max_new_tokens} need {needed}")
+        longest = min(longest, capacity - max_new_tokens + 1)
+    check_lengths(rows, longest, max_new_tokens, config.context)
+    tokens, lengths = pad_prompts(rows + [[0]] * ((batch or count) - count), longest)
+    if capacity is None:
+        capacity = min(tokens.shape[1] + 2 * max_new_tokens + NEXT_TURN, config.context)
+    return prefill(method, config, model.params, tokens, lengths, capacity=capacity, chunk=chunk, **options)
+
+
+def _next_turn(
+    model: Any, method: Part, cache: Cache | Generation, rows: list[list[int]], max_new_tokens: int, chunk: int | None,
+    bases: Any,
+) -> tuple[Cache, jax.Array]:
+    """A copy of a conversation's cache with the next turn, and logits `[B, V]` behind it; arguments as of `generate`."""
+    if isinstance(cache, Generation):
+        rows = [[token, *row] for token, row in zip(to_host(cache.last).tolist(), rows, strict=True)]
+        cache = cache.cache
+    check_room(cache, np.array([len(row) for row in rows]), max_new_tokens - 1)  # the last token drawn is not cached
+    rows = rows + [[]] * (cache.layout.batch - len(rows))
+    return _ingest(method, model.config, model.params, fork(cache), rows, bases, chunk)
 
 
 def _check_continued(cache: Cache | Generation, count: int, wanted: dict[str, Any]) -> None:

@@ -12,9 +12,9 @@ from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.method import Layout, Part, Place
 from lowrank_kv_jax.method.chunk import with_votes
 from lowrank_kv_jax.methods.compose import machine_of
-from lowrank_kv_jax.pallas_kernels.over_mesh import over_mesh
-from lowrank_kv_jax.storage.bits import hold_bits, like_before
+from lowrank_kv_jax.storage.held import hold, like_before
 from lowrank_kv_jax.storage.lanes import lay_out
+from lowrank_kv_jax.storage.over_tokens import over_mesh
 from lowrank_kv_jax.storage.sharding import constrain
 
 
@@ -27,7 +27,8 @@ def compress_group(
     method = machine_of(method)
     empty = method.init(layout, bases)
     empty = constrain(layout.mesh, with_votes(method, layout, empty) if goes_on else empty)
-    held = hold_bits(method.compress(layout, bases, empty, taps, lengths))
+    with over_mesh(layout.mesh):
+        held = hold(method.compress(layout, bases, empty, taps, lengths), layout.mesh)
     return constrain(layout.mesh, lay_out(held, layout.tokens))
 
 
@@ -37,10 +38,10 @@ def step_group(
 ) -> tuple[Any, AttnPartial]:
     """Append T tokens to the cache of one layer of a group and attend through it; not compiled by itself."""
     machine, before = machine_of(method), state
-    state = machine.append(layout, bases, state, taps, counts, positions, place)
     with over_mesh(layout.mesh):
+        state = machine.append(layout, bases, state, taps, counts, positions, place)
         partial = with_sink(machine.attend(layout, bases, state, taps.q, positions, place), taps.sink_logits)
-    state = machine.observe(layout, bases, state, taps.q, partial.lse, positions, place)
+        state = machine.observe(layout, bases, state, taps.q, partial.lse, positions, place)
     return constrain(layout.mesh, like_before(before, state)), partial
 
 
@@ -70,12 +71,14 @@ def ingest_group(
         of_prompt: whether the chunk goes on with the prompt, or comes behind it.
     """
     rows = lay_out(state, "rows")
-    filled = machine_of(method).ingest(layout, bases, rows, taps, seen, positions, counts, of_prompt=of_prompt)
+    with over_mesh(layout.mesh):
+        filled = machine_of(method).ingest(layout, bases, rows, taps, seen, positions, counts, of_prompt=of_prompt)
     return constrain(layout.mesh, like_before(state, lay_out(filled, layout.tokens)))
 
 
 @functools.partial(jax.jit, static_argnames=("method", "layout"), donate_argnames=("state",))
 def refresh_group(method: Part, layout: Layout, bases: Any, state: Any):
     """The state of a group after the method's periodic work."""
-    refreshed = machine_of(method).refresh(layout, bases, lay_out(state, "rows"))
+    with over_mesh(layout.mesh):
+        refreshed = machine_of(method).refresh(layout, bases, lay_out(state, "rows"))
     return constrain(layout.mesh, like_before(state, lay_out(refreshed, layout.tokens)))

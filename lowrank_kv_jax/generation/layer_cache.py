@@ -98,7 +98,8 @@ def plan_layers(
         block: tokens that may be appended between two refreshes.
         dtype: of the cache, `default_cache_dtype()` by default.
         bases: what `Calibrator.bases` returned, where the method is calibrated.
-        mesh: lay the caches out over these devices, rows over "data" and kv heads over "model".
+        mesh: lay the caches out over these devices, rows over "data", kv heads over "model", slots of stores
+            over "tokens".
 
     Raises:
         ValueError: the method does not suit the decoder, bases are missing or not its own, sizes do not fit.

@@ -19,7 +19,8 @@ TILE = 128  # slots by which the bytes of quantised storage grow at the least
 
 
 class Room(NamedTuple):
-    """For selected tokens: whether all heads share one buffer, J buffers of `slots`, tokens that a unit keeps."""
+    """For selected tokens: whether all heads share one buffer, J buffers of `slots`, tokens that a unit keeps of those
+    that it chooses from; later ones that are coded and stay have slots of their own."""
 
     packed: bool
     buffers: int
@@ -42,8 +43,9 @@ def selected_tokens(rule: Selection, layout: Layout, ends: Ends, tokens: int, la
     """
     if rule.keeps_none:
         return 0
-    room = max(layout.capacity - ends.sinks - ends.recent, 1)
-    most = room if ends.flushes else layout.prompt - ends.recent
+    goes_on = rule.decoding == "evict"
+    room = max((layout.capacity if rule.decoding != "code" else layout.prompt) - ends.sinks - ends.recent, 1)
+    most = room if goes_on else layout.prompt - ends.recent
     each = [rule.of_layer(tokens, most, own) for own in layers]
     return min(max(round(sum(each) / len(each)), 1), room)
 

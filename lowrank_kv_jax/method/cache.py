@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.method import Layout, Part
 from lowrank_kv_jax.method.describe import as_html, as_text
+from lowrank_kv_jax.storage.held import hold
 from lowrank_kv_jax.storage.lanes import TOKEN_LAYOUTS, lay_out
 from lowrank_kv_jax.storage.state import leaf, map_leaves, state, static
 
@@ -112,7 +113,7 @@ def with_token_layout(cache: _Cache, layout: str) -> _Cache:
     if layout == cache.layout.tokens:
         return cache
     states = "groups" if hasattr(cache, "groups") else "group"
-    relaid = lay_out(getattr(cache, states), layout)
+    relaid = hold(lay_out(getattr(cache, states), layout), cache.layout.mesh)
     return dataclasses.replace(cache, layout=dataclasses.replace(cache.layout, tokens=layout), **{states: relaid})
 
 

@@ -13,7 +13,9 @@ from lowrank_kv_jax.method.head_budgets import HeadShares
 from lowrank_kv_jax.method.in_order import oldest
 from lowrank_kv_jax.segments import exact as exact_tokens
 from lowrank_kv_jax.storage.cache_dtype import narrow
+from lowrank_kv_jax.storage.held import as_array
 from lowrank_kv_jax.storage.positions import PerHead
+from lowrank_kv_jax.storage.state import map_leaves
 from lowrank_kv_jax.summaries import moments as moment_summary
 from lowrank_kv_jax.summaries.residuals import residual_norms
 
@@ -116,18 +118,28 @@ def admit(
             weight = pool.of_owners(found.valid, found.owner, spec.kv_heads)
             sums = [moment_summary.update(s, *pair, weight) for s, pair in zip(sums, pairs, strict=True)]
         score = _informed(layout, room, score, sums, pairs, found.owner)
-    waits = (counts == 0)[:, None, None]  # what was chosen stays, though budgets of heads were rounded
-    kept = jnp.where(waits, found.valid, _best(machine, layout, bases, room, found, score))
+    idle = counts == 0  # what such a row holds stays, though budgets of heads were rounded, and codes would be again
+    waits = idle[:, None, None]
+    all_stay = rule.decoding == "code" and not of_prompt
+    kept = found.valid if all_stay else jnp.where(waits, found.valid, _best(machine, layout, bases, room, found, score))
     picked = pool.Picked.of(found, kept, store.tokens.k.shape[2], spec.kv_heads)
     state = sum_up(machine, layout, bases, state, room, found, kept, k, v, most)
-    store = hold(store, picked.take(k), picked.take(v), picked.length, picked.positions(spec.kv_heads))
-    state = dataclasses.replace(state, store=store)
+    held = hold(store, picked.take(k), picked.take(v), picked.length, picked.positions(spec.kv_heads))
+    state = dataclasses.replace(state, store=dataclasses.replace(held, tokens=_of_idle(idle, store.tokens, held.tokens)))
     if state.far_votes is None:
         return state
     fade = 1.0 if chunk else jnp.where(waits, 1.0, rule.decay)
     return dataclasses.replace(
         state, near_votes=fade * state.near_votes, far_votes=fade * picked.take(found.votes)
     )
+
+
+def _of_idle(idle: jax.Array, before, after):
+    """A segment as it is `after`, but for rows that are `idle` bool `[B]`."""
+    def row_by_row(info, new, old):
+        return jnp.where(idle.reshape(-1, *(1,) * (new.ndim - 1)), as_array(old), new)
+
+    return map_leaves(row_by_row, after, before)
 
 
 def _best(machine, layout, bases, room: Room, found: pool.Candidates, score) -> jax.Array:

@@ -110,6 +110,9 @@ class Codec(Part):
     per_token: ClassVar[bool] = True
     """Whether each token is coded on its own, so that a selection may stand before it; then a `TokenCodec`."""
 
+    spreads: ClassVar[bool] = True
+    """Whether the slots of its store may be cut over devices; see `method.spread`."""
+
     implied: ClassVar[bool] = False
     """Whether a composition without a codec means this one."""
 

@@ -74,7 +74,8 @@ def _leaves(group: Any) -> Iterator[_Leaf]:
     """Of a group of a cache; a layer of its own is one of `ends`, or of the like."""
     lengths = {f"{path}.": _numbers(one.length) for path, one in states((group,)) if hasattr(one, "length")}
     for path, array, info in walk((group,)):
-        inside = [used for start, used in lengths.items() if path.startswith(start) and "tokens" in info.axes]
+        of_tokens = {"tokens", "end_tokens"} & {*info.axes}
+        inside = [used for start, used in lengths.items() if path.startswith(start) and of_tokens]
         name = ".".join(word for word in path.split(".") if not word.isdigit())
         yield _Leaf(_named(name, array, info.kind), nbytes(array), tuple(inside[-1] or ()) if inside else ())
 

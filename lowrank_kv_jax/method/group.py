@@ -25,7 +25,7 @@ class GroupState:
 
     ends: tuple[exact_tokens.Exact, ...]
     store: Any
-    near_votes: jax.Array | None = leaf("batch", "kv_heads", "tokens", kind="indices")
+    near_votes: jax.Array | None = leaf("batch", "kv_heads", "end_tokens", kind="indices")
     far_votes: jax.Array | None = leaf("batch", "kv_heads", "tokens", kind="indices")
     gone: tuple[moment_summary.EvictedMoments, ...]
     marks: tuple[Any, ...] = ()

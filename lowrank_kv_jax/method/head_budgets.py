@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.method.choice import head_counts, ranks
+from lowrank_kv_jax.method.token_share import rounded_with_share
 
 ALLOCATIONS = ("official", "kvpress", "uniform")
 
@@ -55,6 +56,6 @@ def head_budgets(
     best = head_counts(valid & (ranks(scores) < total), owners, heads)
     if allocation == "kvpress":
         return best
-    even = jnp.round(best * (1 - shares.alpha) + floor).astype(jnp.int32)
+    even = rounded_with_share(floor, best, 1 - shares.alpha)
     everything = head_counts(valid, owners, heads)
     return jnp.where(everything.sum(-1, keepdims=True) <= total, everything, even)

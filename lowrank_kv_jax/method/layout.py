@@ -1,6 +1,7 @@
 """What a method may know of the cache that it lives in."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.storage import backend
 from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
+from lowrank_kv_jax.storage.lanes import LANES
+from lowrank_kv_jax.storage.over_tokens import TOKENS
 from lowrank_kv_jax.storage.sharding import check_mesh
 
 DEFAULT_BLOCK = 32
@@ -27,7 +30,7 @@ class Layout:
         capacity: longest sequence in tokens, the padded prompt included.
         block: tokens that may be appended between two refreshes.
         dtype: name of the dtype of the cache's floating leaves.
-        mesh: devices that the cache is laid out over, with the axes "data" and "model"; None for one device.
+        mesh: devices that the cache is laid out over, with the axes "data", "model" and "tokens"; None for one device.
         tokens: how coded tokens lie in memory, "rows" or "lanes" (see `storage.lanes`).
         window: sliding window of a group's layers, where `of_layer` made the layout; None: they see everything.
 
@@ -54,6 +57,18 @@ class Layout:
                              "that")
         if not jnp.issubdtype(jnp.dtype(self.dtype), jnp.floating):
             raise TypeError(f"cache dtype {self.dtype}: must be a floating dtype")
+
+    @property
+    def token_devices(self) -> int:
+        """Over how many devices the slots of a store are cut."""
+        return 1 if self.mesh is None else self.mesh.shape.get(TOKENS, 1)
+
+    def whole_slots(self, slots: int, unit: int = 1) -> int:
+        """So many slots, and more where they are cut over devices: each has whole registers of them and whole units."""
+        if self.token_devices == 1 or not slots:
+            return slots
+        of_all = self.token_devices * math.lcm(LANES, unit)
+        return -(-slots // of_all) * of_all
 
     def of_layer(self, layer: int) -> "Layout":
         """What the group of a layer is laid out for; see `AttentionSpec.of_layer`."""

@@ -29,6 +29,7 @@ from lowrank_kv_jax.method.oversized import check_token_counts
 from lowrank_kv_jax.method.reading import Reading
 from lowrank_kv_jax.method.rotated import attend_by_index
 from lowrank_kv_jax.method.selection import Selection
+from lowrank_kv_jax.method.spread import attend_store, check_spread
 from lowrank_kv_jax.method.stepwise import evict_one
 from lowrank_kv_jax.segments import exact as exact_tokens
 from lowrank_kv_jax.summaries import moments as moment_summary
@@ -175,7 +176,7 @@ class Machine(KVMethod):
         if rule is None:
             return self.codec.ends(layout, bases.codec)
         sinks, recent = self.codec.ends(layout, bases.codec).asked
-        flushes = rule.decoding == "evict"
+        flushes = rule.decoding != "keep"
         return Ends(max(rule.sinks, sinks), max(rule.recent_tokens(layout), recent), flushes=flushes)
 
     @property
@@ -206,14 +207,17 @@ class Machine(KVMethod):
         """The same for so many selected tokens."""
         heads, units = layout.spec.kv_heads, self.codec.units(layout.spec, bases.codec)
         assert self.selection is not None
+        later = layout.capacity - layout.prompt if self.selection.decoding == "code" else 0
         if self.selection.adaptive and units == heads and tokens:
-            return Room(True, 1, heads * tokens + heads // 2, tokens)  # official allocations round: half a token a head
-        return Room(False, units, tokens, tokens)
+            # official allocations round: half a token a head
+            return Room(True, 1, layout.whole_slots(heads * (tokens + later) + heads // 2), tokens)
+        return Room(False, units, layout.whole_slots(tokens + later, self.codec.ends(layout, bases.codec).unit), tokens)
 
     # ---- init ---------------------------------------------------------------------------------------------------
 
     def init(self, layout, bases):
         check_token_counts(self.parts, layout)
+        check_spread(self, layout)
         bases = self.of_group(bases)
 
         def weigh(shape: Layout, own: Any):
@@ -232,14 +236,14 @@ class Machine(KVMethod):
         if rule is None:
             if ends.everything(layout):
                 return GroupState((exact,) * layers, None, None, None, ())
-            size, marks, reading = ends.coded(layout), (), self.standing_reading
+            size, marks, reading = layout.whole_slots(ends.coded(layout), ends.unit), (), self.standing_reading
             if reading is not None and not bases.dense:
                 count = -(-size // reading.page)
                 size, marks = count * reading.page, (reading.empty(layout, count),) * layers
             return GroupState((exact,) * layers, self.codec.empty(layout, bases.codec, size), None, None, (), marks)
         room = self.room(layout, bases) if tokens is None else self.room_of(layout, bases, tokens)
         store = None
-        if room.tokens:
+        if room.slots:
             store = self.codec.empty(layout, bases.codec, room.slots, room.nowhere(layout))
         near = far = None
         if self.votes:
@@ -287,7 +291,7 @@ class Machine(KVMethod):
         room = jnp.maximum(lengths, layout.capacity)  # no constant: on a mesh it lies where the lengths do
         for bases in set(self.codec.default_bases(layout.spec)):
             ends = self.ends_of(layout, self.of_group(bases))
-            if not ends.flushes:
+            if not ends.flushes or (self.selection is not None and self.selection.decoding == "code"):
                 room = jnp.minimum(room, tail_limit(layout, lengths, ends.sinks + ends.recent))
         return room
 
@@ -326,7 +330,7 @@ class Machine(KVMethod):
         parts = [exact_tokens.attend(ends, q, positions, **layout.spec.logits, window=window)]
         if state.store is not None:
             store = state.store if whole else pages.read(self, layout, state, q, place)
-            parts.append(self.codec.attend(layout, bases.codec, store, q, positions, place))
+            parts.append(attend_store(self.codec, layout, bases.codec, store, q, positions, place))
         return parts
 
     def observe(self, layout, bases, state, q, lse, positions, place):

@@ -32,7 +32,8 @@ class Selection(Part):
     """Bytes of a row of the whole cache, which decide how many tokens stay; None: `tokens` does."""
 
     decoding = "evict"
-    """"evict", whatever exceeds the budget leaves at every refresh; "keep", only the prompt is compressed."""
+    """"evict", whatever exceeds the budget leaves at every refresh; "keep", only the prompt is compressed, and later
+    tokens stay as they are; "code", later tokens stay too, coded as they leave the recent ones."""
 
     positions = "original"
     """"original" positions in the text, or "cache": keys are turned to their index in the cache."""

@@ -11,6 +11,7 @@ from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.method.codec import Ends
 from lowrank_kv_jax.method.votes import QUERIES, decoding_votes
 from lowrank_kv_jax.segments import exact as exact_tokens
+from lowrank_kv_jax.storage.over_tokens import on_each, own_segments
 from lowrank_kv_jax.storage.state import take_tokens
 
 
@@ -35,8 +36,13 @@ def observe(method: Any, layout, bases, state, q: jax.Array, lse: jax.Array, pos
     state = dataclasses.replace(state, near_votes=state.near_votes + votes(q, exact.k, seen=seen))
     if state.store is None:
         return state
-    stored = _Stored.of(method, layout, bases, state, q, place)
-    far = stored.votes(votes, stored.q, voter, positions, place.window)
+
+    def of_slots(number: jax.Array, store: Any, bases: Any, q, lse, voter, positions) -> jax.Array:
+        stored = _Stored.of(method, layout, bases, own_segments(number, store), q, place)
+        votes = functools.partial(decoding_votes, lse=lse, **spec.logits, vote=rule.vote, positions=positions)
+        return stored.votes(votes, stored.q, voter, positions, place.window)
+
+    far = on_each(of_slots, state.store, bases, q, lse, voter, positions, out="slots")
     return dataclasses.replace(state, far_votes=state.far_votes + far)
 
 
@@ -51,9 +57,9 @@ class _Stored(NamedTuple):
     owned: jax.Array | None
 
     @classmethod
-    def of(cls, method, layout, bases, state, q: jax.Array, place) -> "_Stored":
-        tokens = state.store.tokens
-        read = method.codec.logits(layout, bases.codec, state.store, q, place)
+    def of(cls, method, layout, bases, store, q: jax.Array, place) -> "_Stored":
+        tokens = store.tokens
+        read = method.codec.logits(layout, bases.codec, store, q, place)
         slots = jnp.arange(tokens.k.shape[2])
         there = (slots[None] < tokens.length[:, None])[:, None]
         return cls(*read, tokens.positions, there, tokens.positions.owned(slots, layout.spec.q_heads))
@@ -116,7 +122,7 @@ def of_chunk(
     index = jnp.minimum(index, size - 1)
     q, lse = (jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1) for x in (taps.q, lse))
     asked = jnp.take_along_axis(positions, index, axis=1)
-    stored = None if state.store is None else _Stored.of(method, layout, bases, state, q, place)
+    stored = None if state.store is None else _Stored.of(method, layout, bases, state.store, q, place)
 
     def block(i, total):
         def part(x):

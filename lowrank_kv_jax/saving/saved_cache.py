@@ -22,7 +22,7 @@ from lowrank_kv_jax.saving.saved_state import (
     read_layout,
     save_state,
 )
-from lowrank_kv_jax.storage.bits import hold_bits
+from lowrank_kv_jax.storage.held import hold
 from lowrank_kv_jax.storage.lanes import lay_out
 
 KIND = "cache"
@@ -72,12 +72,12 @@ def load_cache(
     if metadata["bases"] != digest_of(bases):
         raise ValueError(f"{path}: this cache was made with other calibrated bases than those given")
     layout = read_layout(file, metadata["layout"], model.config.attention, mesh)
-    return hold_bits(load_state(path, metadata, _abstract_arrays(method, layout, bases)))
+    return hold(load_state(path, metadata, _abstract_arrays(method, layout, bases)), layout.mesh)
 
 
 def abstract_cache(method: Part, layout: Layout, bases: Any = None) -> Cache:
     """The shapes, dtypes and shardings of a cache, nothing allocated; `cache_bytes` reads it as it reads a cache."""
-    return hold_bits(_abstract_arrays(method, layout, bases))
+    return hold(_abstract_arrays(method, layout, bases), layout.mesh)
 
 
 def _abstract_arrays(method: Part, layout: Layout, bases: Any) -> Cache:

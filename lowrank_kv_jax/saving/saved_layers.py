@@ -25,7 +25,7 @@ from lowrank_kv_jax.saving.saved_state import (
     read_layout,
     save_state,
 )
-from lowrank_kv_jax.storage.bits import hold_bits
+from lowrank_kv_jax.storage.held import hold
 from lowrank_kv_jax.storage.lanes import lay_out
 
 KIND = "layers"
@@ -90,7 +90,7 @@ def load_layers(path: str | Path, plans: Sequence[LayerPlan], weights: Any) -> l
         for plan in plans
     ]
     abstract = [_abstract_layer(plan, layout) for plan, layout in zip(plans, layouts, strict=True)]
-    return hold_bits(load_state(path, metadata, abstract))
+    return hold(load_state(path, metadata, abstract), plans[0].layout.mesh)
 
 
 def _abstract_layer(plan: LayerPlan, layout: Layout) -> LayerCache:

@@ -21,6 +21,7 @@ from lowrank_kv_jax.storage.bits import Bits
 from lowrank_kv_jax.storage.on_host import OnHost
 from lowrank_kv_jax.storage.sharding import check_mesh, leaf_sharding, to_host
 from lowrank_kv_jax.storage.state import map_leaves, states, walk
+from lowrank_kv_jax.storage.tokens_last import TokensLast
 
 _LEAST = {"batch": 1, "prompt": 0, "capacity": 1, "block": 1}
 _STORED = (*_LEAST, "dtype", "tokens")
@@ -34,8 +35,8 @@ def save_state(path: str | Path, kind: str, state: Any, metadata: Mapping[str, A
     Args:
         compress: as for `save_cache`.
     """
-    # bits on a CPU are saved as the bfloat16 numbers that they are: every platform loads them
-    arrays = {name: x.widened() if isinstance(x, Bits | OnHost) else x for name, x, _ in walk(state)}
+    # what a CPU holds otherwise is saved as the array that it stands for: every platform loads it
+    arrays = {name: x.widened() if isinstance(x, Bits | OnHost | TokensLast) else x for name, x, _ in walk(state)}
     if not compress:
         save_arrays(path, kind, arrays, metadata)
         return

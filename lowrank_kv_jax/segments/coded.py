@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float32
 
+from lowrank_kv_jax.storage import over_tokens
 from lowrank_kv_jax.storage.bits import Bits
 from lowrank_kv_jax.storage.block_reads import block_range, block_slots, slice_block
 from lowrank_kv_jax.storage.cache_dtype import narrow
@@ -153,14 +154,13 @@ def transport(
     Args:
         steps, after: what codes count in, before and behind the move; None where coefficients are stored as they are.
     """
-    move = change_of_basis(old, new)
+    known = change_of_basis(old, new), steps, after
+    return change_tokens(segment, side, _transported, moved_rows(segment, old, new), *known)
 
-    def change(x: jax.Array) -> jax.Array:
-        wide = x.astype(jnp.float32) if steps is None else steps.widen(x)
-        moved = _product(wide, move)
-        return moved if after is None else after.count(moved)
 
-    return change_tokens(segment, side, change, moved_rows(segment, old, new))
+def _transported(x: jax.Array, move: jax.Array, steps: Steps | None, after: Steps | None) -> jax.Array:
+    moved = _product(x.astype(jnp.float32) if steps is None else steps.widen(x), move)
+    return moved if after is None else after.count(moved)
 
 
 def stored_moment(segment: Any, side: str, steps: Steps | None = None) -> Float32[jax.Array, "B U R R"]:
@@ -171,6 +171,13 @@ def stored_moment(segment: Any, side: str, steps: Steps | None = None) -> Float3
     Args:
         steps: what codes count in; None where coefficients are stored as they are.
     """
+    def of_device(number: jax.Array, segment: Any, steps: Steps | None) -> jax.Array:
+        return over_tokens.summed(_moment(side, over_tokens.own_segments(number, segment), steps))
+
+    return over_tokens.on_each(of_device, segment, steps)
+
+
+def _moment(side: str, segment: Any, steps: Steps | None) -> jax.Array:
     stored, where = getattr(segment, side), segment.positions
     owner = where.owner if isinstance(where, PerHead) else None
     batch, heads, size, rank = stored.shape
@@ -211,19 +218,19 @@ def _product(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
 
 
-def change_tokens(segment: Any, side: str, change: Callable[[jax.Array], jax.Array], rows: jax.Array) -> Any:
-    """Coefficients of "k" or "v" of the `rows` bool `[B]` by `change`, from `[B, J, T, R]` to the same shape.
+def change_tokens(segment: Any, side: str, change: Callable[..., jax.Array], rows: jax.Array, *known: Any) -> Any:
+    """Coefficients of "k" or "v" of the `rows` bool `[B]` by `change(tokens, *known)`, `[B, J, T, R]` to the same shape.
 
     Those of packed heads are changed as every head would, and each slot takes what its owner did.
     """
     stored, where = getattr(segment, side), segment.positions
     owner = where.owner if isinstance(where, PerHead) else None
     if owner is None:
-        return map_tokens(stored, segment.length, change, rows)
+        return map_tokens(stored, segment.length, change, rows, *known)
     x = read_tokens(stored) if hasattr(stored, "read_block") else stored.astype(jnp.float32)
     x = jnp.broadcast_to(x, (x.shape[0], where.kv_heads, *x.shape[2:]))
     stored = stored.widened() if isinstance(stored, Bits) else stored
-    changed = fill_tokens(stored, owned_rows(change(x), owner), segment.length, owner)
+    changed = fill_tokens(stored, owned_rows(change(x, *known), owner), segment.length, owner)
     return jax.tree.map(
         lambda new, old: jnp.where(rows.reshape(-1, *(1,) * (new.ndim - 1)), new, old), changed, stored
     )

@@ -25,8 +25,8 @@ class Exact:
         positions: two gaps: before the tokens that were the prompt's last, and before those that came after.
     """
 
-    k: jax.Array = leaf("batch", "kv_heads", "tokens", "head_dim", kind="exact")
-    v: jax.Array = leaf("batch", "kv_heads", "tokens", "head_dim", kind="exact")
+    k: jax.Array = leaf("batch", "kv_heads", "end_tokens", "head_dim", kind="exact")
+    v: jax.Array = leaf("batch", "kv_heads", "end_tokens", "head_dim", kind="exact")
     length: jax.Array = leaf("batch", kind="indices")
     positions: Runs
 

@@ -25,50 +25,62 @@ class Listed:
 
 @state
 class Merged:
-    """Keys (after RoPE, which turns both layers alike) and values of a pair of layers.
+    """Keys (after RoPE, which turns both layers alike) and values of a pair of layers; of latent attention, latents.
 
     Attributes:
-        k, v: directions `[B, K, S, D]`.
+        k, v: directions `[B, K, S, D]`; of normed latents `[B, 1, S, r]`, which are values, too: `v` is None.
         k_norm, v_norm: magnitudes of the first and the second layer `[B, K, S, 2]`.
+        rotary: rotary keys beside latents, not merged, those of the first layer before the second's
+            `[B, 1, S, 2 rotary]`; None of other keys.
         length: int32 `[B]`, tokens held by each row.
         positions: where they stood.
     """
 
     k: jax.Array = leaf("batch", "kv_heads", "tokens", "head_dim", kind="coefficients")
-    v: jax.Array = leaf("batch", "kv_heads", "tokens", "head_dim", kind="coefficients")
+    v: jax.Array | None = leaf("batch", "kv_heads", "tokens", "head_dim", kind="coefficients")
     k_norm: jax.Array = leaf("batch", "kv_heads", "tokens", "layers", kind="scales")
-    v_norm: jax.Array = leaf("batch", "kv_heads", "tokens", "layers", kind="scales")
+    v_norm: jax.Array | None = leaf("batch", "kv_heads", "tokens", "layers", kind="scales")
+    rotary: jax.Array | None = leaf("batch", "kv_heads", "tokens", "head_dim", kind="exact")
     length: jax.Array = leaf("batch", kind="indices")
     positions: Listed
 
 
 class Scaled:
-    """Directions of one layer, scaled block by block by its magnitudes; read by the attention ops."""
+    """Directions of one layer, scaled block by block by its magnitudes, behind its rotary keys where there are any (those
+    of both layers come side by side); read by the attention ops."""
 
-    def __init__(self, direction: jax.Array, norm: jax.Array):
-        self.direction, self.norm = direction, norm
-        self.shape = direction.shape
+    def __init__(self, direction: jax.Array, norm: jax.Array, rotary: jax.Array | None = None, index: int = 0):
+        self.direction, self.norm, self.rotary, self.index = direction, norm, rotary, index
+        beside = 0 if rotary is None else rotary.shape[3] // 2
+        self.shape = (*direction.shape[:3], beside + direction.shape[3])
 
     def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
         cut = (slice_block(x, start, size) for x in (self.direction, self.norm))
         direction, norm = (x.astype(jnp.float32) for x in cut)
-        return direction * norm[..., None]
+        scaled = direction * norm[..., None]
+        if self.rotary is None:
+            return scaled
+        rotary = jnp.split(slice_block(self.rotary, start, size).astype(jnp.float32), 2, axis=-1)[self.index]
+        return jnp.concatenate([rotary, scaled], axis=-1)
 
 
-def empty_merged(batch: int, kv_heads: int, size: int, head_dim: int, dtype) -> Merged:
-    """An empty segment of `size` slots."""
-    buffer = jnp.zeros((batch, kv_heads, size, head_dim), dtype)
-    norms = jnp.zeros((batch, kv_heads, size, 2), dtype)
+def empty_merged(batch: int, kv_heads: int, size: int, head_dim: int, dtype, latent: int | None = None) -> Merged:
+    """An empty segment of `size` slots; `latent` are the channels of each key that are its latent, if there is one."""
+    def zeros(channels: int) -> jax.Array:
+        return jnp.zeros((batch, kv_heads, size, channels), dtype)
+
     none, nowhere = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, size), jnp.int32)
-    return Merged(buffer, jnp.zeros_like(buffer), norms, jnp.zeros_like(norms), none, Listed(nowhere))
+    if latent is not None:
+        return Merged(zeros(latent), None, zeros(2), None, zeros(2 * (head_dim - latent)), none, Listed(nowhere))
+    return Merged(zeros(head_dim), zeros(head_dim), zeros(2), zeros(2), None, none, Listed(nowhere))
 
 
 def layer_tokens(segment: Merged, index: int) -> CachedTokens:
     """One layer of the pair as the attention ops take it."""
-    keys, values = (
-        Scaled(segment.k, segment.k_norm[..., index]),
-        Scaled(segment.v, segment.v_norm[..., index]),
-    )
+    if segment.v is None or segment.v_norm is None:
+        latents = Scaled(segment.k, segment.k_norm[..., index], segment.rotary, index)
+        return CachedTokens(latents, latents, segment.length, segment.positions)
+    keys, values = Scaled(segment.k, segment.k_norm[..., index]), Scaled(segment.v, segment.v_norm[..., index])
     return CachedTokens(keys, values, segment.length, segment.positions)
 
 

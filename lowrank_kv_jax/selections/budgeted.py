@@ -21,7 +21,8 @@ class Budgeted(Selection):
             of the three, a quarter; 1.0 keeps everything.
         sinks: first tokens that stay.
         recent: last tokens that stay.
-        decoding: "evict", whatever exceeds the budget leaves at every refresh; "keep", only the prompt is compressed.
+        decoding: "evict", whatever exceeds the budget leaves at every refresh; "keep", only the prompt is compressed, and
+            later tokens stay as they are; "code", later tokens stay too, coded as they leave the recent ones.
         positions: "original" positions in the text, or "cache": keys are turned to their index in the cache.
     """
 
@@ -45,7 +46,7 @@ class Budgeted(Selection):
         given = [f for f in ("budget", "budget_bytes", "keep") if getattr(self, f) is not None]
         if len(given) > 1:
             raise ValueError(", ".join(f"{f}={getattr(self, f)!r}" for f in given) + ": give exactly one of them")
-        for field, values in (("decoding", ("evict", "keep")), ("positions", ("original", "cache"))):
+        for field, values in (("decoding", ("evict", "keep", "code")), ("positions", ("original", "cache"))):
             if getattr(self, field) not in values:
                 raise ValueError(f"{field}={getattr(self, field)!r}: allowed are {', '.join(values)}")
         for field, least in (("sinks", 0), ("recent", 0), ("budget", 1), ("budget_bytes", 1)):

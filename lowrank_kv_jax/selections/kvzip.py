@@ -41,8 +41,8 @@ class KVzip(Budgeted):
         allowed = [name for name in ALLOCATIONS if name != "official"]
         if self.allocation not in allowed:
             raise ValueError(f"allocation={self.allocation!r}: allowed are {', '.join(allowed)}")
-        if self.decoding != "keep":
-            raise ValueError(f"decoding={self.decoding!r}: must be 'keep'; what is decoded is not read a second time")
+        if self.decoding == "evict":
+            raise ValueError("decoding='evict': allowed are keep, code; what is decoded is not read a second time")
         if self.layers not in ("calibrated", "uniform"):
             raise ValueError(f"layers={self.layers!r}: allowed are calibrated, uniform")
         if self.layered and self.budget_bytes is not None:

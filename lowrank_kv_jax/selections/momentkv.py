@@ -49,9 +49,9 @@ class MomentKV(Adaptive):
         for field, values in allowed.items():
             if getattr(self, field) not in values:
                 raise ValueError(f"{field}={getattr(self, field)!r}: allowed are {', '.join(values)}")
-        if self.schedule == "paper" and self.decoding == "keep":
-            raise ValueError("schedule='paper', decoding='keep': the paper's schedule evicts while decoding; allowed are "
-                             "decoding=evict, or schedule=block")
+        if self.schedule == "paper" and self.decoding != "evict":
+            raise ValueError(f"schedule='paper', decoding={self.decoding!r}: the paper's schedule evicts while decoding; "
+                             "allowed are decoding=evict, or schedule=block")
         if not isinstance(self.chunk, int) or self.chunk < 1:
             raise ValueError(f"chunk={self.chunk!r}: must be an int of at least 1")
         Summary(self.order, self.moments_dtype)

@@ -16,7 +16,7 @@ from lowrank_kv_jax.method import Layout, Part
 from lowrank_kv_jax.method.cache import Cache, fork
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.group_bases import bases_of_group
-from lowrank_kv_jax.storage.bits import hold_bits
+from lowrank_kv_jax.storage.held import hold
 from lowrank_kv_jax.storage.sharding import constrain, shard_rows
 from lowrank_kv_jax.storage.state import map_leaves
 
@@ -35,7 +35,7 @@ def empty_cache(method: Part, layout: Layout, bases: Any, copies: int) -> Cache:
         layouts = (layout.of_layer(group[0]) for group in method.layer_groups(layout.spec))
         groups = tuple(machine_of(method).init(*of_group) for of_group in zip(layouts, own, strict=True))
         none = jnp.zeros((layout.batch,), jnp.int32)
-        return on_mesh(fork(Cache(hold_bits(groups), none, none, jnp.int32(0), method, layout), copies))
+        return on_mesh(fork(Cache(hold(groups, layout.mesh), none, none, jnp.int32(0), method, layout), copies))
 
     return jax.jit(make)(bases)
 

@@ -2,7 +2,7 @@
 
 XLA's CPU backend has no bfloat16 operations: to write one token or to read one block it widens the buffer, all of it,
 at every step. Of uint16 it writes a token in place and reads a block alone. Methods see arrays when they fill a cache;
-`hold_bits` then puts `Bits` in their place, and `like_before` keeps it so from step to step.
+`held.hold` then puts `Bits` in their place.
 """
 
 from typing import Any
@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import BFloat16, Float, Int
 
-from lowrank_kv_jax.storage.backend import choose
-from lowrank_kv_jax.storage.state import map_leaves, write_tokens
+from lowrank_kv_jax.storage.state import write_tokens
 
 
 @jax.tree_util.register_pytree_node_class
@@ -97,25 +96,3 @@ def bits_of(x: Any) -> Bits:
     if isinstance(x, jax.ShapeDtypeStruct):
         return Bits(jax.ShapeDtypeStruct(x.shape, jnp.uint16, sharding=x.sharding))
     return Bits(jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16))
-
-
-def hold_bits(tree: Any) -> Any:
-    """A state with its bfloat16 buffers of tokens as `Bits` on a CPU; elsewhere, and for kernels, as it is."""
-    if jax.default_backend() != "cpu" or choose() != "xla":
-        return tree
-
-    def hold(info, x):
-        return bits_of(x) if info.axes[2:3] == ("tokens",) and x.dtype == jnp.bfloat16 else x  # not those on lanes
-
-    return map_leaves(hold, tree)
-
-
-def like_before(before: Any, after: Any) -> Any:
-    """The state `after` with `Bits` wherever `before`, of the same structure otherwise, had them."""
-    kept = jax.tree.leaves(before, is_leaf=_is_bits)
-    leaves, treedef = jax.tree.flatten(after, is_leaf=_is_bits)
-    return treedef.unflatten(bits_of(new) if _is_bits(old) else new for old, new in zip(kept, leaves, strict=True))
-
-
-def _is_bits(x: Any) -> bool:
-    return isinstance(x, Bits)

@@ -6,10 +6,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
+from lowrank_kv_jax.storage.backend import platform
 from lowrank_kv_jax.storage.positions import PerHead
 
 # Blocks that stay in a core's cache: measured fastest on XLA's CPU backend, whose batched matmuls slow down beyond.
 BLOCK = 512
+FEW, AT_ONCE = 16, 2**27  # queries of a decode step at most, and numbers that may be computed of all tokens together
+
+
+def block_for(size: int, queries: int, numbers: int, block: int = BLOCK) -> int:
+    """Tokens of a block of a buffer of `size`: `block`, but all of them for a few queries on an accelerator.
+
+    A loop whose end the lengths decide stops a GPU for its host at every turn, and what it spares is little there: of one
+    query the logits are a few hundredths of the keys' bytes.
+
+    Args:
+        queries: T.
+        numbers: that are computed of a token, logits of all queries or a rebuilt key, of all rows.
+    """
+    whole = platform() != "cpu" and queries <= FEW and size * numbers <= AT_ONCE
+    return size if whole else block
 
 
 def block_slots(
@@ -40,10 +56,16 @@ def slice_parts(
     buffer: Any, start: Int[jax.Array, ""] | int, block: int = BLOCK
 ) -> tuple[Float[jax.Array, "..."], ...]:
     """The same as columns that stand side by side `[B, J, min(block, S), .]`: one array, unless the storage has
-    `read_parts`, because putting them into one would cost more than a product with each."""
+    `read_parts`, because putting them into one would cost more than a product with each. `[B, J, ., min(block, S)]` where
+    `parts_are_tokens_last`."""
     if hasattr(buffer, "read_parts"):
         return buffer.read_parts(start, min(block, buffer.shape[2]))
     return (slice_block(buffer, start, block),)
+
+
+def parts_are_tokens_last(buffer: Any) -> bool:
+    """Whether the tokens are last in what `slice_parts` gives."""
+    return getattr(buffer, "tokens_last", False)
 
 
 def gather_blocks(stored: Any, starts: Int[jax.Array, "B U C"], size: int) -> Float[jax.Array, "B U C*{size} R"]:

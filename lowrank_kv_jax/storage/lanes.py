@@ -67,6 +67,13 @@ class ExactOnLanes(TokensOnLanes):
 
 
 @state
+class EndsOnLanes(TokensOnLanes):
+    """The same of exact ends, of which every device of a mesh has all."""
+
+    on_lanes: jax.Array = leaf("batch", "kv_heads", "head_dim", "end_tokens", kind="exact")
+
+
+@state
 class QuantisedOnLanes:
     """8-bit coefficients of tokens with a scale for each component of 128 tokens, the codes transposed.
 
@@ -135,7 +142,7 @@ class WaterFilledOnLanes:
 def packed_on_lanes(stored: WaterFilled) -> WaterFilledOnLanes:
     """Packed tokens transposed, with zeros up to a multiple of `PACKED_ROWS` bytes and of `LANES` tokens."""
     more = -stored.codes.shape[3] % PACKED_ROWS
-    codes = jnp.pad(stored.codes, ((0, 0), (0, 0), (0, 0), (0, more)))
+    codes = jnp.pad(jnp.asarray(stored.codes), ((0, 0), (0, 0), (0, 0), (0, more)))
     return WaterFilledOnLanes(_transposed(codes), stored.runs, codes.shape[2])
 
 
@@ -154,6 +161,10 @@ def tokens_on_lanes(stored: Any) -> Any:
     return QuantisedOnLanes(stored.codes.swapaxes(2, 3), stored.scales) if able else stored
 
 
+_OF_TOKENS = (("tokens", "rank"), ("tokens", "head_dim"), ("end_tokens", "head_dim"))
+_OF_KIND = {"exact": ExactOnLanes}
+
+
 def lay_out(tree: Any, layout: str) -> Any:
     """A tree of states with every array of tokens, exact ones or coefficients, laid out as `layout`."""
     if isinstance(tree, tuple | list):
@@ -167,11 +178,13 @@ def lay_out(tree: Any, layout: str) -> Any:
     changes = {}
     for field in dataclasses.fields(tree):
         value, info = getattr(tree, field.name), field.metadata.get("leaf")
-        of_tokens = info is not None and info.axes[-2:] in (("tokens", "rank"), ("tokens", "head_dim"))
+        of_tokens = info is not None and info.axes[-2:] in _OF_TOKENS
+        if value is None:
+            continue
         if isinstance(value, TokensOnLanes) and layout == "rows":
             changes[field.name] = value.in_rows()
         elif of_tokens and layout == "lanes" and not dataclasses.is_dataclass(value) and not isinstance(value, OnHost):
-            kind = ExactOnLanes if info.kind == "exact" else TokensOnLanes
+            kind = EndsOnLanes if info.axes[-2] == "end_tokens" else _OF_KIND.get(info.kind, TokensOnLanes)
             changes[field.name] = kind(_transposed(value), value.shape[2])
         else:
             changes[field.name] = lay_out(value, layout)

@@ -23,8 +23,8 @@ class PackedTokens:
     """
 
     codes: jax.Array = leaf("batch", None, "tokens", None, kind="coefficients")
-    scales: jax.Array = leaf("batch", None, "tokens", None, kind="scales")
-    lows: jax.Array | None = leaf("batch", None, "tokens", None, kind="scales")
+    scales: jax.Array = leaf("batch", None, None, None, kind="scales")
+    lows: jax.Array | None = leaf("batch", None, None, None, kind="scales")
     starts: jax.Array = leaf("batch", None, kind="indices")
     bits: int = static()
     tile: int = static()

@@ -53,13 +53,15 @@ class Runs:
         """Widen gap number `run` by `tokens` `[B]`."""
         return Runs(self.start, self.jump.at[:, run].add(tokens))
 
-    def from_slot(self, begin: int) -> "Runs":
+    def from_slot(self, begin: int | Int[jax.Array, ""]) -> "Runs":
         """Positions of the slots from `begin` on, counted from 0."""
         ones = jnp.ones_like(self.start[:, :1])
         return Runs(
             jnp.concatenate([0 * ones, self.start - begin], axis=1),
             jnp.concatenate([begin * ones, self.jump], axis=1),
         )
+
+    of_device = from_slot
 
 
 @state
@@ -80,6 +82,11 @@ class PerHead:
     def at(self, slots: Int[jax.Array, " S"]) -> Int32[jax.Array, "B J S"]:
         """Positions int32 `[B, J, S]` of `slots` `[S]`."""
         return jnp.take(self.position, slots, axis=2)
+
+    def of_device(self, begin: Int[jax.Array, ""]) -> "PerHead":
+        """Of the slots from `begin` on, which alone are here: they are cut as the tokens are."""
+        del begin
+        return self
 
     def with_slots(self, size: int) -> "PerHead":
         """Positions of more slots."""

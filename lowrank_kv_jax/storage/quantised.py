@@ -5,6 +5,7 @@ stands in the place of a plain array in a segment, and the attention ops read it
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxtyping import BFloat16, Bool, Float, Float32, Int, Shaped, UInt16
 
 from lowrank_kv_jax.storage.block_reads import block_range, block_slots, slice_block
 from lowrank_kv_jax.storage.cache_dtype import narrow
+from lowrank_kv_jax.storage.over_tokens import begin_of, on_each
 from lowrank_kv_jax.storage.state import leaf, state, static, write_tokens
 
 TILE = 128  # tokens that share a scale
@@ -177,12 +179,20 @@ def append_tokens(
 ):
     """Write the first `counts[b]` of T tokens `[B, J, T, R]` of each row behind its `start[b]`, the length so far; O(T).
 
-    In quantised storage a tile is coded anew each time that tokens come to it: those that it held already then err by
-    half a step of every scale that they were coded with.
+    Each device writes the tokens whose slots lie on it. In quantised storage a tile is coded anew each time that tokens
+    come to it: those that it held already then err by half a step of every scale that they were coded with.
     """
+    return on_each(_append, stored, new, start, counts, out="stored")
+
+
+def _append(number: jax.Array, stored, new: jax.Array, start: jax.Array, counts: jax.Array):
+    """The tokens that belong to this device's slots."""
+    size, width, start = stored.shape[2], new.shape[2], start - begin_of(number, stored)
     if not isinstance(stored, QuantisedTokens):
-        return write_tokens(stored, new, start, counts)
-    tokens, size, width = stored.tile.tokens, stored.shape[2], new.shape[2]
+        for begin in range(0, width, size):  # a device may have fewer slots than there are tokens
+            stored = write_tokens(stored, new[:, :, begin : begin + size], start + begin, counts - begin)
+        return stored
+    tokens = stored.tile.tokens
     if size % tokens:
         raise ValueError(f"{size} slots: storage that is appended to needs a multiple of the {tokens} tokens of a tile")
     tiles = min((width + tokens - 2) // tokens + 1, size // tokens)
@@ -203,18 +213,25 @@ def append_tokens(
 
 
 def map_tokens(
-    stored: "jax.Array | QuantisedTokens", lengths: Int[jax.Array, " B"], change, rows: Bool[jax.Array, " B"]
+    stored: "jax.Array | QuantisedTokens", lengths: Int[jax.Array, " B"], change, rows: Bool[jax.Array, " B"], *known
 ) -> "jax.Array | QuantisedTokens":
-    """Every token by `change`, `[B, J, T, R]` to the same shape, block by block in place: O(length) work.
+    """Every token by `change(tokens, *known)`, `[B, J, T, R]` to the same shape, block by block in place: O(length) work.
 
     Args:
         lengths: int32 `[B]`, tokens held by each row.
+        change: closes over no array.
         rows: bool `[B]`, rows to change; the others keep what they hold to the bit, quantised or not.
+        known: arrays that it needs.
     """
     if isinstance(stored, QuantisedTokens) and stored.shape[2] % stored.tile.tokens:
         raise ValueError(f"{stored.shape[2]} slots: storage that changes needs a multiple of {stored.tile.tokens}")
 
-    lengths = jnp.where(rows, lengths, 0)
+    return on_each(functools.partial(_mapped, change), stored, jnp.where(rows, lengths, 0), rows, *known, out="stored")
+
+
+def _mapped(change, number: jax.Array, stored, lengths: jax.Array, rows: jax.Array, *known):
+    """`map_tokens` of this device's slots."""
+    lengths = jnp.clip(lengths - begin_of(number, stored), 0, stored.shape[2])
 
     def step(i, buffer):
         start, slots, fresh = block_slots(i, buffer.shape[2])
@@ -222,8 +239,8 @@ def map_tokens(
         if isinstance(buffer, QuantisedTokens):
             valid = slots[None] < lengths[:, None]
             touch = fresh.reshape(1, -1, buffer.tile.tokens)[:, :, 0] & rows[:, None]
-            return buffer.write_block(start, change(block), valid, touch)
-        moved = jnp.where(fresh[:, None] & rows[:, None, None, None], narrow(change(block), block.dtype), block)
+            return buffer.write_block(start, change(block, *known), valid, touch)
+        moved = jnp.where(fresh[:, None] & rows[:, None, None, None], narrow(change(block, *known), block.dtype), block)
         if hasattr(buffer, "write_block"):
             return buffer.write_block(start, moved)
         return jax.lax.dynamic_update_slice_in_dim(buffer, moved, start, axis=2)

@@ -1,4 +1,4 @@
-"""Laying a cache out over a mesh with the axes "data" (rows of the batch) and "model" (kv heads)."""
+"""Laying a cache out over a mesh with the axes "data" (rows of the batch), "model" (kv heads) and "tokens" (slots)."""
 
 import math
 import os
@@ -12,29 +12,29 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.storage.state import LeafInfo, map_leaves
 
-MESH_AXES = ("data", "model")
+MESH_AXES = ("data", "model", "tokens")
 MOST_SIMULATED = 64
 """Devices on a CPU for which threads are asked for: a mesh that was mistyped must not start thousands."""
-OF_AXIS = {"batch": "data", "kv_heads": "model"}
+OF_AXIS = {"batch": "data", "kv_heads": "model", "tokens": "tokens"}
 
 
 def make_mesh(text: str) -> Mesh:
-    """A mesh from `data=2,model=3` over the first devices; an axis that is not named has size 1.
+    """A mesh from `data=2,model=3` over the first devices; "data" and "model" that are not named have size 1.
 
     Raises:
         ValueError: unknown axes, sizes below 1, or more devices than there are.
     """
-    sizes: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
+    sizes: dict[str, int] = dict.fromkeys(MESH_AXES[:2], 1)
     for item in text.split(","):
         axis, _, size = item.partition("=")
-        if axis.strip() not in sizes or not size.strip().isdigit() or int(size) < 1:
-            raise ValueError(f"mesh {text!r}: expected axis=size with axes {' and '.join(MESH_AXES)}, sizes at least 1")
+        if axis.strip() not in MESH_AXES or not size.strip().isdigit() or int(size) < 1:
+            raise ValueError(f"mesh {text!r}: expected axis=size with axes {', '.join(MESH_AXES)}, sizes at least 1")
         sizes[axis.strip()] = int(size)
     needed = math.prod(sizes.values())
     devices = _devices(threads=8 * min(needed, MOST_SIMULATED))
     if needed > len(devices):
         raise ValueError(f"mesh {text!r} needs {needed} devices, there are {len(devices)}")
-    return Mesh(np.array(devices[:needed]).reshape(tuple(sizes.values())), MESH_AXES)
+    return Mesh(np.array(devices[:needed]).reshape(tuple(sizes.values())), tuple(sizes))
 
 
 def _devices(threads: int) -> list[Any]:
@@ -57,7 +57,7 @@ def check_mesh(mesh: Mesh, spec: AttentionSpec, batch: int) -> Mesh:
     """The mesh with axes that the compiler propagates, if batch and heads can be cut over it.
 
     Raises:
-        ValueError: axes other than data and model, `data` that does not divide the batch, or `model` that does not
+        ValueError: axes other than data, model and tokens, `data` that does not divide the batch, `model` that does not
             divide the kv heads.
     """
     if unknown := sorted(set(mesh.axis_names) - set(MESH_AXES)):
@@ -75,7 +75,8 @@ def leaf_sharding(mesh: Mesh, info: LeafInfo, shape: tuple[int, ...]) -> NamedSh
 
 
 def partition(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
-    """Batch over `data`, heads over `model`; what several heads share (one head of coefficients) is replicated."""
+    """Batch over `data`, heads over `model`, slots over `tokens`; what several heads share (one head of coefficients)
+    is replicated, and so is what the devices do not divide."""
     cut = []
     for axis, size in zip(axes, shape, strict=True):
         name = OF_AXIS.get(axis or "")

@@ -16,7 +16,9 @@ from jaxtyping import Int, Shaped
 from lowrank_kv_jax.storage.cache_dtype import narrow
 
 KINDS = ("exact", "coefficients", "bases", "scales", "moments", "indices")
-AXES = ("batch", "kv_heads", "tokens", "head_dim", "rank", "width", "chunks", "layers")
+AXES = ("batch", "kv_heads", "tokens", "end_tokens", "head_dim", "rank", "width", "chunks", "layers", "bytes")
+"""Names of axes: "tokens" are the slots of a store, of which a mesh may give each device a range; "end_tokens" those of
+exact ends, of which every device has all."""
 
 
 class LeafInfo(NamedTuple):
@@ -86,7 +88,7 @@ def map_leaves(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         others = [getattr(r, name) for r in rest]
         if info is None or value is None:
             changes[name] = map_leaves(f, value, *others)
-        elif hasattr(value, "moved"):  # an array held as its bits
+        elif hasattr(value, "moved"):  # an array that is held otherwise
             changes[name] = value.moved(functools.partial(f, info), *others)
         else:
             changes[name] = f(info, value, *others)

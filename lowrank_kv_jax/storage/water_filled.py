@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Float32, Int, UInt8
 
 from lowrank_kv_jax.storage.state import leaf, state, static, write_tokens
+from lowrank_kv_jax.storage.tokens_last import TokensLast
 
 WIDTHS = (8, 4, 2, 1)
 """Bits of a stored component; powers of two, so that none straddles a byte."""
@@ -30,10 +31,11 @@ class WaterFilled:
     Attributes:
         codes: uint8 `[B, J, S, C]`, C = `bytes_of(runs)`. The n components of a run in b bits take m = ceil(n b / 8)
             bytes: component i has the bits from b * (i // m) on of byte i % m, so that a shift yields a stretch of them.
+            `TokensLast` on a CPU.
         runs: see `WidthRuns`.
     """
 
-    codes: jax.Array = leaf("batch", "kv_heads", "tokens", None, kind="coefficients")
+    codes: jax.Array = leaf("batch", "kv_heads", "tokens", "bytes", kind="coefficients")
     runs: WidthRuns = static()
 
     @property
@@ -46,17 +48,28 @@ class WaterFilled:
         """By leaf, (bits, bytes) of the stretches of a token: what an entropy coder codes apart."""
         return {"codes": tuple((bits, bytes_of(((bits, count),))) for bits, count in self.runs)}
 
+    @property
+    def tokens_last(self) -> bool:
+        """Whether what `read_parts` gives has the tokens last."""
+        return isinstance(self.codes, TokensLast)
+
     def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Float32[jax.Array, "B J {size} R"]:
         """Tokens `start` to `start + size` in units of their steps, float32 `[B, J, size, R]`."""
-        return unpack(jax.lax.dynamic_slice_in_dim(self.codes, start, size, axis=2), self.runs)
+        whole = jnp.concatenate(self.read_parts(start, size), axis=-2 if self.tokens_last else -1)
+        return whole.swapaxes(2, 3) if self.tokens_last else whole
 
-    def read_parts(self, start: Int[jax.Array, ""] | int, size: int) -> tuple[Float32[jax.Array, "B J {size} _"], ...]:
-        """The same as columns that stand side by side, run by run."""
+    def read_parts(self, start: Int[jax.Array, ""] | int, size: int) -> tuple[Float32[jax.Array, "B J _ _"], ...]:
+        """The same as columns that stand side by side, run by run, `[B, J, size, .]`, or `[B, J, ., size]` where the
+        tokens are last."""
+        if isinstance(self.codes, TokensLast):
+            return unpack_runs(self.codes.block(start, size), self.runs, axis=-2)
         return unpack_runs(jax.lax.dynamic_slice_in_dim(self.codes, start, size, axis=2), self.runs)
 
     def write_block(self, start: Int[jax.Array, ""] | int, new: Float[jax.Array, "B J T R"]) -> "WaterFilled":
         """Tokens `[B, J, T, R]` written from slot `start` on."""
         packed = pack(new, self.runs)
+        if isinstance(self.codes, TokensLast):
+            return dataclasses.replace(self, codes=self.codes.write_block(start, packed))
         return dataclasses.replace(self, codes=jax.lax.dynamic_update_slice_in_dim(self.codes, packed, start, axis=2))
 
     def write_tokens(
@@ -66,10 +79,12 @@ class WaterFilled:
         return dataclasses.replace(self, codes=write_tokens(self.codes, pack(new, self.runs), start, counts))
 
     def filled(self, x: Float[jax.Array, "B J T R"]) -> "WaterFilled":
-        """With `x` `[B, J, T, R]` in its first T slots, T <= S."""
+        """With `x` `[B, J, T, R]` in its first T slots, T <= S; what a CPU held is an array again."""
         packed = pack(x, self.runs)
         whole = packed.shape[2] == self.codes.shape[2]
-        return dataclasses.replace(self, codes=packed if whole else self.codes.at[:, :, : packed.shape[2]].set(packed))
+        return dataclasses.replace(
+            self, codes=packed if whole else jnp.asarray(self.codes).at[:, :, : packed.shape[2]].set(packed)
+        )
 
 
 def empty_water_filled(batch: int, heads: int, size: int, runs: WidthRuns) -> WaterFilled:
@@ -108,17 +123,25 @@ def unpack(packed: UInt8[jax.Array, "*lead C"], runs: WidthRuns) -> Float32[jax.
     return jnp.concatenate(unpack_runs(packed, runs), axis=-1)
 
 
-def unpack_runs(packed: UInt8[jax.Array, "*lead C"], runs: WidthRuns) -> tuple[Float32[jax.Array, "..."], ...]:
+def unpack_runs(
+    packed: UInt8[jax.Array, "..."], runs: WidthRuns, axis: int = -1
+) -> tuple[Float32[jax.Array, "..."], ...]:
     """The same run by run, float32 `[..., count]` each. Into one array, side by side, XLA on a CPU writes them element
-    by element, with a branch for each run."""
+    by element, with a branch for each run.
+
+    Args:
+        axis: of the bytes, which becomes that of the components; -1, or -2 where the tokens are last.
+    """
     parts, begin = [], 0
     for bits, count in runs:
         size = -(-count * bits // 8)
-        codes, middle = packed[..., begin : begin + size], 2.0 ** (bits - 1) - 0.5
+        codes, middle = jax.lax.slice_in_dim(packed, begin, begin + size, axis=axis), 2.0 ** (bits - 1) - 0.5
         begin += size
         if bits < 8:
-            shifts = jnp.arange(0, 8, bits, dtype=jnp.uint8)[:, None]
-            planes = (codes[..., None, :] >> shifts) & jnp.uint8(2**bits - 1)
-            codes = planes.reshape(*codes.shape[:-1], -1)[..., :count]
+            shifts = jnp.arange(0, 8, bits, dtype=jnp.uint8).reshape(-1, *(1,) * -axis)
+            planes = (jnp.expand_dims(codes, axis - 1) >> shifts) & jnp.uint8(2**bits - 1)
+            lead = codes.shape[: codes.ndim + axis]
+            codes = planes.reshape(*lead, -1, *codes.shape[codes.ndim + axis + 1 :])
+            codes = jax.lax.slice_in_dim(codes, 0, count, axis=axis)
         parts.append(codes.astype(jnp.float32) - middle)
     return tuple(parts)

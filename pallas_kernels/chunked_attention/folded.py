@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.blockwise import MASKED, logits_of
 from lowrank_kv_jax.attention.partial import AttnPartial, from_sums
-from lowrank_kv_jax.pallas_kernels.chunked_attention.pages import over_blocks, read_pages
+from lowrank_kv_jax.pallas_kernels.chunked_attention.pages import block_width, over_blocks, read_pages
 from lowrank_kv_jax.storage.chunk_bases import ChunkBases
 
 TOGETHER = 32  # bases in one product; more are a loop over those in use, each time a copy of so many
@@ -23,6 +23,7 @@ def folded_chunks(
     groups, size = tokens.keys.shape[1:3]
     inner, per_head = kv_heads // groups, q_heads // kv_heads
     rows = (batch, groups, inner, queries * per_head)  # b j h m
+    width = block_width(size, page, queries, batch * queries * q_heads)
     q = q.reshape(batch, queries, groups, inner, per_head, dim)
     used = _used(owner, tokens.lengths, page)
     folded = _fold(q.transpose(0, 2, 3, 1, 4, 5).reshape(*rows, dim), k_bases, used)
@@ -30,7 +31,7 @@ def folded_chunks(
 
     def step(i, carry):
         top, total, out = carry
-        block = read_pages(i, tokens, owner, page, q, q_positions, window)
+        block = read_pages(i, tokens, owner, page, width, q, q_positions, window)
         query = jax.vmap(lambda x, i: jnp.take(x, i, axis=1))(folded, block.owner)
         logits = jnp.einsum("bjpmr,bjpsr->bjpms", query, block.keys, preferred_element_type=jnp.float32)
         visible = _of_rows(block.visible, rows, queries)
@@ -49,7 +50,7 @@ def folded_chunks(
         jnp.full(flat, MASKED, jnp.float32), jnp.zeros(flat, jnp.float32),
         jnp.zeros((batch, groups, v_bases.capacity, flat[-1], tokens.values.shape[-1]), jnp.float32),
     )
-    top, total, out = over_blocks(size, page, tokens.lengths, step, carry)
+    top, total, out = over_blocks(size, width, tokens.lengths, step, carry)
     out = _expand(out.swapaxes(1, 2).astype(q.dtype), v_bases, used, (inner, dim))
 
     def heads(x):

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.storage.block_reads import block_for
+
 BLOCK = 2048  # tokens, at least a page; measured fastest on XLA's CPU backend, where every block costs some time
 
 
@@ -25,20 +27,22 @@ class Pages(NamedTuple):
     positions: jax.Array
 
 
-def block_width(size: int, page: int) -> int:
-    """Tokens of a block: whole pages."""
-    return min(page * max(1, BLOCK // page), size)
+def block_width(size: int, page: int, queries: int, numbers: int) -> int:
+    """Tokens of a block: whole pages; all of them where `block_for` says so of `queries` and `numbers` of a token."""
+    return min(block_for(size, queries, numbers, page * max(1, BLOCK // page)), size)
 
 
-def read_pages(i: jax.Array | int, tokens: Any, owner: jax.Array, page: int, q: jax.Array, q_positions, window) -> Pages:
+def read_pages(
+    i: jax.Array | int, tokens: Any, owner: jax.Array, page: int, width: int, q: jax.Array, q_positions, window
+) -> Pages:
     """Block `i`; the last one of a buffer may begin earlier and then hides what the block before has shown.
 
     Args:
+        width: of a block, see `block_width`.
         q: queries `[B, T, ...]`, whose dtype is that of keys and values.
         tokens, owner, page, q_positions, window: as in `chunked_attention`.
     """
     batch, groups, size = tokens.keys.shape[:3]
-    width = block_width(size, page)
     start = jnp.minimum(i * width, size - width)
     slots = start + jnp.arange(width)
     positions = tokens.positions.at(slots)
@@ -53,9 +57,8 @@ def read_pages(i: jax.Array | int, tokens: Any, owner: jax.Array, page: int, q: 
     return Pages(keys, values, owners, mask.reshape(batch, -1, *shape), positions.reshape(-1, *shape))
 
 
-def over_blocks(size: int, page: int, lengths: jax.Array, step, carry):
+def over_blocks(size: int, width: int, lengths: jax.Array, step, carry):
     """`step(i, carry)` over the blocks that hold a token of some row: O(length), one block without a loop."""
-    width = block_width(size, page)
     if size == width:
         return step(0, carry)
     return jax.lax.fori_loop(0, (jnp.max(lengths) + width - 1) // width, step, carry)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from lowrank_kv_jax.attention.blockwise import MASKED, logits_of
 from lowrank_kv_jax.attention.partial import AttnPartial, from_sums
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
-from lowrank_kv_jax.pallas_kernels.chunked_attention.pages import over_blocks, read_pages
+from lowrank_kv_jax.pallas_kernels.chunked_attention.pages import block_width, over_blocks, read_pages
 
 
 def rebuilt_chunks(
@@ -15,11 +15,14 @@ def rebuilt_chunks(
     batch, queries, q_heads, dim = q.shape
     size, groups = tokens.keys.shape[2], tokens.keys.shape[1]
     shape = (batch, queries, groups, kv_heads // groups, q_heads // kv_heads, dim)  # b t j h g d
+    ranks = tokens.keys.shape[3] + tokens.values.shape[3]
+    # of a token: its key, or its share of the bases that are read for its page
+    width = block_width(size, page, queries, batch * kv_heads * dim * max(1, ranks // page))
     q = q.reshape(shape)
 
     def step(i, carry):
         top, total, out = carry
-        block = read_pages(i, tokens, owner, page, q, q_positions, window)
+        block = read_pages(i, tokens, owner, page, width, q, q_positions, window)
         k_basis, v_basis = (_by_head(bases.take(block.owner), shape).astype(q.dtype) for bases in (k_bases, v_bases))
         keys = jnp.einsum("bjpsr,bpjhdr->bjhpsd", block.keys, k_basis)
         cos, sin = (x.reshape(-1, 1, 1, *block.keys.shape[2:4], x.shape[-1]) for x in rope_angles(rope, block.positions))
@@ -37,7 +40,7 @@ def rebuilt_chunks(
     carry = (
         jnp.full(shape[:-1], MASKED, jnp.float32), jnp.zeros(shape[:-1], jnp.float32), jnp.zeros(shape, jnp.float32)
     )
-    top, total, out = over_blocks(size, page, tokens.lengths, step, carry)
+    top, total, out = over_blocks(size, width, tokens.lengths, step, carry)
     heads = (batch, queries, q_heads)
     return from_sums(top.reshape(heads), total.reshape(heads), out.reshape(*heads, dim))
 

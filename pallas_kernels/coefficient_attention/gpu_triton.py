@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import gpu_tiles
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid, packed_grid, packed_heads
 from lowrank_kv_jax.pallas_kernels.gpu_packed import (
@@ -24,18 +25,31 @@ from lowrank_kv_jax.pallas_kernels.gpu_packed import (
     unpacked,
     with_rows,
 )
-from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import check_coefficient_kernel
+from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import coefficient_grid
+from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
+    add_values,
+    dot,
+    head_spec,
+    load_block,
+    load_ranges,
+    online_softmax,
+    row_limits,
+    row_spec,
+    split_range,
+    start_carry,
+    write_partial,
+)
+from lowrank_kv_jax.pallas_kernels.owned_slots import numbers, rows_of
 from lowrank_kv_jax.pallas_kernels.packing import (
-    EMPTY,
     LOG2_E,
     TILE_OF_SCALES,
     Packed,
     Stored,
+    in_tiles,
     merge_splits,
     pack,
     stored_arrays,
     unpack,
-    visible_range,
 )
 
 PACKED_TILE = 32  # packed tokens of a tile: more would spill registers, as would an output of more columns
@@ -45,28 +59,39 @@ DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 def coefficient_attention(q, tokens, *, scale, q_positions, causal, window, interpret=False) -> AttnPartial:
     """The op of `api.coefficient_attention`; `Unsupported` where the kernel does not cover a case."""
-    return attend_slots(
-        q, tokens, *visible_range(tokens, q_positions, causal, window), scale=scale, size=tokens.keys.shape[2],
-        interpret=interpret,
+    rows = rows_of(q, tokens, q_positions, causal, window)
+    part = attend_slots(
+        rows.q, rows.tokens, rows.begin, rows.end, scale=scale, size=tokens.keys.shape[2], interpret=interpret,
+        owner=rows.owner,
     )
+    return rows.heads_of(part, q.shape[2])
 
 
-def attend_slots(q, tokens, begin, end, *, scale: float, size: int, interpret: bool) -> AttnPartial:
+def attend_slots(
+    q, tokens, begin, end, *, scale: float, size: int, interpret: bool, owner: jax.Array | None = None
+) -> AttnPartial:
     """Queries `[B, T, N, Rk]` over the slots `begin <= slot < end` `[B, T]` of tokens that B / B' rows in order share.
 
     Args:
         size: about how many tokens a row sees at most; decides into how many splits they are cut.
+        owner: see `owned_slots.Rows`.
     """
+    if in_tiles(tokens.keys) or in_tiles(tokens.values):
+        return gpu_tiles.attend_slots(
+            q, tokens, begin, end, scale=scale, size=size, interpret=interpret, owner=owner
+        )
     keys, values = stored_arrays(tokens.keys), stored_arrays(tokens.values)
     heads = max(keys.codes.shape[1], values.codes.shape[1])
     if values.runs is not None:
         heads = packed_heads(heads, q.shape[2], q.shape[1])
     packed = pack(q, heads, begin, end)
-    return unpack(attend_packed(packed, keys, values, scale=scale, size=size, interpret=interpret), q.shape[1])
+    part = attend_packed(packed, keys, values, scale=scale, size=size, interpret=interpret, owner=owner)
+    return unpack(part, q.shape[1])
 
 
 def attend_packed(
-    packed: Packed, keys: Stored, values: Stored, *, scale: float, size: int, interpret: bool
+    packed: Packed, keys: Stored, values: Stored, *, scale: float, size: int, interpret: bool,
+    owner: jax.Array | None = None,
 ) -> AttnPartial:
     """Partial `[B, H, M, Rv]`, lse `EMPTY` where a row sees nothing."""
     check_stored(packed, keys, values)
@@ -74,17 +99,19 @@ def attend_packed(
     width = columns_of(values)
     if values.runs is None:
         grid = decode_grid(rows, batch * heads, size, bytes_of_token(keys) + bytes_of_token(values))
-        check_coefficient_kernel(grid, keys, values, packed.q.dtype.itemsize)
+        grid = coefficient_grid(grid, keys, values, packed.q.dtype.itemsize)
     else:
         grid = packed_grid(rows, batch * heads, size, PACKED_TILE)
         check_packed(rows, MOST_COLUMNS, values)
     shape = (batch, heads, grid.splits, rows)
     kernel = functools.partial(
-        _kernel, grid=grid, scale=scale, quantised=keys.scales is not None, key_runs=keys.runs, value_runs=values.runs
+        _kernel, grid=grid, scale=scale, quantised=keys.scales is not None, owned=owner is not None, key_runs=keys.runs,
+        value_runs=values.runs,
     )
-    limits = row_limits(packed.span, packed)
+    head = packed.span if owner is None else jnp.concatenate([packed.span, numbers(batch, owner)], axis=1)
+    limits = row_limits(head, packed)
     query = packed.q if keys.runs is None else with_rows(spread_for(keys, packed.q), grid.rows)
-    of_heads = (query, *given(keys), *given(values))
+    of_heads = (*([] if owner is None else [owner]), query, *given(keys), *given(values))
     out, lse = pl.pallas_call(
         kernel,
         grid=(grid.splits, heads, batch),
@@ -127,23 +154,6 @@ def given(stored: Stored) -> list[jax.Array]:
     return [stored.codes] if stored.scales is None else [stored.codes, stored.scales]
 
 
-def row_limits(head: jax.Array, packed: Packed) -> jax.Array:
-    """int32 `[B, n + 2 M]`: `head` `[B, n]` and the slot ranges of a row, one array because each costs a launch."""
-    return jnp.concatenate([head, packed.begin, packed.end], axis=1)
-
-
-def row_spec(x: jax.Array) -> pl.BlockSpec:
-    """A batch row of `x` `[B, ..]`."""
-    return pl.BlockSpec((None, *x.shape[1:]), lambda s, h, b: (b, *(0,) * (x.ndim - 1)))
-
-
-def head_spec(x: jax.Array, rows: int, heads: int) -> pl.BlockSpec:
-    """The row and head of `x` `[B', J, ..]` that serve row `b` of `rows` and head `h` of `heads`."""
-    share, shared = rows // x.shape[0], heads // x.shape[1]
-    rest = (0,) * (x.ndim - 2)
-    return pl.BlockSpec((None, None, *x.shape[2:]), lambda s, h, b: (b // share, h // shared, *rest))
-
-
 def tile_range(limits_ref, grid: Grid):
     """The tiles of this program's split, and the end of the valid slots."""
     low, high = limits_ref[0], limits_ref[1]
@@ -152,90 +162,14 @@ def tile_range(limits_ref, grid: Grid):
     return first + start, first + stop, high
 
 
-def split_range(tiles, grid: Grid):
-    """This program's share of `tiles`: those that are valid, not those of the buffer, are shared out."""
-    each = jnp.maximum(pl.cdiv(tiles, grid.splits), min(2, grid.splits))
-    start = pl.program_id(0) * each
-    return start, jnp.minimum(start + each, tiles)
-
-
-def load_ranges(limits_ref, rows: int, there: int):
-    """begin and end `[rows]` of `row_limits` for `there` query rows; those beyond see nothing."""
-    at, last = jnp.arange(rows), limits_ref.shape[0]
-    begins = (last - 2 * there, last - there)
-    return tuple(plgpu.load(limits_ref.at[first + at], mask=at < there, other=0) for first in begins)
-
-
-def load_block(ref, start, rows, piece: tuple[int, int]):
-    """Some columns of n rows of `ref` `[.., R]` from row `start`; zeros where not `rows` `[n]`, and beyond R."""
-    return plgpu.load(_block(ref, start, rows.shape[0], piece), mask=_inside(rows, piece, ref.shape[-1]), other=0)
-
-
-def _block(ref, start, n: int, piece: tuple[int, int]):
-    """Where a block lies. Slices that are known to leave the array are refused: lists of indices are not."""
-    c, w = piece
-    if c + w <= ref.shape[1] and not (isinstance(start, int) and start + n > ref.shape[0]):
-        return ref.at[pl.ds(start, n), pl.ds(c, w)]
-    rows, cols = (start + jnp.arange(n))[:, None], (c + jnp.arange(w))[None]
-    return ref.at[jnp.broadcast_to(rows, (n, w)), jnp.broadcast_to(cols, (n, w))]
-
-
 def load_scale(ref, row, piece: tuple[int, int]):
     """Some columns of a row of scales, float32 `[1, w]`, zeros beyond R."""
     return load_block(ref, row, jnp.full((1,), True), piece).astype(jnp.float32)
 
 
-def _inside(rows, piece: tuple[int, int], width: int):
-    mask = rows[:, None]
-    if sum(piece) > width:
-        mask = mask & (piece[0] + jnp.arange(piece[1]) < width)[None]
-    return mask
-
-
-def online_softmax(logits, visible, top, total):
-    """One tile into the running maximum and sum (base 2): weights, and the factor that shrinks what is there."""
-    logits = jnp.where(visible, logits, EMPTY)
-    new_top = jnp.maximum(top, jnp.max(logits, axis=1))
-    weights = jnp.where(visible, jnp.exp2(logits - new_top[:, None]), 0.0)
-    shrink = jnp.exp2(top - new_top)
-    return weights, shrink, new_top, total * shrink + jnp.sum(weights, axis=1)
-
-
-def add_values(weights, shrink, accs, pieces, values, scale):
-    """Weighted values of a tile, which come piece by piece of their columns; `scale` (or None) gives that of a piece."""
-    out = []
-    for acc, piece, own in zip(accs, pieces, values, strict=True):
-        added = dot(weights, own.astype(weights.dtype))
-        out.append(acc * shrink[:, None] + (added if scale is None else added * scale(piece)))
-    return tuple(out)
-
-
-def dot(a, b):
-    """Product in float32; operands in float32 are multiplied as such, not as TF32."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.dot(a, b, preferred_element_type=jnp.float32, precision=precision)
-
-
-def write_partial(out_ref, lse_ref, rows: int, accs, pieces, top, total) -> None:
-    """Store a split's partial; rows that saw nothing get (0, `EMPTY`)."""
-    row = jnp.arange(rows)
-    inside = row < lse_ref.shape[0]
-    empty = total == 0
-    total = jnp.where(empty, 1.0, total)
-    lse = jnp.where(empty, EMPTY, top / LOG2_E + jnp.log(total))
-    plgpu.store(lse_ref.at[row], lse, mask=inside)
-    for acc, piece in zip(accs, pieces, strict=True):
-        at = _block(out_ref, 0, rows, piece)
-        plgpu.store(at, acc / total[:, None], mask=_inside(inside, piece, out_ref.shape[-1]))
-
-
-def start_carry(rows: int, pieces):
-    """Running maximum, sum and outputs of no tokens."""
-    top, total = jnp.full((rows,), EMPTY, jnp.float32), jnp.zeros((rows,), jnp.float32)
-    return top, total, tuple(jnp.zeros((rows, w), jnp.float32) for _, w in pieces)
-
-
-def _kernel(limits_ref, q_ref, *refs, grid: Grid, scale: float, quantised: bool, key_runs, value_runs):
+def _kernel(limits_ref, *refs, grid: Grid, scale: float, quantised: bool, owned: bool, key_runs, value_runs):
+    (owner_ref, *refs) = refs if owned else (None, *refs)
+    q_ref, *refs = refs
     if quantised:
         k_ref, ks_ref, v_ref, vs_ref, out_ref, lse_ref = refs
     else:
@@ -267,6 +201,9 @@ def _kernel(limits_ref, q_ref, *refs, grid: Grid, scale: float, quantised: bool,
                 q = (q.astype(jnp.float32) * load_scale(ks_ref, scale_row, piece)).astype(q.dtype)
             logits += dot(q, read(k_ref, piece).astype(q.dtype).T)
         visible = (slots[None] >= begin[:, None]) & (slots[None] < end[:, None])
+        if owner_ref is not None:
+            owner = plgpu.load(owner_ref.at[pl.ds(at, grid.tile)], mask=slots < high, other=-1)
+            visible &= (owner.astype(jnp.int32) == limits_ref[2])[None]
         weights, shrink, top, total = online_softmax(logits * (scale * LOG2_E), visible, top, total)
         value_scale = None if vs_ref is None else functools.partial(load_scale, vs_ref, scale_row)
         values = unpacked(v_ref, at, slots < high, value_runs) if value_runs else (read(v_ref, x) for x in value_pieces)

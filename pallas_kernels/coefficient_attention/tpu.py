@@ -2,40 +2,50 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels import tpu_softmax
-from lowrank_kv_jax.pallas_kernels.packing import pack, unpack, visible_range
+from lowrank_kv_jax.pallas_kernels.owned_slots import numbers, rows_of
+from lowrank_kv_jax.pallas_kernels.packing import pack, unpack
 from lowrank_kv_jax.pallas_kernels.tpu_softmax import LaneTokens
 
 
 def coefficient_attention(q, tokens, *, scale, q_positions, causal, window, interpret=False) -> AttnPartial:
     """The op of `api.coefficient_attention`; `Unsupported` where the kernel does not cover a case."""
-    return attend_slots(
-        q, tokens, *visible_range(tokens, q_positions, causal, window), scale=scale, size=tokens.keys.shape[2],
-        interpret=interpret,
+    rows = rows_of(q, tokens, q_positions, causal, window)
+    part = attend_slots(
+        rows.q, rows.tokens, rows.begin, rows.end, scale=scale, size=tokens.keys.shape[2], interpret=interpret,
+        owner=rows.owner,
     )
+    return rows.heads_of(part, q.shape[2])
 
 
-def attend_slots(q, tokens, begin, end, *, scale: float, size: int, interpret: bool) -> AttnPartial:
+def attend_slots(
+    q, tokens, begin, end, *, scale: float, size: int, interpret: bool, owner: jax.Array | None = None
+) -> AttnPartial:
     """Queries `[B, T, N, Rk]` over the slots `begin <= slot < end` `[B, T]` of tokens that B / B' rows in order share.
 
     Args:
         size: most tokens that a row sees, from the tile of its first one on: the grid has steps for no more.
+        owner: see `owned_slots.Rows`.
     """
     keys, values = (tpu_softmax.lane_tokens(getattr(tokens, x), x) for x in ("keys", "values"))
     packed = pack(q, max(keys.data.shape[1], values.data.shape[1]), begin, end)
     rows = packed.q.shape[2]
     packed = packed._replace(q=keys.spread(packed.q))
-    part = attend_packed(tpu_softmax.padded(packed), keys, values, scale=scale, size=size, interpret=interpret)
+    part = attend_packed(
+        tpu_softmax.padded(packed), keys, values, scale=scale, size=size, interpret=interpret, owner=owner
+    )
     return unpack(AttnPartial(part.out[:, :, :rows], part.lse[:, :, :rows]), q.shape[1])
 
 
 def attend_packed(
-    packed, keys: LaneTokens, values: LaneTokens, *, scale: float, size: int, interpret: bool
+    packed, keys: LaneTokens, values: LaneTokens, *, scale: float, size: int, interpret: bool,
+    owner: jax.Array | None = None,
 ) -> AttnPartial:
     """Partial `[B, H, M, Rv]`, lse `EMPTY` where a row sees nothing; `packed` padded."""
     (batch, heads, rows, _), width = packed.q.shape, values.width
@@ -52,13 +62,18 @@ def attend_packed(
     def per_head(lanes):
         return pl.BlockSpec((None, None, rows, lanes), lambda b, h, i, span: (b, h, 0, 0))
 
+    span, owners, owned = packed.span, [], []
+    if owner is not None:
+        span = jnp.concatenate([span, numbers(batch, owner)], axis=1)
+        share, owners = batch // owner.shape[0], [owner]
+        owned = [pl.BlockSpec((None, 1, tile), lambda b, h, i, span: (b // share, 0, near(i, b, span)))]
     specs = [spec for x in (keys, values) for spec in tpu_softmax.stored_specs(x, batch, heads, tile, near)]
     out, lse = pl.pallas_call(
-        functools.partial(_kernel, stored=(keys, values), tile=tile, scale=scale),
+        functools.partial(_kernel, stored=(keys, values), tile=tile, scale=scale, owned=owner is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, heads, tiles),
-            in_specs=[per_row, per_row, per_head(packed.q.shape[3]), *specs],
+            in_specs=[per_row, per_row, per_head(packed.q.shape[3]), *owned, *specs],
             out_specs=[per_head(width), per_head(1)],
             scratch_shapes=tpu_softmax.scratch(rows, width),
         ),
@@ -66,11 +81,12 @@ def attend_packed(
         compiler_params=tpu_softmax.TILES_IN_ORDER,
         interpret=tpu_softmax.interpreter(interpret),
         name="coefficient_attention",
-    )(packed.span, packed.begin, packed.end, packed.q, *tpu_softmax.given(keys), *tpu_softmax.given(values))
+    )(span, packed.begin, packed.end, packed.q, *owners, *tpu_softmax.given(keys), *tpu_softmax.given(values))
     return AttnPartial(values.collected(out), lse[..., 0])
 
 
-def _kernel(span_ref, begin_ref, end_ref, q_ref, *refs, stored, tile: int, scale: float):
+def _kernel(span_ref, begin_ref, end_ref, q_ref, *refs, stored, tile: int, scale: float, owned: bool):
+    (owner_ref, *refs) = refs if owned else (None, *refs)
     (keys, values), (out_ref, lse_ref, *state) = tpu_softmax.split_refs(refs, *stored)
     row, i = pl.program_id(0), pl.program_id(2)
     low, high = span_ref[row, 0], span_ref[row, 1]
@@ -82,6 +98,8 @@ def _kernel(span_ref, begin_ref, end_ref, q_ref, *refs, stored, tile: int, scale
         slots = tpu_softmax.slots_of(this, tile)
         inside = slots < high
         visible = (slots >= begin_ref[...]) & (slots < end_ref[...])
+        if owner_ref is not None:
+            visible &= owner_ref[...].astype(jnp.int32) == span_ref[row, 2]
         logits = keys.of_tokens(q_ref[...], inside) * scale
         tpu_softmax.add_tile(logits, visible, values, inside, q_ref.dtype, *state)
 

@@ -13,23 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.attention.partial import AttnPartial
-from lowrank_kv_jax.pallas_kernels.coefficient_attention.gpu_triton import (
-    add_values,
-    bytes_of_token,
-    check_stored,
-    dot,
-    given,
-    head_spec,
-    load_block,
-    load_ranges,
-    load_scale,
-    online_softmax,
-    row_limits,
-    row_spec,
-    split_range,
-    start_carry,
-    write_partial,
-)
+from lowrank_kv_jax.pallas_kernels.coefficient_attention.gpu_triton import bytes_of_token, check_stored, given, load_scale
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid, packed_grid
 from lowrank_kv_jax.pallas_kernels.gpu_packed import (
     check_packed,
@@ -41,7 +25,20 @@ from lowrank_kv_jax.pallas_kernels.gpu_packed import (
     unpacked,
     with_rows,
 )
-from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import check_rotary_kernel
+from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import rotary_grid
+from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
+    add_values,
+    dot,
+    head_spec,
+    load_block,
+    load_ranges,
+    online_softmax,
+    row_limits,
+    row_spec,
+    split_range,
+    start_carry,
+    write_partial,
+)
 from lowrank_kv_jax.pallas_kernels.packing import (
     LOG2_E,
     TILE_OF_SCALES,
@@ -86,9 +83,9 @@ def attend_packed(
     (batch, heads, rows, _), half = packed.q.shape, rotary.basis.shape[2] // 2
     width = columns_of(values)
     if values.runs is None:
-        token_bytes = bytes_of_token(keys) + bytes_of_token(values) + 2 * half * packed.q.dtype.itemsize
-        grid = decode_grid(rows, batch * heads, keys.codes.shape[2], token_bytes)
-        check_rotary_kernel(grid, keys, values, packed.q.dtype.itemsize, 2 * half)
+        token_bytes, rebuilt = bytes_of_token(keys) + bytes_of_token(values), 2 * half * packed.q.dtype.itemsize
+        grid = decode_grid(rows, batch * heads, keys.codes.shape[2], token_bytes, rebuilt)
+        grid = rotary_grid(grid, keys, values, packed.q.dtype.itemsize, 2 * half)
     else:
         grid = packed_grid(rows, batch * heads, keys.codes.shape[2], PACKED_TILE)
         check_packed(rows, MOST_COLUMNS, keys, values)

@@ -13,7 +13,15 @@ from lowrank_kv_jax.attention.blockwise import blockwise_attention, spread_heads
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.rope import RopeSpec, rope_angles
 from lowrank_kv_jax.storage.basis import reconstruct
-from lowrank_kv_jax.storage.block_reads import block_range, block_slots, slice_block, slice_parts, visible_slots
+from lowrank_kv_jax.storage.block_reads import (
+    block_for,
+    block_range,
+    block_slots,
+    parts_are_tokens_last,
+    slice_block,
+    slice_parts,
+    visible_slots,
+)
 from lowrank_kv_jax.storage.positions import Runs
 
 LARGEST = 2048  # tokens of a block: every block costs some time of its own, measured fastest on XLA's CPU backend
@@ -26,7 +34,7 @@ def rotary_coefficient_attention(
 ) -> AttnPartial:
     batch, queries, heads, dim = q.shape
     groups, size = tokens.keys.shape[1:3]
-    block = block_size(size)
+    block = block_for(size, queries, batch * kv_heads * dim, block_size(size))
     few = value_basis is None and queries * heads <= TOGETHER and tokens.values.shape[1] <= groups
     few = few and jax.device_count() == 1  # heads that lie on several devices must not meet in one product
     shared = groups if few else kv_heads
@@ -36,7 +44,11 @@ def rotary_coefficient_attention(
     def read(i):
         start, slots, fresh = block_slots(i, size, block)
         mask, positions = visible_slots(tokens, slots, fresh, q_positions, causal, window, heads)
-        keys = _rebuild(basis, slice_block(tokens.keys, start, block).astype(q.dtype))
+        if parts_are_tokens_last(tokens.keys):
+            codes = jnp.concatenate(slice_parts(tokens.keys, start, block), axis=-2)
+            keys = _rebuild_from_columns(basis, codes.astype(q.dtype))
+        else:
+            keys = _rebuild(basis, slice_block(tokens.keys, start, block).astype(q.dtype))
         values = slice_parts(tokens.values, start, block)
         if key_mean is not None:
             keys = keys + _heads_inside(key_mean.reshape(*key_mean.shape[:-2], groups, -1, 1), kv_heads).astype(q.dtype)
@@ -45,7 +57,8 @@ def rotary_coefficient_attention(
         keys = keys if few else keys.swapaxes(2, 3)
         keys = keys.reshape(batch, shared, -1, keys.shape[-1])
         if value_basis is not None:
-            values = (reconstruct(value_basis, jnp.concatenate(values, axis=-1).astype(q.dtype), kv_heads),)
+            values = slice_block(tokens.values, start, block).astype(q.dtype)
+            values = (reconstruct(value_basis, values, kv_heads),)
         values = tuple(x if x.shape[1] == 1 else spread_heads(x, shared) for x in values)
         return keys, values, _of_heads(mask, shared, heads)
 
@@ -54,6 +67,7 @@ def rotary_coefficient_attention(
     return blockwise_attention(
         _among_zeros(q, kv_heads, groups) if few else q, read, first, last, shared_heads=shared, value_dim=value_dim,
         scale=scale, cap=cap, tokens_last=True,
+        values_last=value_basis is None and parts_are_tokens_last(tokens.values),
     )
 
 
@@ -99,6 +113,13 @@ def _rebuild(basis: jax.Array, codes: jax.Array) -> jax.Array:
     # XLA's CPU backend transposes the coefficients for a product of batches, be it of one, and not for a plain one
     rows = jnp.einsum("wr,sr->ws", basis.reshape(-1, basis.shape[-1]), codes[0, 0])
     return rows.reshape(*basis.shape[:-1], -1)
+
+
+def _rebuild_from_columns(basis: jax.Array, codes: jax.Array) -> jax.Array:
+    """The same of coefficients `[B, J, R, S]`."""
+    if codes.shape[0] * codes.shape[1] > 1:
+        return jnp.einsum("bjdhr,bjrs->bjdhs", basis, codes)
+    return (basis.reshape(-1, basis.shape[-1]) @ codes[0, 0]).reshape(*basis.shape[:-1], -1)
 
 
 def _rotate(keys: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

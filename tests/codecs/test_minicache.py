@@ -1,6 +1,7 @@
 """MiniCache: SLERP, what is retained, what it weighs."""
 
 import dataclasses
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from lowrank_kv_jax import methods
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.generation.forward import make_layout, prefill
 from lowrank_kv_jax.method.accounting import cache_bytes
-from lowrank_kv_jax.method.token_share import share_of
+from lowrank_kv_jax.method.token_share import rounded_with_share, share_of
 from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.segments.merged import angle, layer_tokens, slerp
@@ -85,6 +86,13 @@ def test_shares_of_many_tokens_are_exact(share):
     wanted = [int(np.floor(np.longdouble(str(share)) * n + 1e-4)) for n in tokens]
     assert [share_of(int(n), share) for n in tokens] == wanted
     assert jax.jit(lambda n: share_of(n, share))(jnp.asarray(tokens, jnp.int32)).tolist() == wanted
+
+
+@pytest.mark.parametrize("share", ["0.8", "0.5", "0.25", "0.7"])
+def test_rounded_shares_of_many_tokens_are_exact(share):
+    tokens = np.array([0, 1, 2, 3, 5, 10, 65_537, 99_998, 1_048_577, 20_000_021, 20_000_027])
+    wanted = [round(7 + Fraction(share) * int(n)) for n in tokens]
+    assert jax.jit(lambda n: rounded_with_share(7, n, float(share)))(jnp.asarray(tokens, jnp.int32)).tolist() == wanted
 
 
 def test_half_of_the_layers_merged_is_the_paper_s_ratio():

@@ -76,7 +76,7 @@ TABLE = (
     ("snapkv:recent=0", "recent=0, window=None: the observation window is empty; give window"),
     ("snapkv:pool=deep", "pool='deep': allowed are "),
     ("h2o:budget_bytes=99999999999999999999", "budget_bytes=99999999999999999999: must be at most 4611686018427387904"),
-    ("h2o:decoding=forget", "decoding='forget': allowed are evict, keep"),
+    ("h2o:decoding=forget", "decoding='forget': allowed are evict, keep, code"),
     ("sliding-window:budget=1000000000000", "budget=1000000000000: must be at most 268435456"),
     ("streamingllm:sinks=0", "sinks=0: must be an int of at least 1"),
     ("streamingllm:positions=here", "positions='here': allowed are cache, original"),

@@ -20,9 +20,11 @@ from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.methods.group_bases import bases_of_group
 from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.saving.saved_cache import abstract_cache, load_cache, save_cache
-from lowrank_kv_jax.storage.bits import Bits, bits_of, hold_bits
+from lowrank_kv_jax.storage.bits import Bits, bits_of
 from lowrank_kv_jax.storage.cache_dtype import CACHE_DTYPES, default_cache_dtype, narrow
-from lowrank_kv_jax.storage.state import take_tokens, walk, write_tokens
+from lowrank_kv_jax.storage.held import hold
+from lowrank_kv_jax.storage.state import states, take_tokens, walk, write_tokens
+from lowrank_kv_jax.storage.tokens_last import TokensLast
 
 LONG = 32027  # capacity, a number that no other size equals
 BLOCKS = 1 << 20  # bytes of the blocks that are widened at a time
@@ -50,10 +52,13 @@ def step_of_a_layer(spec, dtype):
 
 def made_of_whole_buffers(text, cache):
     """Operations with results of as many tokens and channels as a buffer of the cache, other than it itself."""
-    leaves = [x for _, x, info in walk(cache) if info.axes[2:3] == ("tokens",) and len(x.shape) == 4]
+    leaves = [x for _, x, info in walk(cache) if info.axes[2:3] in (("tokens",), ("end_tokens",)) and len(x.shape) == 4]
     leaves = [x for x in leaves if x.shape[2] > 3000]  # blocks are of up to 2048
     stored = {(x.bits.dtype if isinstance(x, Bits) else x.dtype).name for x in leaves}
     sizes = {(x.shape[2], channels) for x in leaves for channels in (x.shape[3], cache.layout.spec.head_dim)}
+    packed = {held.shape[2:] for _, held in states(cache) if hasattr(held, "runs")}  # components beside their bytes
+    packed |= {x.shape[2:] for x in leaves if isinstance(x, TokensLast)}
+    sizes |= packed | {(channels, tokens) for tokens, channels in packed}
     short = {"f32": "float32", "f16": "float16", "u16": "uint16", "bf16": "bfloat16", "s8": "int8", "u8": "uint8"}
     found, inner = [], False
     for line in text.splitlines():
@@ -84,7 +89,7 @@ def test_a_step_neither_widens_nor_copies_a_whole_buffer(spec, dtype):
 
 
 def test_the_measure_sees_arrays_of_bfloat16_widened(monkeypatch):
-    monkeypatch.setattr("lowrank_kv_jax.saving.saved_cache.hold_bits", lambda tree: tree)
+    monkeypatch.setattr("lowrank_kv_jax.saving.saved_cache.hold", lambda tree, mesh: tree)
     compiled, cache = step_of_a_layer.__wrapped__("full", "bfloat16")
     assert f"f32[2, 4, {LONG}, 8]" in " ".join(made_of_whole_buffers(compiled.as_text(), cache))
     wide = step_of_a_layer("full", "float32")[0].memory_analysis().temp_size_in_bytes
@@ -141,7 +146,7 @@ def test_bits_and_arrays_of_bfloat16_decode_to_the_same_logits(name, monkeypatch
     tokens = tokens[:, : PROMPT + BLOCK + 3]
     cache, on_bits = run(method, PLAIN, tokens, PROMPT, width=8, dtype="bfloat16")
     assert any(isinstance(x, Bits) for _, x, _ in walk(cache))
-    monkeypatch.setattr("lowrank_kv_jax.generation.groups.hold_bits", lambda tree: tree)
+    monkeypatch.setattr("lowrank_kv_jax.generation.groups.hold", lambda tree, mesh: tree)
     programs_of_their_own = dataclasses.replace(PLAIN, context=PLAIN.context + 1)
     cache, on_arrays = run(method, programs_of_their_own, tokens, PROMPT, width=8, dtype="bfloat16")
     assert not any(isinstance(x, Bits) for _, x, _ in walk(cache))
@@ -156,7 +161,7 @@ def test_a_saved_cache_holds_bfloat16_which_every_platform_loads(tmp_path, monke
     here = load_cache(tmp_path / "cache", method, saved)
     chex.assert_trees_all_equal_structs(here, cache)
     chex.assert_trees_all_equal(here, cache)
-    monkeypatch.setattr("lowrank_kv_jax.saving.saved_cache.hold_bits", lambda tree: tree)  # as where bfloat16 is native
+    monkeypatch.setattr("lowrank_kv_jax.saving.saved_cache.hold", lambda tree, mesh: tree)  # as where bfloat16 is native
     there = load_cache(tmp_path / "cache", method, saved).groups[0].ends[0].k
     assert isinstance(there, jax.Array) and there.dtype == jnp.bfloat16
     np.testing.assert_array_equal(there, np.asarray(cache.groups[0].ends[0].k))
@@ -174,7 +179,7 @@ def test_kernels_get_arrays(monkeypatch):
     monkeypatch.setenv("LOWRANK_KV_BACKEND", "triton")
     cache = abstract_cache(REGISTRY["full"](), Layout(PLAIN.attention, 1, 8, 16, 4, "bfloat16"))
     assert not any(isinstance(x, Bits) for _, x, _ in walk(cache))
-    assert hold_bits(cache) is cache
+    assert hold(cache, None) is cache
 
 
 def test_bits_are_written_and_moved_like_the_array():

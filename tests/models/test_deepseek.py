@@ -146,6 +146,43 @@ def test_bytes_are_those_of_latents():
     assert held.by_kind["exact"] == 2 * 3 * (480 * 8 + 32 * 32)  # rotary keys of the prompt, all of what follows
 
 
+def test_two_layers_latents_share_a_direction_and_their_rotary_keys_are_exact():
+    """MiniCache on the last two of three layers, against numpy: the half of the tokens whose latents differ most is kept."""
+    family, t = "deepseek_v2_lite", 0.6
+    _, latents = oracle(family)
+    first, second = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in latents[1:].astype(np.float64))
+    omega = np.arccos(np.sum(first * second, axis=-1))
+    merged = (np.sin((1 - t) * omega)[..., None] * first + np.sin(t * omega)[..., None] * second) / np.sin(omega)[..., None]
+    near = np.argsort(np.argsort(omega, axis=1), axis=1) < PREFILL - PREFILL // 2
+    rebuilt = latents.copy()
+    for layer in (1, 2):
+        length = np.linalg.norm(latents[layer], axis=-1, keepdims=True)
+        rebuilt[layer] = np.where(near[..., None], merged * length, latents[layer])
+    expected, _ = oracle(family, rebuilt)
+    cache, logits = through_cache(parse_method("minicache:start=1,keep=0.5"), family)
+    np.testing.assert_allclose(logits, expected[:, PREFILL - 1 :], atol=2e-4)
+    assert np.abs(logits - golden()[f"{family}/logits"][:, PREFILL - 1 :]).max() > 0.05
+    store = cache.groups[1].store
+    assert store.merged.k.shape[-1] == 24 and store.merged.rotary.shape[-1] == 2 * 8 and store.merged.v is None
+    assert store.retained[0].v.size == 0
+    _, logits = through_cache(parse_method("minicache:start=0,keep=1.0"), family)
+    np.testing.assert_allclose(logits, golden()[f"{family}/logits"][:, PREFILL - 1 :], atol=1e-4)
+
+
+@pytest.mark.slow
+def test_chunks_of_latents_are_merged_as_the_whole_prompt_is():
+    """The first layer's keys do not depend on what is attended to."""
+    (config, params), method = tiny("deepseek_v2_lite"), parse_method("minicache:start=0,keep=0.0")
+    tokens = jnp.asarray(golden()["deepseek_v2_lite/tokens"])[:, :PREFILL]
+    whole, chunked = (
+        prefill(method, config, params, tokens, capacity=128, dtype=jnp.float32, chunk=chunk)[0].groups[0].store.merged
+        for chunk in (None, PREFILL // 2))
+    np.testing.assert_array_equal(whole.length, chunked.length)
+    np.testing.assert_array_equal(whole.positions.position, chunked.positions.position)
+    np.testing.assert_allclose(whole.rotary[..., :8], chunked.rotary[..., :8], atol=1e-5)
+    np.testing.assert_allclose(whole.k[:, :, : PREFILL // 2], chunked.k[:, :, : PREFILL // 2], atol=1e-5)
+
+
 @pytest.mark.slow
 def test_few_tokens_pass_the_same_experts_as_many():
     config, params = tiny("deepseek_v2")
@@ -200,7 +237,7 @@ def test_config_refuses_values_it_cannot_honour(change, message):
 @pytest.mark.parametrize(
     "spec, message",
     [
-        ("minicache", "method 'minicache' compresses keys and values; this model caches latents"),
+        ("kivi", "method 'kivi' compresses keys and values; this model caches latents"),
         ("xkv:rank_k=4,rank_v=4", "rank_k=4: this model caches one latent"),
         ("xkv:recompress=8", "recompress=8: this model caches one latent"),
         ("xkv:rank=73,group=3", "rank=73: must lie in 1..72"),

@@ -23,7 +23,9 @@ json.dump({"results": rows, "missing": missing}, sys.stdout)
 """
 
 
+AHEAD = 32 * 1024  # bytes under way while a program waits for its next tile
 SPILLS = "pre-RoPE 512/512, joint"  # 1.2 KiB with the Triton of jax 0.12, nothing with that of 0.10
+SERIAL = ("syevd", "geqrf", "orgqr")  # of cuSOLVER: one matrix of a batch after the other
 COMPILERS = {"sm_90": "jax-cuda13-plugin", "v5e": "libtpu", "v6e": "libtpu"}
 
 
@@ -40,6 +42,20 @@ from lowrank_kv_jax.evals.asking.methods import parse_methods
 from lowrank_kv_jax.evals.speed.compile_whole import compile_steps
 results, missing = compile_steps(sys.argv[1:], parse_methods(["full", "single-svd:rank=0.5", "ojakv:rank=0.5"]))
 json.dump({"results": [{"failure": r.failure, "name": r.name, **r.facts} for r in results], "missing": missing}, sys.stdout)
+"""
+
+REFRESHES = """
+import json, sys
+from lowrank_kv_jax.evals.asking.methods import parse_methods
+from lowrank_kv_jax.evals.speed.compile_step import compile_refresh
+from lowrank_kv_jax.pallas_kernels.compile_only import NoCompiler
+missing, results = {}, []
+try:
+    results = [compile_refresh(method, sys.argv[1], 4096)
+               for method in parse_methods(["osp", "xkv:recompress=64,rank=0.25"]).values()]
+except NoCompiler as reason:
+    missing = {sys.argv[1]: str(reason)}
+json.dump({"results": [{"failure": r.failure, **r.facts} for r in results], "missing": missing}, sys.stdout)
 """
 
 DEFAULTS = """
@@ -116,13 +132,21 @@ def test_a_long_prompt_is_read_within_three_gigabytes(target):
 
 @pytest.mark.parametrize("target", ["sm_90", "v5e"])
 def test_a_step_over_four_devices_exchanges_no_tokens(target):
-    """Nor does it copy them. What a TPU copies are bases of a row that were fitted to its prompt."""
+    """Be it heads that they share, or slots. Nor does it copy them. What a TPU copies are bases of a row that were fitted to its prompt."""
     results = compiled(STEPS, target)
-    assert len(results) == 9 and not [r for r in results if r["failure"] or r["collective"] > 1 << 17]
+    assert len(results) == 12 and not [r for r in results if r["failure"] or r["collective"] > 1 << 17]
     steps = [r for r in results if r["name"].startswith("step")]
     assert not [r for r in steps if r["moved"] > (0 if target == "sm_90" else 1 << 19) or r["loops"] or r["said"]]
-    slow = ("syevd", "geqrf", "orgqr")  # serial over a batch
-    assert not [r for r in results for name in r["libraries"] if any(x in name for x in slow)]
+    assert not [name for r in results for name in r["libraries"] if any(x in name for x in SERIAL)]
+
+
+@pytest.mark.slow
+def test_no_refresh_decomposes():
+    """Of those with chunks that open and merge, and that compress anew what has gathered."""
+    results = compiled(REFRESHES, "sm_90")
+    assert len(results) == 2 and not [r for r in results if r["failure"]]
+    assert all("cusolver_potrf_ffi" in r["libraries"] for r in results)
+    assert not [name for r in results for name in r["libraries"] if any(x in name for x in SERIAL)]
 
 
 def test_what_shared_memory_cannot_hold_is_refused_before_the_compiler_refuses_it():
@@ -136,8 +160,12 @@ def test_what_shared_memory_cannot_hold_is_refused_before_the_compiler_refuses_i
 
 @pytest.mark.slow
 def test_every_method_decodes_on_sm_90_by_default():
-    """At the shape of Llama 3.1 8B its kernels compile, or are refused before."""
+    """At the shape of Llama 3.1 8B: no loop, and kernels that read ahead and spill nothing, or are refused before."""
     results = compiled(DEFAULTS, "sm_90")
-    assert not [r for r in results if r["failure"]]
+    assert not [(r["method"], r["failure"]) for r in results if r["failure"]]
+    assert not [r["method"] for r in results if r["loops"] or r["spilled"] or r["shared"] > 227 * 1024]
     refused = {r["method"]: r["said"] for r in results if any("shared memory" in x for x in r["said"])}
     assert set(refused) == {"xkv"}
+    assert {r["method"] for r in results if r["said"]} == {"xkv", "transform", "shadowkv", "osp"}
+    assert not [r["method"] for r in results if r["read_ahead"] and r["waits"] < 2]
+    assert not [r["method"] for r in results if r["read_ahead"] and r["in_flight"] < AHEAD]

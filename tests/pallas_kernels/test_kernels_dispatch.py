@@ -11,10 +11,12 @@ import pytest
 from kernel_cases import Case, check, make
 
 from lowrank_kv_jax.attention.partial import AttnPartial, merge
+from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels import dispatch
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.packing import EMPTY, columns, merge_splits
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
+from lowrank_kv_jax.storage import block_reads
 from lowrank_kv_jax.storage.basis import expand_values, fold_query
 from lowrank_kv_jax.storage.block_reads import BLOCK
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
@@ -42,6 +44,31 @@ def test_an_unsupported_case_runs_on_xla_with_one_warning_that_says_why():
         coefficient_attention(x.q, x.tokens, **x.options, backend="triton")
     with pytest.warns(RuntimeWarning, match="tpu: keys lie as .tokens, rank.*with_token_layout"):
         coefficient_attention(x.q, x.tokens, **x.options, backend="tpu")
+
+
+@pytest.mark.parametrize("case", [
+    Case(S=1300, lengths=(0, 1, 1300, 513), poison=False),
+    Case(S=1100, bits=8, lengths=(0, 129, 1100), rank_k=64, poison=False),
+    Case(S=2500, J=1, Jv=1, rank_k=48, per_row=True, rope=RopeSpec(10000.0, 64), lengths=(0, 2500), poison=False),
+], ids=str)
+def test_on_an_accelerator_xla_attends_to_all_slots_at_once(monkeypatch, case):
+    """Of a few queries: without a loop that ends where the tokens do. A CPU has one, and so has a chunk of a prompt."""
+    x = make(case)
+    op = functools.partial(coefficient_attention, backend="xla")
+    if case.per_row:
+        op = functools.partial(rotary_coefficient_attention, key_basis=x.basis, backend="xla")
+
+    def loops(q, positions):
+        options = x.options | {"q_positions": positions}
+        return str(jax.make_jaxpr(functools.partial(op, **options))(q, x.tokens)).count("while[")
+
+    many = [jnp.repeat(a, 17, axis=1) for a in (x.q, x.options["q_positions"])]
+    assert loops(x.q, x.options["q_positions"]) == 1
+    monkeypatch.setattr(block_reads, "platform", lambda: "gpu")
+    assert loops(x.q, x.options["q_positions"]) == 0 and loops(*many) == 1
+    check(jax.jit(functools.partial(op, **x.options))(x.q, x.tokens), x.oracle)
+    monkeypatch.setattr(block_reads, "AT_ONCE", 1300)
+    assert loops(x.q, x.options["q_positions"]) == 1
 
 
 def test_columns_cover_a_width_once():

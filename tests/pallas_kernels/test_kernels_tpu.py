@@ -5,7 +5,7 @@ import functools
 import jax
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-from kernel_cases import Case, check, lanes, make, slow
+from kernel_cases import Case, check, lanes, make, make_owned, slow
 
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
@@ -60,3 +60,9 @@ def test_coefficients(case):
 def test_rotary(case):
     x = make(case)
     check(run(rotary_coefficient_attention, x.q, lanes(x.tokens), x.basis, **x.options), x.oracle, case.dtype)
+
+
+def test_heads_of_unequal_budgets():
+    """Head after head in one buffer, with two slots that changed hands."""
+    x = make_owned(((5, 0, 130),))
+    check(run(coefficient_attention, x.q, lanes(x.tokens), **x.options), x.oracle)

@@ -3,18 +3,26 @@
 import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from kernel_cases import Case, check, make, slow
+from kernel_cases import Case, check, make, make_owned, slow
 
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
+from lowrank_kv_jax.segments.exact import Slots
+from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.quantised import Tile
 
 ROPE = RopeSpec(10000.0, 64)
 LLAMA3 = RopeSpec(500000.0, 48, "llama3", 8.0, 1.0, 4.0, 64)  # 16 of 64 channels stay unrotated
 
 SOME = (((8, 3), (4, 4), (2, 5), (1, 11)), ((8, 7), (2, 21)))  # no run is whole bytes
 MANY = (((8, 40), (4, 150), (2, 200)), ((4, 140), (1, 70)))  # loops over blocks
+
+
+KIVI = (Tile(32, 1), Tile(1, 32))
 
 
 def run(op, *args, **options):
@@ -35,6 +43,11 @@ def run(op, *args, **options):
         Case(runs=SOME, lengths=(0, 1, 63, 64, 65, 300)),
         Case(runs=MANY, J=1, Jv=1, N=24, lengths=(300, 130), dtype="bfloat16"),  # more rows than a program has
         slow(Case(runs=(SOME[1], SOME[0]), T=3, causal=True, window=70, lengths=(1, 2, 101, 300), S=600, N=8)),
+        Case(bits=2, tiles=KIVI, rank_k=40, rank_v=128, lengths=(0, 1, 33, 128, 161, 300)),
+        slow(Case(bits=4, tiles=KIVI, rank_k=64, rank_v=40, lengths=(0, 127, 129), T=3, causal=True, window=70)),
+        slow(Case(bits=8, tiles=(Tile(1, None), Tile(1, None)), rank_k=64, lengths=(1, 129), dtype="bfloat16")),
+        slow(Case(bits=4, lengths=(0, 129, 300), rank_k=40, rank_v=160, J=1)),  # coefficients
+        slow(Case(bits=2, tiles=(Tile(16, 1), Tile(1, 4)), lengths=(17, 129), rank_v=20)),
         *(slow(Case(rank_k=r, rank_v=r, lengths=(256, 257), dtype="bfloat16")) for r in (16, 32, 48, 64, 96, 128)),
     ],
     ids=str,
@@ -63,3 +76,27 @@ def test_coefficients(case):
 def test_rotary(case):
     x = make(case)
     check(run(rotary_coefficient_attention, x.q, x.tokens, x.basis, **x.options), x.oracle, case.dtype)
+
+
+@pytest.mark.parametrize("bits", [None, 4, pytest.param(2, marks=pytest.mark.slow)])
+def test_heads_of_unequal_budgets(bits):
+    """Head after head in one buffer, with two slots that changed hands, or with tiles that begin with each head."""
+    x = make_owned(bits=bits)
+    check(run(coefficient_attention, x.q, x.tokens, **x.options), x.oracle)
+
+
+def test_a_part_of_a_buffer_is_read_where_it_lies():
+    """Slots 100 to 260, their positions counted from there; no slice of them is an array."""
+    x = make(Case(S=300, lengths=(300, 130), rank_k=64, rank_v=64, gaps=(0, 100), jumps=(0, 0), poison=False))
+    part = CachedTokens(*(Slots(y, 100, 260) for y in x.tokens[:2]), jnp.asarray([160, 30]), x.tokens.positions)
+    alone = part._replace(keys=x.tokens.keys[:, :, 100:260], values=x.tokens.values[:, :, 100:260])
+    found = coefficient_attention(x.q, part, backend="triton", **x.options)
+    wanted = coefficient_attention(x.q, alone, backend="triton", **x.options)
+    np.testing.assert_allclose(found.out, wanted.out, atol=1e-6)
+    np.testing.assert_allclose(found.lse, wanted.lse, atol=1e-6)
+
+    def program(keys, values):
+        tokens = part._replace(keys=Slots(keys, 100, 260), values=Slots(values, 100, 260))
+        return coefficient_attention(x.q, tokens, backend="triton", **x.options)
+
+    assert "2,160,64" not in str(jax.make_jaxpr(program)(*x.tokens[:2]))

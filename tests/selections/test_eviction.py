@@ -244,7 +244,7 @@ def test_compose_and_plus_are_the_same():
     ("snapkv:pool=median", "pool='median': allowed are avg, max, none"),
     ("snapkv:recent=0", "the observation window is empty"),
     ("snapkv:group=never", "group='never'"),
-    ("snapkv:decoding=drop", "decoding='drop': allowed are evict, keep"),
+    ("snapkv:decoding=drop", "decoding='drop': allowed are evict, keep, code"),
     ("snapkv:kernel=0", "kernel=0"),
     ("snapkv:decay=2.0", "decay=2.0"),
     ("snapkv:positions=none", "positions='none'"),

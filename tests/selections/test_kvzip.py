@@ -127,7 +127,7 @@ def test_it_composes_and_forks_from_one_prefill():
     "spec, said",
     [
         ("kvzip:allocation=official", "allocation='official': allowed are kvpress, uniform"),
-        ("kvzip:decoding=evict", "decoding='evict': must be 'keep'"),
+        ("kvzip:decoding=evict", "decoding='evict': allowed are keep, code"),
         ("kvzip:layers=global", "layers='global': allowed are calibrated, uniform"),
         ("kvzip:budget_bytes=90000", "budget_bytes=90000: give layers=uniform"),
     ],

@@ -24,10 +24,10 @@ def tokens(method, params, mesh):
 
 
 def main():
-    mesh = make_mesh("data=2,model=4")
     plain = model(CONFIG).params
-    sharded = jax.device_put(plain, param_shardings(CONFIG, mesh))
-    for spec in ("full", "xkv:sinks=4,recent=8", "kivi:sinks=4,recent=8"):
+    heads, slots = make_mesh("data=2,model=4"), make_mesh("data=2,tokens=4")
+    for spec, mesh in (("full", heads), ("xkv:sinks=4,recent=8", heads), ("kivi:sinks=4,recent=8", heads), ("full", slots)):
+        sharded = jax.device_put(plain, param_shardings(CONFIG, mesh))
         method = parse_method(spec)
         assert tokens(method, plain, None) == tokens(method, sharded, mesh), spec
         print(method.name, flush=True)

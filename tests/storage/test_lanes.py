@@ -15,7 +15,7 @@ from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.models.decoder import init_params
 from lowrank_kv_jax.saving.saved_cache import abstract_cache
 from lowrank_kv_jax.storage.block_reads import slice_block
-from lowrank_kv_jax.storage.lanes import LANES, ExactOnLanes, QuantisedOnLanes, TokensOnLanes, WaterFilledOnLanes
+from lowrank_kv_jax.storage.lanes import LANES, EndsOnLanes, QuantisedOnLanes, TokensOnLanes, WaterFilledOnLanes
 from lowrank_kv_jax.storage.quantised import QuantisedTokens
 from lowrank_kv_jax.storage.state import walk
 
@@ -55,7 +55,7 @@ def test_there_and_back_is_the_same_cache_and_lanes_are_what_they_say():
     assert lanes.layout.tokens == "lanes" and isinstance(lanes.groups[0].store.tokens.k, TokensOnLanes)
     rows, held = cache.groups[0].store.tokens.k, lanes.groups[0].store.tokens.k
     np.testing.assert_array_equal(held.on_lanes[..., : rows.shape[2]], np.swapaxes(rows, 2, 3))
-    assert held.shape == rows.shape and held.on_lanes.shape[3] % LANES == 0 and isinstance(lanes.groups[0].ends[0].k, ExactOnLanes)
+    assert held.shape == rows.shape and held.on_lanes.shape[3] % LANES == 0 and isinstance(lanes.groups[0].ends[0].k, EndsOnLanes)
     back = with_token_layout(lanes, "rows")
     chex.assert_trees_all_equal_structs(back, cache)
     for name, value in leaves(cache).items():

@@ -42,35 +42,31 @@ def precision_errors(
     """Evict the tokens of texts, one after the other and a block at a time, from every layer.
 
     Args:
-        windows: int32 `[n, S]`, read again from the first where they are too few; the last `QUERIES` tokens of each one
-            that is measured behind attend to what was evicted.
+        windows: int32 `[n, S]`, evicted again from the first where they are too few; the last `QUERIES` tokens of each
+            one that is measured behind attend to what was evicted.
         evictions: when to measure; in whole windows, the next one that is not before.
         order: of the moments, see `summaries.moments.ORDERS`.
     """
-    config = model.config
-    held: list[dict[str, moment_summary.EvictedMoments]] = [
-        {dtype: moment_summary.empty_moments(1, config.kv_heads, config.head_dim, order, jnp.dtype(dtype))
-         for dtype in ("float32", *dtypes)} for _ in range(config.num_layers)
-    ]
-    length, found = windows.shape[1] // DEFAULT_BLOCK * DEFAULT_BLOCK, []
+    config, length = model.config, windows.shape[1] // DEFAULT_BLOCK * DEFAULT_BLOCK
     due = sorted({-(-count // length) for count in evictions})
+    read = windows[: due[-1], :length]
+    errors: dict[tuple[int, str], list[tuple[float, float]]] = {(number, dtype): [] for number in due for dtype in dtypes}
     with ProgressBar("evicting", due[-1] * config.num_layers, progress) as bar:
-        for number in range(1, due[-1] + 1):
-            window = windows[(number - 1) % len(windows)]
-            errors: dict[str, list[tuple[float, float]]] = {dtype: [] for dtype in dtypes}
-            for layer, taps in enumerate(iterate_taps(config, model.params, window[None, :length])):
-                for dtype, own in held[layer].items():
-                    held[layer][dtype] = _evict(own, taps.k, taps.v)
+        for taps in iterate_taps(config, model.params, read):
+            held: dict[str, moment_summary.EvictedMoments] = {
+                dtype: moment_summary.empty_moments(1, config.kv_heads, config.head_dim, order, jnp.dtype(dtype))
+                for dtype in ("float32", *dtypes)}
+            for number in range(1, due[-1] + 1):
+                at = (number - 1) % len(read)
+                q, k, v = (x[at : at + 1] for x in (taps.q, taps.k, taps.v))
+                held = {dtype: _evict(own, k, v) for dtype, own in held.items()}
                 bar.advance()
                 if number in due:
-                    parts = {dtype: _partial(own, taps.q[:, -QUERIES:], config.attention.scale)
-                             for dtype, own in held[layer].items()}
+                    parts = {dtype: _partial(own, q[:, -QUERIES:], config.attention.scale) for dtype, own in held.items()}
                     for dtype in dtypes:
-                        errors[dtype].append(_between(parts[dtype], parts["float32"]))
-            if number in due:
-                found += [PrecisionError(dtype, order, number * length, *map(float, np.mean(own, axis=0)))
-                          for dtype, own in errors.items()]
-    return found
+                        errors[number, dtype].append(_between(parts[dtype], parts["float32"]))
+    return [PrecisionError(dtype, order, number * length, *map(float, np.mean(own, axis=0)))
+            for (number, dtype), own in errors.items()]
 
 
 @jax.jit

@@ -11,7 +11,7 @@ from lowrank_kv_jax.evals.asking.few_at_a_time import few_at_a_time
 from lowrank_kv_jax.evals.asking.methods import parse_methods
 from lowrank_kv_jax.evals.needle.grid import evaluate_needles
 from lowrank_kv_jax.evals.perplexity.run import evaluate_perplexity, total_perplexity
-from lowrank_kv_jax.evals.studies.eviction.error import LayerError, average, eviction_errors, mean_error
+from lowrank_kv_jax.evals.studies.eviction.error import LayerError, eviction_errors, mean_error
 from lowrank_kv_jax.evals.studies.eviction.precision import PrecisionError, precision_errors
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, make_layout
 from lowrank_kv_jax.method.accounting import cache_bytes
@@ -69,13 +69,13 @@ def error_specs(budgets: Sequence[int]) -> list[str]:
         f"momentkv:budget={budget},order=gaussian,prefill=literal")]
 
 
-def error_table(model: Any, settings: Settings) -> list[LayerError]:
-    """Errors of each layer at every budget, means over `windows` texts."""
+def errors_by_text(model: Any, settings: Settings) -> list[list[LayerError]]:
+    """Errors of each layer at every budget, for each of `windows` texts; `error.average` takes their means."""
     corpus = load_corpus(settings.text)
     texts = token_windows(
         model.tokenizer, corpus.texts, settings.length + DEFAULT_BLOCK, settings.windows, settings.seed)
     methods = parse_methods(error_specs(settings.budgets))
-    return average([eviction_errors(model, methods, np.asarray(text), DEFAULT_BLOCK) for text in texts])
+    return [eviction_errors(model, methods, np.asarray(text), DEFAULT_BLOCK) for text in texts]
 
 
 def precision_table(

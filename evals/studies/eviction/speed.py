@@ -19,6 +19,13 @@ from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.saving.saved_cache import abstract_cache
 
 
+def timed_specs(budget: int) -> list[str]:
+    """The full cache, plain selection, and MomentKV without its moments and with those of each order."""
+    momentkv = f"momentkv:budget={budget}"
+    return ["full", f"snapkv:budget={budget}", momentkv,
+            *(f"{momentkv},{part}" for part in ("mi=false,nc=false", "order=0", "order=gaussian"))]
+
+
 @dataclasses.dataclass(frozen=True)
 class Speed:
     """One method after one prompt, medians over rounds in which all methods alternate.
@@ -27,12 +34,15 @@ class Speed:
         spec: the method.
         step_ms: of a decode step of the whole model, refreshes included.
         attention_ms: of attending with one query in every layer, the model left out.
+        least_ms, attention_least_ms: the same of the fastest round.
         cache_bytes, predicted_bytes: of the leaves that exist, and as `eval_shape` foretells them.
     """
 
     spec: str
     step_ms: float
     attention_ms: float
+    least_ms: float
+    attention_least_ms: float
     cache_bytes: int
     predicted_bytes: int
 
@@ -71,6 +81,7 @@ def eviction_speed(
                           AttentionContender.STEPS, rounds)
     return [
         Speed(spec, 1e3 / decoding[spec].decode_tokens_per_s, 1e3 / attention[spec].decode_tokens_per_s,
+              *(1e3 * min(times[spec].decode) / times[spec].steps for times in (decoding, attention)),
               cache_bytes(ready[spec][0]).total, cache_bytes(abstract_cache(method, layout)).total)
         for spec, method in methods.items()
     ]

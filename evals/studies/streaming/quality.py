@@ -187,7 +187,7 @@ def with_prefill(specs: Sequence[str], prefill: str) -> list[str]:
 
 def opponents(rows: Mapping[str, Score]) -> list[tuple[str, str, str]]:
     """What is compared with what, and why: a learning method with Palu at the same ranks and at the same bytes (to 1%),
-    Palu's ranks by Fisher information with uniform ones."""
+    Palu's ranks by Fisher information with uniform ones; prompts attend to the same in both."""
     methods = parse_methods(list(rows))
     palus = {spec: method for spec, method in methods.items()
              if method.projects and not method.adapts}
@@ -201,7 +201,7 @@ def opponents(rows: Mapping[str, Score]) -> list[tuple[str, str, str]]:
 
 
 def _why(method: Part, palu: GroupedProjections, bytes_ratio: float) -> str | None:
-    if not method.projects or method.head_group != palu.head_group:
+    if not method.projects or (method.head_group, method.prefill) != (palu.head_group, palu.prefill):
         return None
     sizes = [(m.rank, m.rank_k, m.rank_v, m.energy, m.bits) for m in (method, palu)]
     if not method.adapts:

@@ -17,7 +17,7 @@ from lowrank_kv_jax.cli import main, options
 from lowrank_kv_jax.evals.results.records import read_records
 from lowrank_kv_jax.evals.studies.eviction import run as eviction
 from lowrank_kv_jax.evals.studies.eviction import tasks
-from lowrank_kv_jax.evals.studies.eviction.error import eviction_errors
+from lowrank_kv_jax.evals.studies.eviction.error import average, eviction_errors
 from lowrank_kv_jax.evals.studies.eviction.speed import eviction_speed
 from lowrank_kv_jax.generation.forward import embed_tokens, layer_prefill, make_layout
 from lowrank_kv_jax.method.accounting import cache_bytes
@@ -85,7 +85,7 @@ def test_means_are_taken_over_texts_and_layers():
     spec = "h2o:budget=24+moments:order=gaussian"
     texts = [np.asarray(prompts(rows=1, length=104, seed=seed)[0]) for seed in range(2)]
     each = [eviction_errors(Loaded(), {spec: parse_method(spec)}, text, 8) for text in texts]
-    mean = eviction.means(eviction.average(each))[spec]
+    mean = eviction.means(average(each))[spec]
     assert mean.error == pytest.approx((each[0][0].error + each[1][0].error) / 2) and each[0][0].error != each[1][0].error
     assert mean.corrected["0"] == pytest.approx(np.mean([rows[0].corrected["0"] for rows in each]))
 

@@ -18,8 +18,9 @@ from lowrank_kv_jax.evals.studies.streaming.distributions import (
 )
 from lowrank_kv_jax.evals.studies.streaming.hyperparameters import Grid, grid_specs, printed_base, spreads
 from lowrank_kv_jax.evals.studies.streaming.learned_layers import of_sides
+from lowrank_kv_jax.evals.studies.streaming.learning_cost import prompt_costs
 from lowrank_kv_jax.evals.studies.streaming.paired_gain import paired_gain
-from lowrank_kv_jax.evals.studies.streaming.quality import Score, ablation_specs, with_prefill
+from lowrank_kv_jax.evals.studies.streaming.quality import Score, ablation_specs, opponents, with_prefill
 from lowrank_kv_jax.evals.studies.streaming.reconstruction import means, reconstruction
 from lowrank_kv_jax.evals.studies.streaming.speed import end_to_end, prefill_specs
 from lowrank_kv_jax.methods.parse import parse_method
@@ -129,6 +130,15 @@ def test_ablations_may_attend_through_the_projections():
     assert {method.attends_codes for method in parse_methods(exact).values()} == {False}
 
 
+def test_methods_are_compared_where_prompts_attend_alike():
+    specs = ["palu:rank=0.5", "palu:rank=0.5,rank_by=fisher-roots", "streamingkv:rank=0.5"]
+    rows = {spec: Score(spec, {}, {}, {}, {}, 1.0) for spec in ["full", *specs, *with_prefill(specs, "compressed")]}
+    found = opponents(rows)
+    assert [why for *_, why in found] == ["uniform ranks", "the same ranks"] * 2
+    assert [(spec, over) for spec, over, _ in found[2:]] == [
+        (f"{spec},prefill=compressed", f"{over},prefill=compressed") for spec, over, _ in found[:2]]
+
+
 def test_prefill_and_decoding_are_timed_apart():
     specs = ["full", *prefill_specs(0.5)[-2:]]
     rows = end_to_end(model(), specs, 40, steps=4, rounds=2)
@@ -138,6 +148,23 @@ def test_prefill_and_decoding_are_timed_apart():
         assert min(*row.prefill, *row.decode) > 0 and (row.length, row.steps) == (40, 4)
     with pytest.raises(ValueError, match="length=512: with 32 decoded tokens more than the context of 512"):
         end_to_end(model(), ["full"], 512)
+
+
+def test_learning_costs_the_products_of_its_rule():
+    """Of 48 tokens of 32 channels on two sides: a second moment, and in ten steps its and its deflation's products with
+    eight columns; the rest is small."""
+    still, moving = prompt_costs(model(), ["streamingkv:rank=0.5,eta=0,alpha=0.5", "streamingkv:rank=0.5,alpha=0.5"], 48, 2)
+    for part in ("flops", "bytes"):
+        assert getattr(still.attending, part) == getattr(moving.attending, part) > 0
+        assert getattr(moving.coding, part) > getattr(still.coding, part)
+    products = 2 * (2 * 48 * 32**2 + 10 * 2 * 2 * 32**2 * 8)
+    for more in ((moving.flops - still.flops) / PLAIN.num_layers, moving.coding.flops - still.coding.flops):
+        assert products < more < 1.5 * products
+    assert still.attending_s == moving.attending_s > 0 and moving.seconds > 3 * moving.coding_s > 0
+    with pytest.raises(ValueError, match="length=513: more than the context of 512"):
+        prompt_costs(model(), ["full"], 513)
+    with pytest.raises(ValueError, match="xkv: its layers are coded together"):
+        prompt_costs(model(), ["xkv"], 48)
 
 
 def test_gains_come_with_intervals_and_effect_sizes():

@@ -48,6 +48,12 @@ def test_prompts_and_answers_are_timed(tiny, tmp_path, capsys):
         ("prefill-and-decode", "full", 1), ("prefill-and-decode", OWN[0], 1)]
 
 
+def test_what_learning_adds_is_printed(tiny, tmp_path, capsys):
+    (found,) = streaming(tmp_path, "--studies", "learning", "--timed-length", "40", "--rounds", "1", "--methods", OWN[0])
+    assert "a prompt of 40 tokens" in capsys.readouterr().out
+    assert (found["task"], found["method"]) == ("learning", OWN[0]) and found["flops"] > found["coding"][0] > 0
+
+
 def test_the_spread_is_of_the_grid_that_was_given(tiny, tmp_path, capsys, monkeypatch):
     asked = []
 

@@ -1,0 +1,110 @@
+"""Decode attention over tokens in 2, 4 or 8 bits for GPUs: a Pallas kernel in its Triton dialect.
+
+As the kernel of `gpu_triton`, whose programs and splits it has; codes are widened in registers with the scales of their
+tiles. Tiles of heads behind each other begin with each head, and so do the steps of a program.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, tiled_grid
+from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
+    add_values,
+    dot,
+    head_spec,
+    load_ranges,
+    online_softmax,
+    row_limits,
+    row_spec,
+    split_range,
+    start_carry,
+    write_partial,
+)
+from lowrank_kv_jax.pallas_kernels.gpu_tiled import Form, Tiled, numbers, tile_for, tiled
+from lowrank_kv_jax.pallas_kernels.owned_slots import numbers as numbers_of_heads
+from lowrank_kv_jax.pallas_kernels.packing import LOG2_E, merge_splits, pack, power_of_two, unpack
+
+HEAD = 6  # of `row_limits`: the span, the head that is read, its first slot, its first tiles of keys and of values
+
+
+def attend_slots(
+    q, tokens, begin, end, *, scale: float, size: int, interpret: bool, owner: jax.Array | None = None
+) -> AttnPartial:
+    """As `gpu_triton.attend_slots`."""
+    keys, values = (tiled(getattr(tokens, name), name) for name in ("keys", "values"))
+    packed = pack(q, max(keys.codes.shape[1], values.codes.shape[1]), begin, end)
+    batch, heads, rows, _ = packed.q.shape
+    tile = tile_for(power_of_two(rows, 16), keys.form, values.form)
+    grid = tiled_grid(rows, batch * heads, size, tile, sum(x.codes.shape[-1] for x in (keys, values)))
+    limits = row_limits(_head(packed.span, keys, values, owner), packed)
+    query = jnp.pad(keys.form.spread(packed.q), ((0, 0), (0, 0), (0, grid.rows - rows), (0, 0)))
+    of_heads = (*([] if owner is None else [owner]), query, *keys.arrays(), *values.arrays())
+    shape, width = (batch, heads, grid.splits, rows), sum(size for _, size in values.form.pieces())
+    out, lse = pl.pallas_call(
+        functools.partial(
+            _kernel, grid=grid, scale=scale, keys=keys.form, values=values.form, owned=owner is not None,
+            key_refs=len(keys.arrays()),
+        ),
+        grid=(grid.splits, heads, batch),
+        in_specs=[row_spec(limits), *(head_spec(x, batch, heads) for x in of_heads)],
+        out_specs=[
+            pl.BlockSpec((None, None, None, rows, width), lambda s, h, b: (b, h, s, 0, 0)),
+            pl.BlockSpec((None, None, None, rows), lambda s, h, b: (b, h, s, 0)),
+        ],
+        out_shape=[jax.ShapeDtypeStruct((*shape, width), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)],
+        compiler_params=plgpu.CompilerParams(num_warps=grid.warps, num_stages=grid.stages),
+        interpret=interpret,
+        name="coefficient_attention",
+    )(limits, *of_heads)
+    part = merge_splits(out, lse)
+    return unpack(AttnPartial(values.form.collected(part.out), part.lse), q.shape[1])
+
+
+def _head(span: jax.Array, keys: Tiled, values: Tiled, owner: jax.Array | None) -> jax.Array:
+    """int32 `[B, HEAD]`."""
+    rows = span.shape[0]
+    number = jnp.zeros((rows, 1), jnp.int32) if owner is None else numbers_of_heads(rows, owner)
+    (start, key_tile), (other, value_tile) = (x.first_tiles(rows) for x in (keys, values))
+    return jnp.concatenate([span, number, start if values.starts is None else other, key_tile, value_tile], axis=1)
+
+
+def _kernel(
+    limits_ref, *refs, grid: Grid, scale: float, keys: Form, values: Form, owned: bool, key_refs: int
+):
+    (owner_ref, *refs) = refs if owned else (None, *refs)
+    q_ref, *stored, out_ref, lse_ref = refs
+    k_refs, v_refs = stored[:key_refs], stored[key_refs:]
+    begin, end = load_ranges(limits_ref, grid.rows, lse_ref.shape[0])
+    queries = [plgpu.load(q_ref.at[:, pl.ds(*piece)]) for piece in keys.pieces()]
+    low, high, number, origin, *tiles = (limits_ref[i] for i in range(HEAD))
+    first = (low - origin) // grid.tile
+    start, stop = split_range(pl.cdiv(high - origin, grid.tile) - first, grid)
+
+    def body(step, carry):
+        top, total, accs = carry
+        place = (first + step) * grid.tile
+        at = origin + place
+        slots = at + jnp.arange(grid.tile)
+        inside = slots < high
+
+        def read(refs, form: Form, tile):
+            return numbers(refs, form, at, tile + place // form.tokens, inside)
+
+        logits = jnp.zeros((grid.rows, grid.tile), jnp.float32)
+        for q, own in zip(queries, read(k_refs, keys, tiles[0]), strict=True):
+            logits += dot(q, own.astype(q.dtype).T)
+        visible = (slots[None] >= begin[:, None]) & (slots[None] < end[:, None])
+        if owner_ref is not None:
+            owner = plgpu.load(owner_ref.at[pl.ds(at, grid.tile)], mask=inside, other=-1)
+            visible &= (owner.astype(jnp.int32) == number)[None]
+        weights, shrink, top, total = online_softmax(logits * (scale * LOG2_E), visible, top, total)
+        pieces = read(v_refs, values, tiles[1])
+        return top, total, add_values(weights.astype(q_ref.dtype), shrink, accs, values.pieces(), pieces, None)
+
+    top, total, accs = jax.lax.fori_loop(start, stop, body, start_carry(grid.rows, values.pieces()))
+    write_partial(out_ref, lse_ref, grid.rows, accs, values.pieces(), top, total)

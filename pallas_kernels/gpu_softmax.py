@@ -1,0 +1,104 @@
+"""Online softmax on a GPU: what the Triton kernels share to load blocks of tokens, weigh them and write a partial."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid
+from lowrank_kv_jax.pallas_kernels.packing import EMPTY, LOG2_E, Packed
+
+
+def row_limits(head: jax.Array, packed: Packed) -> jax.Array:
+    """int32 `[B, n + 2 M]`: `head` `[B, n]` and the slot ranges of a row, one array because each costs a launch."""
+    return jnp.concatenate([head, packed.begin, packed.end], axis=1)
+
+
+def row_spec(x: jax.Array) -> pl.BlockSpec:
+    """A batch row of `x` `[B, ..]`."""
+    return pl.BlockSpec((None, *x.shape[1:]), lambda s, h, b: (b, *(0,) * (x.ndim - 1)))
+
+
+def head_spec(x: jax.Array, rows: int, heads: int) -> pl.BlockSpec:
+    """The row and head of `x` `[B', J, ..]` that serve row `b` of `rows` and head `h` of `heads`."""
+    share, shared = rows // x.shape[0], heads // x.shape[1]
+    rest = (0,) * (x.ndim - 2)
+    return pl.BlockSpec((None, None, *x.shape[2:]), lambda s, h, b: (b // share, h // shared, *rest))
+
+
+def split_range(tiles, grid: Grid):
+    """This program's share of `tiles`: those that are valid, not those of the buffer, are shared out."""
+    each = jnp.maximum(pl.cdiv(tiles, grid.splits), min(2, grid.splits))
+    start = pl.program_id(0) * each
+    return start, jnp.minimum(start + each, tiles)
+
+
+def load_ranges(limits_ref, rows: int, there: int):
+    """begin and end `[rows]` of `row_limits` for `there` query rows; those beyond see nothing."""
+    at, last = jnp.arange(rows), limits_ref.shape[0]
+    begins = (last - 2 * there, last - there)
+    return tuple(plgpu.load(limits_ref.at[first + at], mask=at < there, other=0) for first in begins)
+
+
+def load_block(ref, start, rows, piece: tuple[int, int]):
+    """Some columns of n rows of `ref` `[.., R]` from row `start`; zeros where not `rows` `[n]`, and beyond R."""
+    return plgpu.load(_block(ref, start, rows.shape[0], piece), mask=_inside(rows, piece, ref.shape[-1]), other=0)
+
+
+def _block(ref, start, n: int, piece: tuple[int, int]):
+    """Where a block lies. Slices that are known to leave the array are refused: lists of indices are not."""
+    c, w = piece
+    if c + w <= ref.shape[1] and not (isinstance(start, int) and start + n > ref.shape[0]):
+        return ref.at[pl.ds(start, n), pl.ds(c, w)]
+    rows, cols = (start + jnp.arange(n))[:, None], (c + jnp.arange(w))[None]
+    return ref.at[jnp.broadcast_to(rows, (n, w)), jnp.broadcast_to(cols, (n, w))]
+
+
+def _inside(rows, piece: tuple[int, int], width: int):
+    mask = rows[:, None]
+    if sum(piece) > width:
+        mask = mask & (piece[0] + jnp.arange(piece[1]) < width)[None]
+    return mask
+
+
+def online_softmax(logits, visible, top, total):
+    """One tile into the running maximum and sum (base 2): weights, and the factor that shrinks what is there."""
+    logits = jnp.where(visible, logits, EMPTY)
+    new_top = jnp.maximum(top, jnp.max(logits, axis=1))
+    weights = jnp.where(visible, jnp.exp2(logits - new_top[:, None]), 0.0)
+    shrink = jnp.exp2(top - new_top)
+    return weights, shrink, new_top, total * shrink + jnp.sum(weights, axis=1)
+
+
+def add_values(weights, shrink, accs, pieces, values, scale):
+    """Weighted values of a tile, which come piece by piece of their columns; `scale` (or None) gives that of a piece."""
+    out = []
+    for acc, piece, own in zip(accs, pieces, values, strict=True):
+        added = dot(weights, own.astype(weights.dtype))
+        out.append(acc * shrink[:, None] + (added if scale is None else added * scale(piece)))
+    return tuple(out)
+
+
+def dot(a, b):
+    """Product in float32; operands in float32 are multiplied as such, not as TF32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.dot(a, b, preferred_element_type=jnp.float32, precision=precision)
+
+
+def write_partial(out_ref, lse_ref, rows: int, accs, pieces, top, total) -> None:
+    """Store a split's partial; rows that saw nothing get (0, `EMPTY`)."""
+    row = jnp.arange(rows)
+    inside = row < lse_ref.shape[0]
+    empty = total == 0
+    total = jnp.where(empty, 1.0, total)
+    lse = jnp.where(empty, EMPTY, top / LOG2_E + jnp.log(total))
+    plgpu.store(lse_ref.at[row], lse, mask=inside)
+    for acc, piece in zip(accs, pieces, strict=True):
+        at = _block(out_ref, 0, rows, piece)
+        plgpu.store(at, acc / total[:, None], mask=_inside(inside, piece, out_ref.shape[-1]))
+
+
+def start_carry(rows: int, pieces):
+    """Running maximum, sum and outputs of no tokens."""
+    top, total = jnp.full((rows,), EMPTY, jnp.float32), jnp.zeros((rows,), jnp.float32)
+    return top, total, tuple(jnp.zeros((rows, w), jnp.float32) for _, w in pieces)

@@ -1,0 +1,81 @@
+"""Tokens of all heads packed in one buffer, as kernels read them: each head is a row, over its first slot to its last.
+
+Tokens come head after head, so that nothing else is read. Methods that put new tokens where old ones were leave some of
+other heads among them, which a mask hides.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
+from lowrank_kv_jax.pallas_kernels.packing import visible_range
+
+
+class Rows(NamedTuple):
+    """Queries by row, and the slots that they see.
+
+    Attributes:
+        q: `[B, T, N, R]`; of packed tokens `[B * K, T, N / K, R]`, heads of a row behind each other.
+        begin, end: int32 `[B, T]` or `[B * K, T]`.
+        tokens: what they read: of a part of a buffer the whole of it, where the slots count.
+        owner: of packed tokens int8 `[B, 1, S]`, the kv head of each slot, which is the row's number modulo K.
+    """
+
+    q: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    tokens: Any
+    owner: jax.Array | None = None
+
+    def heads_of(self, part: AttnPartial, heads: int) -> AttnPartial:
+        """A partial of the rows as one of `[B, T, N, ..]`, N = `heads`."""
+        if self.owner is None:
+            return part
+
+        def together(x: jax.Array) -> jax.Array:
+            rows, queries, each, *rest = x.shape
+            x = x.reshape(-1, heads // each, queries, each, *rest).swapaxes(1, 2)
+            return x.reshape(x.shape[0], queries, heads, *rest)
+
+        return AttnPartial(together(part.out), together(part.lse))
+
+
+def rows_of(q: jax.Array, tokens: Any, q_positions: jax.Array, causal: bool, window: int | None) -> Rows:
+    """Queries `[B, T, N, R]` as rows.
+
+    Raises:
+        Unsupported: as `visible_range`.
+    """
+    where = tokens.positions
+    owner = getattr(where, "owner", None)
+    if owner is None:
+        begin, end = visible_range(tokens, q_positions, causal, window)
+        before = getattr(tokens.keys, "begin", 0)
+        tokens = tokens._replace(keys=_whole(tokens.keys), values=_whole(tokens.values))
+        return Rows(q, begin + before, end + before, tokens)
+    if causal or window is not None:
+        raise Unsupported("causal or windowed attention over tokens of all heads packed in one buffer")
+    batch, queries, heads, rank = q.shape
+    by_head = q.reshape(batch, queries, where.kv_heads, -1, rank).swapaxes(1, 2)
+    slots = jnp.arange(owner.shape[2], dtype=jnp.int32)
+    mine = (owner == jnp.arange(where.kv_heads)[:, None]) & (slots < tokens.lengths[:, None, None])
+    begin = jnp.min(jnp.where(mine, slots, len(slots)), axis=2)
+    end = jnp.max(jnp.where(mine, slots + 1, 0), axis=2)
+
+    def of_queries(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x.reshape(-1, 1), (batch * where.kv_heads, queries))
+
+    return Rows(by_head.reshape(-1, *by_head.shape[2:]), of_queries(begin), of_queries(end), tokens, owner)
+
+
+def _whole(stored: Any) -> Any:
+    """The buffer of `segments.exact.Slots`; a slice would be a copy."""
+    return getattr(stored, "buffer", stored)
+
+
+def numbers(rows: int, owner: jax.Array) -> jax.Array:
+    """The kv head of each of `rows` rows, int32 `[rows, 1]`."""
+    return (jnp.arange(rows, dtype=jnp.int32) % (rows // owner.shape[0]))[:, None]
