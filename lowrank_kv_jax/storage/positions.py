@@ -26,28 +26,21 @@ class Runs:
         behind = slots[None, None, :] >= self.start[:, :, None]
         return slots[None, :] + jnp.sum(jnp.where(behind, self.jump[:, :, None], 0), axis=1)
 
-    def pieces(self) -> tuple[Int32[jax.Array, "B P"], Int32[jax.Array, "B P"]]:
-        """Runs of consecutive tokens in order: first slots and offsets (position - slot), int32 `[B, P + 1]` each."""
-        start = jnp.maximum(self.start, 0)
-        gap = jnp.arange(start.shape[1])
-        # two gaps are ordered by comparisons, which fuse; a sort would be a program of its own
-        earlier = (start[:, None] < start[:, :, None]) | ((start[:, None] == start[:, :, None]) & (gap < gap[:, None]))
-        place = jnp.sum(earlier, axis=2)[:, None] == gap[:, None]
-        ordered = jnp.sum(jnp.where(place, start[:, None], 0), axis=2)
-        passed = start[:, None] <= ordered[:, :, None]
-        offset = jnp.sum(jnp.where(passed, self.jump[:, None], 0), axis=2)
-        none = jnp.zeros_like(start[:, :1])
-        return jnp.concatenate([none, ordered], axis=1), jnp.concatenate([none, offset], axis=1)
-
     def slots_through(self, position: Int[jax.Array, "B T"]) -> Int32[jax.Array, "B T"]:
         """How many slots hold a token at or before `position` `[B, T]`: int32 `[B, T]`.
 
-        Positions rise from slot to slot, so these are the first ones.
+        Positions rise from slot to slot, so these are the first ones: one for each position, but for those in gaps.
         """
-        first, offset = self.pieces()
-        end = jnp.concatenate([first[:, 1:], jnp.full_like(first[:, :1], jnp.iinfo(jnp.int32).max)], axis=1)
-        seen = position[:, :, None] + 1 - offset[:, None] - first[:, None]
-        return jnp.sum(jnp.clip(seen, 0, (end - first)[:, None]), axis=2, dtype=jnp.int32)
+        # gap by gap, not along an axis: sums over an axis are programs of their own on a GPU
+        gaps = [(jnp.maximum(self.start[:, p, None], 0), self.jump[:, p, None]) for p in range(self.start.shape[1])]
+        slots = position + 1
+        for p, (start, jump) in enumerate(gaps):
+            first = start  # the first position that is missing
+            for q, (other, before) in enumerate(gaps):
+                earlier = (other < start) | ((other == start) & (q < p))
+                first = first + jnp.where(earlier, before, 0)
+            slots = slots - jnp.clip(position + 1 - first, 0, jump)
+        return jnp.maximum(slots, 0)
 
     def skip(self, run: int, tokens: Int[jax.Array, " B"]) -> "Runs":
         """Widen gap number `run` by `tokens` `[B]`."""
