@@ -26,21 +26,37 @@ class Runs:
         behind = slots[None, None, :] >= self.start[:, :, None]
         return slots[None, :] + jnp.sum(jnp.where(behind, self.jump[:, :, None], 0), axis=1)
 
+    def pieces(self) -> tuple[Int32[jax.Array, "B P"], Int32[jax.Array, "B P"]]:
+        """Runs of consecutive tokens in order: first slots and offsets (position - slot), int32 `[B, P + 1]` each."""
+        first, offset = self._pieces()
+        return jnp.stack(first, axis=1), jnp.stack(offset, axis=1)
+
+    def _pieces(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The same by run, `[B]` each: a sort, or a sum along an axis, would be a program of its own."""
+        start = [jnp.maximum(self.start[:, p], 0) for p in range(self.start.shape[1])]
+        jump, none = [self.jump[:, p] for p in range(len(start))], jnp.zeros_like(start[0])
+
+        def earlier(q: int, p: int) -> jax.Array:
+            return start[q] <= start[p] if q < p else start[q] < start[p]
+
+        places = range(len(start))
+        place = [sum((earlier(q, p).astype(jnp.int32) for q in places if q != p), none) for p in places]
+        ordered = [sum((jnp.where(place[p] == at, start[p], 0) for p in places), none) for at in places]
+        offset = [sum((jnp.where(start[q] <= first, jump[q], 0) for q in places), none) for first in ordered]
+        return [none, *ordered], [none, *offset]
+
     def slots_through(self, position: Int[jax.Array, "B T"]) -> Int32[jax.Array, "B T"]:
         """How many slots hold a token at or before `position` `[B, T]`: int32 `[B, T]`.
 
-        Positions rise from slot to slot, so these are the first ones: one for each position, but for those in gaps.
+        Positions rise from slot to slot, so these are the first ones.
         """
-        # gap by gap, not along an axis: sums over an axis are programs of their own on a GPU
-        gaps = [(jnp.maximum(self.start[:, p, None], 0), self.jump[:, p, None]) for p in range(self.start.shape[1])]
-        slots = position + 1
-        for p, (start, jump) in enumerate(gaps):
-            first = start  # the first position that is missing
-            for q, (other, before) in enumerate(gaps):
-                earlier = (other < start) | ((other == start) & (q < p))
-                first = first + jnp.where(earlier, before, 0)
-            slots = slots - jnp.clip(position + 1 - first, 0, jump)
-        return jnp.maximum(slots, 0)
+        first, offset = self._pieces()
+        sizes = [end - begin for begin, end in zip(first, [*first[1:], jnp.iinfo(jnp.int32).max], strict=True)]
+        seen = (
+            jnp.clip(position + 1 - (begin + ahead)[:, None], 0, size[:, None])
+            for begin, ahead, size in zip(first, offset, sizes, strict=True)
+        )
+        return sum(seen, jnp.zeros_like(position))
 
     def skip(self, run: int, tokens: Int[jax.Array, " B"]) -> "Runs":
         """Widen gap number `run` by `tokens` `[B]`."""
