@@ -84,8 +84,8 @@ def layer_extend(config, method, layout, place, layer, bases, state, x, position
 def _enough_rows(x: jax.Array) -> jax.Array:
     """The residual stream `[B, T, H]`; on a GPU its rows repeated where they are too few.
 
-    There XLA makes one program of a norm, and one of several products of one factor, if it has several rows. Of the
-    products of a single row it stores each number, in 16 bits, before it adds them. The barrier hides that rows are alike.
+    There XLA makes one program of a norm, and one of several products of one factor, where it has several rows. Of the
+    product of a single one it stores each summand, in 16 bits, before it adds them. A barrier hides that rows are alike.
     """
     tokens = x.shape[0] * x.shape[1]
     if tokens >= LEAST_ROWS or not on_gpu():

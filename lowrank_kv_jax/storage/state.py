@@ -154,7 +154,7 @@ def write_tokens(
 def _write_one(buffer: jax.Array, new: jax.Array, start: jax.Array, counts: jax.Array) -> jax.Array:
     """A token `[B, J, R]` written head by head, or dropped: on a GPU one program, which reads nothing of the buffer."""
     at = jnp.where((counts > 0) & (start >= 0), start, buffer.shape[2])
-    at = jnp.broadcast_to(at[:, None], new.shape[:2])  # a single slot of all heads would be read, changed and written back
+    at = jnp.broadcast_to(at[:, None], new.shape[:2])  # one slot for all heads would be read first
 
     def head(buf, fresh, slot):
         return buf.at[slot].set(fresh, mode="drop", unique_indices=True)
