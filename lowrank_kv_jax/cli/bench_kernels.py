@@ -192,7 +192,7 @@ def _print_programs(target: str, results) -> None:
         rows.append((result.name, f"{f['temporaries'] / 2**20:.1f}", f"{f['moved']}", f"{f['collective']}",
                      str(f["loops"]), str(f["kernels"]), *_attention_columns(f), f"{f['seconds']:.1f}", notes))
     heads = ("program", "temporaries, MiB", "moved", "exchanged", "loops", "kernels", "spilled, B", "shared, KiB",
-             "copies, B", "waits", "in flight, KiB", "compiled, s", "notes")
+             "copies, B", "waits", "in flight, KiB", "CPU-s", "notes")
     print_table(f"{target}: programs of Llama 3.1 8B", heads, rows, texts=("program", "notes"))
     print("moved: elements of the largest array of tokens that is copied as a whole; exchanged: of the largest that "
           "devices exchange; kernels: what the device is given to run, one after the other; spilled to in flight: of the "
