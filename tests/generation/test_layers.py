@@ -13,6 +13,7 @@ from lowrank_kv_jax.method import Place
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.parse import as_method
 from lowrank_kv_jax.models.decoder import init_params
+from lowrank_kv_jax.models.experts_config import ExpertsConfig
 from lowrank_kv_jax.testing.models import PLAIN
 
 METHOD = as_method("full")
@@ -45,3 +46,10 @@ def test_few_rows_are_multiplied_as_several(rows, tokens, monkeypatch):
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert one.shape == other.shape
         np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+def test_experts_are_given_no_more_tokens_than_there_are(monkeypatch):
+    monkeypatch.setattr(layers, "on_gpu", lambda: True)
+    config, x = dataclasses.replace(PLAIN, moe=ExpertsConfig(4, 2, 16, (0,))), jnp.zeros((1, 1, PLAIN.hidden_size))
+    (plain, *_), (routed, *_) = (init_params(each, jax.random.key(0))["layers"] for each in (PLAIN, config))
+    assert len(layers._enough_rows(plain, x)) == layers.LEAST_ROWS and layers._enough_rows(routed, x) is x
