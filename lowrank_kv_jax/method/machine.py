@@ -211,7 +211,10 @@ class Machine(KVMethod):
         if self.selection.adaptive and units == heads and tokens:
             # official allocations round: half a token a head
             return Room(True, 1, layout.whole_slots(heads * (tokens + later) + heads // 2), tokens)
-        return Room(False, units, layout.whole_slots(tokens + later, self.codec.ends(layout, bases.codec).unit), tokens)
+        slots, unit = tokens + later, self.codec.ends(layout, bases.codec).unit
+        if self.selection.decoding == "code":  # whole tiles, which tokens that are appended need
+            slots = -(-slots // unit) * unit
+        return Room(False, units, layout.whole_slots(slots, unit), tokens)
 
     # ---- init ---------------------------------------------------------------------------------------------------
 
