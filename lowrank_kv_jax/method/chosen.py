@@ -33,7 +33,7 @@ def compress(machine, layout, bases, state, taps, lengths):
     slots = jnp.arange(votes.shape[2], dtype=jnp.int32)
     middle = (slots >= ends.sinks) & (slots < lengths[:, None] - ends.recent)
     if state.near_votes is not None:
-        state = dataclasses.replace(state, near_votes=voting.of_prompt(state.near_votes, exact[0], votes))
+        state = dataclasses.replace(state, near_votes=voting.of_prompt(exact[0], votes))
     stays = jnp.zeros(votes.shape, bool)
     if state.store is not None:
         state, stays = _select_prompt(machine, layout, bases, state, taps, lengths, votes, middle)

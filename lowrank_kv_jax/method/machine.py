@@ -393,8 +393,7 @@ class Machine(KVMethod):
         full = jnp.any(state.ends[0].length >= ends.sinks + ends.recent + ends.wait)
         return jax.lax.cond(full, lambda s: in_order.refresh(self, layout, bases, s), lambda s: s, state)
 
-    # ---- the choice ---------------------------------------------------------------------------------------------
+    # ---- faults -------------------------------------------------------------------------------------------------
 
     def fault(self, groups):
         return self.codec.fault(tuple(group.store for group in groups))
-

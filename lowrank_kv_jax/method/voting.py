@@ -15,9 +15,9 @@ from lowrank_kv_jax.storage.over_tokens import on_each, own_segments
 from lowrank_kv_jax.storage.state import take_tokens
 
 
-def of_prompt(empty: jax.Array, exact: exact_tokens.Exact, votes: jax.Array) -> jax.Array:
+def of_prompt(exact: exact_tokens.Exact, votes: jax.Array) -> jax.Array:
     """Scores `[B, K, E]` of the exact tokens from those of the prompt `[B, K, S]`."""
-    slots = jnp.arange(empty.shape[2])
+    slots = jnp.arange(exact.k.shape[2])
     at = jnp.clip(exact.positions.at(slots), 0, votes.shape[2] - 1)
     there = slots[None] < exact.length[:, None]
     return jnp.where(there[:, None], jnp.take_along_axis(votes, at[:, None], axis=2), 0.0)
