@@ -8,11 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowrank_kv_jax.attention.partial import AttnPartial, merge
+from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.storage.fixed_point import fixed_point
 from lowrank_kv_jax.storage.state import walk
 from lowrank_kv_jax.summaries import moments
 from lowrank_kv_jax.summaries.component import Summary
 from lowrank_kv_jax.summaries.moments import affine_model, combine, empty_moments
+from lowrank_kv_jax.testing import PROMISES
 
 in_16_bits = jax.jit(fixed_point)
 update, partial = jax.jit(moments.update), jax.jit(moments.partial, static_argnums=2)
@@ -187,6 +189,12 @@ def test_covariances_in_int16_take_16_bits_and_an_exponent_a_row():
     sizes = [sum(x.nbytes for _, x, _ in walk(own)) for own in (held, wide)]
     assert sizes[1] - sizes[0] == 2 * K * (2 * D * D - D)
     assert {info.kind for _, _, info in walk(held)} == {"moments"}
+
+
+@pytest.mark.slow
+def test_a_cache_with_covariances_in_int16_keeps_every_promise():
+    for promise in PROMISES:
+        promise(parse_method("momentkv:budget=24,recent=8,moments_dtype=int16"))
 
 
 @given(st.integers(0, 99), st.floats(-30, 30))
