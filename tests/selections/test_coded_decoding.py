@@ -133,7 +133,7 @@ def two_blocks(spec):
 
 @pytest.mark.parametrize("spec", [
     "kivi:bits=4+snapkv:keep=0.5,recent=8,decoding=code",  # tiles of tokens that share a scale
-    "transform:bits=2,sinks=4,recent=8+h2o:keep=0.5,recent=8,decoding=code",
+    pytest.param("transform:bits=2,sinks=4,recent=8+h2o:keep=0.5,recent=8,decoding=code", marks=pytest.mark.slow),
     pytest.param("full+snapkv:keep=0.5,recent=8,decoding=code", marks=pytest.mark.slow),
     pytest.param("static-pca:bits=8+h2o:keep=0.5,recent=8,decoding=code", marks=pytest.mark.slow),
     pytest.param("palu:bits=2.5+h2o:keep=0.5,recent=8,decoding=code", marks=pytest.mark.slow),
