@@ -91,7 +91,7 @@ def combine(a: EvictedMoments, b: EvictedMoments) -> EvictedMoments:
 
     def mean(name: str) -> jax.Array:
         own = getattr(a, name)
-        return _like(own, _float32(own) + share * off[name])
+        return narrow(_float32(own) + share * off[name], own.dtype)
 
     def around(name: str, x: str, y: str) -> jax.Array | FixedPoint | None:
         own, other = getattr(a, name), getattr(b, name)
