@@ -1,5 +1,7 @@
 """Online softmax on a GPU: what the Triton kernels share to load blocks of tokens, weigh them and write a partial."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -24,6 +26,18 @@ def head_spec(x: jax.Array, rows: int, heads: int) -> pl.BlockSpec:
     share, shared = rows // x.shape[0], heads // x.shape[1]
     rest = (0,) * (x.ndim - 2)
     return pl.BlockSpec((None, None, *x.shape[2:]), lambda s, h, b: (b // share, h // shared, *rest))
+
+
+def split_partials(batch: int, heads: int, splits: int, rows: int, width: int) -> dict[str, Any]:
+    """Where programs write their partials, as arguments of `pl.pallas_call`; what `packing.merge_splits` merges."""
+    shapes = (batch, heads, splits, rows, width), (batch, heads, rows, splits)
+    return {
+        "out_specs": [
+            pl.BlockSpec((None, None, None, rows, width), lambda s, h, b: (b, h, s, 0, 0)),
+            pl.BlockSpec((None, None, rows, None), lambda s, h, b: (b, h, 0, s)),
+        ],
+        "out_shape": [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+    }
 
 
 def split_range(tiles, grid: Grid):

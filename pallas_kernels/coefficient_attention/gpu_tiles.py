@@ -21,6 +21,7 @@ from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     online_softmax,
     row_limits,
     row_spec,
+    split_partials,
     split_range,
     start_carry,
     write_partial,
@@ -44,7 +45,7 @@ def attend_slots(
     limits = row_limits(_head(packed.span, keys, values, owner), packed)
     query = jnp.pad(keys.form.spread(packed.q), ((0, 0), (0, 0), (0, grid.rows - rows), (0, 0)))
     of_heads = (*([] if owner is None else [owner]), query, *keys.arrays(), *values.arrays())
-    shape, width = (batch, heads, grid.splits, rows), sum(size for _, size in values.form.pieces())
+    width = sum(size for _, size in values.form.pieces())
     out, lse = pl.pallas_call(
         functools.partial(
             _kernel, grid=grid, scale=scale, keys=keys.form, values=values.form, owned=owner is not None,
@@ -52,11 +53,7 @@ def attend_slots(
         ),
         grid=(grid.splits, heads, batch),
         in_specs=[row_spec(limits), *(head_spec(x, batch, heads) for x in of_heads)],
-        out_specs=[
-            pl.BlockSpec((None, None, None, rows, width), lambda s, h, b: (b, h, s, 0, 0)),
-            pl.BlockSpec((None, None, None, rows), lambda s, h, b: (b, h, s, 0)),
-        ],
-        out_shape=[jax.ShapeDtypeStruct((*shape, width), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)],
+        **split_partials(batch, heads, grid.splits, rows, width),
         compiler_params=plgpu.CompilerParams(num_warps=grid.warps, num_stages=grid.stages),
         interpret=interpret,
         name="coefficient_attention",

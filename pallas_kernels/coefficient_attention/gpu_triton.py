@@ -35,6 +35,7 @@ from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     online_softmax,
     row_limits,
     row_spec,
+    split_partials,
     split_range,
     start_carry,
     write_partial,
@@ -103,7 +104,6 @@ def attend_packed(
     else:
         grid = packed_grid(rows, batch * heads, size, PACKED_TILE)
         check_packed(rows, MOST_COLUMNS, values)
-    shape = (batch, heads, grid.splits, rows)
     kernel = functools.partial(
         _kernel, grid=grid, scale=scale, quantised=keys.scales is not None, owned=owner is not None, key_runs=keys.runs,
         value_runs=values.runs,
@@ -116,11 +116,7 @@ def attend_packed(
         kernel,
         grid=(grid.splits, heads, batch),
         in_specs=[row_spec(limits), *(head_spec(x, batch, heads) for x in of_heads)],
-        out_specs=[
-            pl.BlockSpec((None, None, None, rows, width), lambda s, h, b: (b, h, s, 0, 0)),
-            pl.BlockSpec((None, None, None, rows), lambda s, h, b: (b, h, s, 0)),
-        ],
-        out_shape=[jax.ShapeDtypeStruct((*shape, width), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)],
+        **split_partials(batch, heads, grid.splits, rows, width),
         compiler_params=plgpu.CompilerParams(num_warps=grid.warps, num_stages=grid.stages),
         interpret=interpret,
         name="coefficient_attention",

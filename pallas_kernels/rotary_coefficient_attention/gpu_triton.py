@@ -35,6 +35,7 @@ from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     online_softmax,
     row_limits,
     row_spec,
+    split_partials,
     split_range,
     start_carry,
     write_partial,
@@ -89,7 +90,6 @@ def attend_packed(
     else:
         grid = packed_grid(rows, batch * heads, keys.codes.shape[2], PACKED_TILE)
         check_packed(rows, MOST_COLUMNS, keys, values)
-    shape = (batch, heads, grid.splits, rows)
     whole = pl.BlockSpec(rotary.cos.shape, lambda s, h, b: (0, 0, 0))
     runs = rotary.first.shape[1]
     limits = row_limits(visits(rotary, grid.tile), packed)
@@ -109,11 +109,7 @@ def attend_packed(
             row_spec(limits), whole, whole, head_spec(query, batch, heads),
             *(basis_spec(x, batch) for x in of_bases), *(head_spec(x, batch, heads) for x in stored),
         ],
-        out_specs=[
-            pl.BlockSpec((None, None, None, rows, width), lambda s, h, b: (b, h, s, 0, 0)),
-            pl.BlockSpec((None, None, None, rows), lambda s, h, b: (b, h, s, 0)),
-        ],
-        out_shape=[jax.ShapeDtypeStruct((*shape, width), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)],
+        **split_partials(batch, heads, grid.splits, rows, width),
         compiler_params=plgpu.CompilerParams(num_warps=grid.warps, num_stages=grid.stages),
         interpret=interpret,
         name="rotary_coefficient_attention",
