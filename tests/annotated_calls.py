@@ -40,7 +40,7 @@ SPECS = (
     "transform:sinks=4,recent=8+kvzip:budget=24,sinks=4,recent=8", "shadowkv:budget=24,sinks=4,recent=8,outliers=1,values=host",
     "osp:sinks=4,recent=8,chunk_length=32,rope=pre", "static-pca:sinks=4,recent=8+quest:budget=24,sinks=4,recent=8",
     "osp:follow,sinks=4,recent=8,chunk_length=32", "osp:sinks=4,recent=8,chunk_length=16,chunks=2,energy=0.8,head_ranks=own", "scissorhands:budget=24,sinks=4,recent=8", "streamingkv:sinks=4,recent=8",
-    "xkv:sinks=4,recent=8,bits=2.5,centred=true", "minicache:budget=24,start=0", "transform:sinks=4,recent=8", "kivi:bits=8+h2o:budget=24,sinks=4,recent=8+moments",
+    "xkv:sinks=4,recent=8,bits=2.5,centred=true", "minicache:budget=24,start=0", "transform:sinks=4,recent=8", "kivi:bits=8+h2o:budget=24,sinks=4,recent=8+moments:dtype=int16",
 )
 
 

@@ -11,6 +11,7 @@ from lowrank_kv_jax.method.budget import Room
 from lowrank_kv_jax.method.codec import Tokens, codes_of, hold
 from lowrank_kv_jax.method.head_budgets import HeadShares
 from lowrank_kv_jax.method.in_order import oldest
+from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.segments import exact as exact_tokens
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.held import as_array
@@ -32,7 +33,7 @@ def compress(machine, layout, bases, state, taps, lengths):
     slots = jnp.arange(votes.shape[2], dtype=jnp.int32)
     middle = (slots >= ends.sinks) & (slots < lengths[:, None] - ends.recent)
     if state.near_votes is not None:
-        state = dataclasses.replace(state, near_votes=voting.of_prompt(state.near_votes, exact[0], votes))
+        state = dataclasses.replace(state, near_votes=voting.of_prompt(exact[0], votes))
     stays = jnp.zeros(votes.shape, bool)
     if state.store is not None:
         state, stays = _select_prompt(machine, layout, bases, state, taps, lengths, votes, middle)
@@ -84,6 +85,8 @@ def admit(
 ):
     """The state once it has chosen among its stored tokens and those that have left the exact ends.
 
+    Where later tokens all stay (`decoding=code`) they are appended, O(T); heads that lie packed are laid anew.
+
     Args:
         tokens: of each layer, `[B, T, ...]`.
         counts: int32 `[B]`, how many of the first there are.
@@ -91,7 +94,7 @@ def admit(
         chunk: whether they are of a chunk, whose last queries chose, and not of a block of steps.
         of_prompt: whether that chunk is the prompt's.
     """
-    rule, codec, spec, most = machine.selection, machine.codec, layout.spec, votes.shape[2]
+    codec, spec, most = machine.codec, layout.spec, votes.shape[2]
     there = jnp.arange(most)[None] < counts[:, None]
     valid = jnp.broadcast_to(there[:, None], votes.shape)
     if state.store is None:
@@ -106,8 +109,21 @@ def admit(
     state, room = dataclasses.replace(state, store=store), machine.room(layout, bases)
     position = jnp.broadcast_to(tokens[0].positions[:, None], votes.shape).astype(jnp.int32)
     fresh = pool.arrange(room, position, votes, valid)
-    found = pool.join(pool.stored(state), fresh)
-    k, v = (pool.joined_codes(old, new, room) for old, new in zip(codes_of(store), codes, strict=True))
+    if machine.selection.decoding != "code" or of_prompt:
+        return _choose_anew(machine, layout, bases, state, fresh, codes, counts, chunk, of_prompt)
+    if room.packed:
+        found, k, v = _with_stored(state, room, fresh, codes)
+        store = _laid_out(store, pool.Picked.of(found, found.valid, store.tokens.k.shape[2], spec.kv_heads), k, v, counts)
+    else:
+        store = dataclasses.replace(store, tokens=coded_tokens.append(store.tokens, *codes, counts, fresh.position))
+    return dataclasses.replace(state, store=store)
+
+
+def _choose_anew(machine, layout, bases, state, fresh: pool.Candidates, codes, counts, chunk: bool, of_prompt: bool):
+    """The state with the best of what is stored and of the `fresh` candidates, whose codes are `[B, U, T, R]`."""
+    rule, codec, spec, store = machine.selection, machine.codec, layout.spec, state.store
+    room = machine.room(layout, bases)
+    found, k, v = _with_stored(state, room, fresh, codes)
     score = found.votes
     if chunk and rule.neighbours is not None:
         score = rule.neighbours.shared(score, found.position, found.owner, found.valid)
@@ -118,20 +134,30 @@ def admit(
             weight = pool.of_owners(found.valid, found.owner, spec.kv_heads)
             sums = [moment_summary.update(s, *pair, weight) for s, pair in zip(sums, pairs, strict=True)]
         score = _informed(layout, room, score, sums, pairs, found.owner)
-    idle = counts == 0  # what such a row holds stays, though budgets of heads were rounded, and codes would be again
-    waits = idle[:, None, None]
-    all_stay = rule.decoding == "code" and not of_prompt
-    kept = found.valid if all_stay else jnp.where(waits, found.valid, _best(machine, layout, bases, room, found, score))
+    waits = (counts == 0)[:, None, None]  # what such a row holds stays, though budgets of heads were rounded
+    kept = jnp.where(waits, found.valid, _best(machine, layout, bases, room, found, score))
     picked = pool.Picked.of(found, kept, store.tokens.k.shape[2], spec.kv_heads)
-    state = sum_up(machine, layout, bases, state, room, found, kept, k, v, most)
-    held = hold(store, picked.take(k), picked.take(v), picked.length, picked.positions(spec.kv_heads))
-    state = dataclasses.replace(state, store=dataclasses.replace(held, tokens=_of_idle(idle, store.tokens, held.tokens)))
+    state = sum_up(machine, layout, bases, state, room, found, kept, k, v, fresh.valid.shape[2])
+    state = dataclasses.replace(state, store=_laid_out(store, picked, k, v, counts))
     if state.far_votes is None:
         return state
     fade = 1.0 if chunk else jnp.where(waits, 1.0, rule.decay)
     return dataclasses.replace(
         state, near_votes=fade * state.near_votes, far_votes=fade * picked.take(found.votes)
     )
+
+
+def _with_stored(state, room: Room, fresh: pool.Candidates, codes):
+    """The stored tokens and behind them the `fresh` ones, as candidates and as codes of keys and of values."""
+    pairs = zip(codes_of(state.store), codes, strict=True)
+    return pool.join(pool.stored(state), fresh), *(pool.joined_codes(old, new, room) for old, new in pairs)
+
+
+def _laid_out(store, picked: pool.Picked, k, v, counts):
+    """The store with the picked of the candidates, of codes k and v, in the place of its tokens; rows that have no new
+    ones keep what they hold to the bit."""
+    held = hold(store, picked.take(k), picked.take(v), picked.length, picked.positions(store.tokens.positions.kv_heads))
+    return dataclasses.replace(held, tokens=_of_idle(counts == 0, store.tokens, held.tokens))
 
 
 def _of_idle(idle: jax.Array, before, after):

@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from lowrank_kv_jax.storage.sharding import shard_rows
 
-_Filled = TypeVar("_Filled")
+_Filled = TypeVar("_Filled", bound=Any)
 """Has `length` int32 `[B]`, `limit` int32 `[B]`, `pending` int32 scalar and a `layout`; see `method.cache.Cache`."""
 
 
@@ -65,14 +65,14 @@ def _next(cache: Any, tokens: int, counts: jax.Array | np.ndarray | None, ready:
 
 def with_block(cache: _Filled, block: Block) -> _Filled:
     """The cache once it holds the block."""
-    length, pending = cache.length + block.counts, cache.pending + block.positions.shape[1]  # type: ignore[attr-defined]
-    return dataclasses.replace(cache, length=length, pending=pending)  # type: ignore[type-var]
+    length, pending = cache.length + block.counts, cache.pending + block.positions.shape[1]
+    return dataclasses.replace(cache, length=length, pending=pending)
 
 
 def refreshed(cache: _Filled) -> _Filled:
     """The cache with its block free again; one that was fed beyond it has lost tokens and stays marked."""
-    pending, most = cache.pending, cache.layout.block  # type: ignore[attr-defined]
-    return dataclasses.replace(cache, pending=jnp.where(pending > most, pending, 0))  # type: ignore[type-var]
+    pending, most = cache.pending, cache.layout.block
+    return dataclasses.replace(cache, pending=jnp.where(pending > most, pending, 0))
 
 
 def guard(block: Block, answer: jax.Array) -> jax.Array:

@@ -211,7 +211,10 @@ class Machine(KVMethod):
         if self.selection.adaptive and units == heads and tokens:
             # official allocations round: half a token a head
             return Room(True, 1, layout.whole_slots(heads * (tokens + later) + heads // 2), tokens)
-        return Room(False, units, layout.whole_slots(tokens + later, self.codec.ends(layout, bases.codec).unit), tokens)
+        slots, unit = tokens + later, self.codec.ends(layout, bases.codec).unit
+        if self.selection.decoding == "code":  # whole tiles, which tokens that are appended need
+            slots = -(-slots // unit) * unit
+        return Room(False, units, layout.whole_slots(slots, unit), tokens)
 
     # ---- init ---------------------------------------------------------------------------------------------------
 
@@ -390,8 +393,7 @@ class Machine(KVMethod):
         full = jnp.any(state.ends[0].length >= ends.sinks + ends.recent + ends.wait)
         return jax.lax.cond(full, lambda s: in_order.refresh(self, layout, bases, s), lambda s: s, state)
 
-    # ---- the choice ---------------------------------------------------------------------------------------------
+    # ---- faults -------------------------------------------------------------------------------------------------
 
     def fault(self, groups):
         return self.codec.fault(tuple(group.store for group in groups))
-

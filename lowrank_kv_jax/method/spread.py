@@ -39,9 +39,14 @@ WHOLE: tuple[Whole, ...] = (
         lambda m: m.standing_reading is not None,
     ),
     Whole(
-        "decoding=evict or code",
-        "all stored tokens would be gathered and laid anew at every refresh; give decoding=keep",
-        lambda m: m.votes or (m.selection is not None and m.selection.decoding == "code"),
+        "decoding=evict",
+        "all stored tokens would be gathered and laid anew at every refresh; give decoding=keep or code",
+        lambda m: m.votes,
+    ),
+    Whole(
+        "decoding=code of heads that share a layer's budget",
+        "they lie behind each other, and would be gathered and laid anew at every refresh; give decoding=keep",
+        lambda m: m.selection is not None and m.selection.decoding == "code" and m.selection.adaptive,
     ),
     Whole(
         "positions=cache", "stored keys are turned by how many tokens of all devices lie before them",

@@ -1,7 +1,7 @@
 """Votes of decoded queries for the tokens that they attended to, kept beside the tokens until the next choice."""
 
 import dataclasses
-import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,9 +15,9 @@ from lowrank_kv_jax.storage.over_tokens import on_each, own_segments
 from lowrank_kv_jax.storage.state import take_tokens
 
 
-def of_prompt(empty: jax.Array, exact: exact_tokens.Exact, votes: jax.Array) -> jax.Array:
+def of_prompt(exact: exact_tokens.Exact, votes: jax.Array) -> jax.Array:
     """Scores `[B, K, E]` of the exact tokens from those of the prompt `[B, K, S]`."""
-    slots = jnp.arange(empty.shape[2])
+    slots = jnp.arange(exact.k.shape[2])
     at = jnp.clip(exact.positions.at(slots), 0, votes.shape[2] - 1)
     there = slots[None] < exact.length[:, None]
     return jnp.where(there[:, None], jnp.take_along_axis(votes, at[:, None], axis=2), 0.0)
@@ -25,54 +25,86 @@ def of_prompt(empty: jax.Array, exact: exact_tokens.Exact, votes: jax.Array) -> 
 
 def observe(method: Any, layout, bases, state, q: jax.Array, lse: jax.Array, positions: jax.Array, place):
     """The state after a layer's queries `[B, T, N, D]`, whose total log-sum-exp is `lse`, have voted."""
-    rule, spec, exact = method.selection, layout.spec, state.ends[place.index]
+    exact = state.ends[place.index]
     slots = jnp.arange(exact.k.shape[2])
-    at = exact.positions.at(slots)
-    there = slots[None] < exact.length[:, None]
-    last = jnp.max(jnp.where(there, at, -1), axis=1)
-    voter = (positions <= last[:, None])[:, None, :, None, None]  # rows may be padded, or have ended
-    votes = functools.partial(decoding_votes, lse=lse, **spec.logits, vote=rule.vote, positions=positions)
-    seen = _seen(voter, at[:, None], there[:, None], positions, place.window)
-    state = dataclasses.replace(state, near_votes=state.near_votes + votes(q, exact.k, seen=seen))
-    if state.store is None:
-        return state
-
-    def of_slots(number: jax.Array, store: Any, bases: Any, q, lse, voter, positions) -> jax.Array:
-        stored = _Stored.of(method, layout, bases, own_segments(number, store), q, place)
-        votes = functools.partial(decoding_votes, lse=lse, **spec.logits, vote=rule.vote, positions=positions)
-        return stored.votes(votes, stored.q, voter, positions, place.window)
-
-    far = on_each(of_slots, state.store, bases, q, lse, voter, positions, out="slots")
-    return dataclasses.replace(state, far_votes=state.far_votes + far)
+    last = jnp.max(jnp.where(slots[None] < exact.length[:, None], exact.positions.at(slots), -1), axis=1)
+    there = positions <= last[:, None]  # rows may be padded, or have ended
+    near, far = _for_held(method, layout, bases, state, Voters(q, lse, positions, there), place)
+    state = dataclasses.replace(state, near_votes=state.near_votes + near)
+    return state if far is None else dataclasses.replace(state, far_votes=state.far_votes + far)
 
 
-class _Stored(NamedTuple):
-    """Stored tokens that are voted for: queries `[B, T, N, R]` and keys `[B, J, S, R]` of their logits, their
-    positions, and bool `[B, 1, 1, N, S]` which query heads see which of packed ones."""
+class Voters(NamedTuple):
+    """Queries that vote: q `[B, T, N, D]`, their total log-sum-exp float32 `[B, T, N]`, positions int32 `[B, T]`, and
+    bool `[B, T]` which of them there are."""
 
     q: jax.Array
-    keys: Any
-    where: Any
+    lse: jax.Array
+    positions: jax.Array
     there: jax.Array
-    owned: jax.Array | None
 
-    @classmethod
-    def of(cls, method, layout, bases, store, q: jax.Array, place) -> "_Stored":
-        tokens = store.tokens
-        read = method.codec.logits(layout, bases.codec, store, q, place)
-        slots = jnp.arange(tokens.k.shape[2])
-        there = (slots[None] < tokens.length[:, None])[:, None]
-        return cls(*read, tokens.positions, there, tokens.positions.owned(slots, layout.spec.q_heads))
+    def votes(self, method, layout, place, keys: Any, position, held, owned=None) -> jax.Array:
+        """float32 `[B, J, S]` for keys `[B, J, S, D]`.
 
-    def votes(self, votes: Any, q: jax.Array, voter: jax.Array, positions: jax.Array, window: int | None) -> jax.Array:
-        """`[B, U, S]` of each unit, from some of the queries."""
-        seen, buffers = _seen(voter, self.where.position, self.there, positions, window), self.keys.shape[1]
-        if self.owned is None:
+        Args:
+            position: int32 `[B, U, S]` of the keys, of which J / U buffers share it.
+            held: bool `[B, U, S]`, which of them there are.
+            owned: bool `[B, 1, 1, N, S]`, which query heads see which of packed keys; None: each those of its buffer.
+        """
+        key, query, buffers = position[:, :, None, None], self.positions[:, None, :, None, None], keys.shape[1]
+        seen = self.there[:, None, :, None, None] & held[:, :, None, None] & (key <= query)
+        if place.window is not None:
+            seen = seen & (key > query - place.window)
+        if owned is not None:
+            seen = seen & owned.reshape(owned.shape[0], buffers, 1, -1, owned.shape[-1])
+        elif 1 < seen.shape[1] < buffers:
             seen = jnp.repeat(seen, buffers // seen.shape[1], axis=1)
-        else:
-            seen = seen & self.owned.reshape(self.owned.shape[0], buffers, 1, -1, self.owned.shape[-1])
-        far = votes(q, self.keys, seen=seen)
-        return far.reshape(*self.where.position.shape[:2], -1, far.shape[-1]).sum(2)
+        vote, logits = method.selection.vote, layout.spec.logits
+        return decoding_votes(self.q, keys, self.lse, vote, self.positions, seen, **logits)
+
+    def in_blocks(self, votes: Callable[["Voters"], jax.Array]) -> jax.Array:
+        """The sum of `votes` of `QUERIES` of them at a time."""
+        count = self.lse.shape[1]
+        if count <= QUERIES:
+            return votes(self)
+        padded = Voters(*(jnp.pad(x, ((0, 0), (0, -count % QUERIES), *((0, 0),) * (x.ndim - 2))) for x in self))
+
+        def part(i):
+            return Voters(*(jax.lax.dynamic_slice_in_dim(x, i * QUERIES, QUERIES, axis=1) for x in padded))
+
+        nothing = jnp.zeros(jax.eval_shape(lambda: votes(part(0))).shape, jnp.float32)
+        return jax.lax.fori_loop(0, -(-count // QUERIES), lambda i, total: total + votes(part(i)), nothing)
+
+
+def _for_held(method, layout, bases, state, voters: Voters, place) -> tuple[jax.Array, jax.Array | None]:
+    """Votes for the exact tokens `[B, K, E]`, and `[B, U, S]` for the stored ones, if there is a store."""
+    near = voters.in_blocks(lambda part: _for_exact(method, layout, state.ends[place.index], part, place))
+    if state.store is None:
+        return near, None
+
+    def of_slots(number: jax.Array, store: Any, bases: Any, voters: Voters) -> jax.Array:
+        return _for_stored(method, layout, bases, own_segments(number, store), voters, place)
+
+    return near, on_each(of_slots, state.store, bases, voters, out="slots")
+
+
+def _for_exact(method, layout, exact: exact_tokens.Exact, voters: Voters, place) -> jax.Array:
+    slots = jnp.arange(exact.k.shape[2])
+    position, held = exact.positions.at(slots), slots[None] < exact.length[:, None]
+    return voters.votes(method, layout, place, exact.k, position[:, None], held[:, None])
+
+
+def _for_stored(method, layout, bases, store, voters: Voters, place) -> jax.Array:
+    tokens = store.tokens
+    where, slots = tokens.positions, jnp.arange(tokens.k.shape[2])
+    held, owned = (slots[None] < tokens.length[:, None])[:, None], where.owned(slots, layout.spec.q_heads)
+    q, keys = method.codec.logits(layout, bases.codec, store, voters.q, place)  # of all voters: keys may be rebuilt
+
+    def votes(part: Voters) -> jax.Array:
+        return part.votes(method, layout, place, keys, where.position, held, owned)
+
+    of_buffers = voters._replace(q=q).in_blocks(votes)
+    return of_buffers.reshape(*where.position.shape[:2], -1, of_buffers.shape[-1]).sum(2)
 
 
 class Seen(NamedTuple):
@@ -110,35 +142,17 @@ def of_chunk(
         taps: of one layer, T tokens at `positions` `[B, T]`.
         counts: int32 `[B]`, how many of the T there are.
     """
-    rule, spec, exact, size = method.selection, layout.spec, state.ends[place.index], taps.k.shape[1]
-    slots = jnp.arange(exact.k.shape[2])
-    at, there = exact.positions.at(slots)[:, None], (slots[None] < exact.length[:, None])[:, None]
-    mine, own = jnp.arange(size)[None] < counts[:, None], taps.k.swapaxes(1, 2)
-    voters = size if rule.voters is None else min(rule.voters, size)
-    width = min(voters, QUERIES)
-    blocks = -(-voters // width)
-    index = jnp.maximum(counts - voters, 0)[:, None] + jnp.arange(blocks * width)
-    votes_now = (index < counts[:, None]) & (jnp.arange(blocks * width) < voters)
-    index = jnp.minimum(index, size - 1)
-    q, lse = (jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1) for x in (taps.q, lse))
-    asked = jnp.take_along_axis(positions, index, axis=1)
-    stored = None if state.store is None else _Stored.of(method, layout, bases, state.store, q, place)
-
-    def block(i, total):
-        def part(x):
-            return jax.lax.dynamic_slice_in_dim(x, i * width, width, axis=1)
-
-        voter, query = part(votes_now)[:, None, :, None, None], part(asked)
-        vote = functools.partial(decoding_votes, lse=part(lse), **spec.logits, vote=rule.vote, positions=query)
-        near = vote(part(q), exact.k, seen=_seen(voter, at, there, query, place.window))
-        fresh = vote(part(q), own, seen=_seen(voter, positions[:, None], mine[:, None], query, place.window))
-        far = 0.0 if stored is None else stored.votes(vote, part(stored.q), voter, query, place.window)
-        return Seen(total.near + near, total.far + far, total.fresh + fresh)
-
-    none = Seen(*(jnp.zeros(shape, jnp.float32) for shape in (
-        (layout.batch, spec.kv_heads, len(slots)), () if stored is None else stored.where.position.shape,
-        (layout.batch, spec.kv_heads, size))))
-    return jax.lax.fori_loop(0, blocks, block, none)
+    rule, size = method.selection, taps.k.shape[1]
+    mine = jnp.arange(size)[None] < counts[:, None]
+    most = size if rule.voters is None else min(rule.voters, size)
+    index = jnp.maximum(counts - most, 0)[:, None] + jnp.arange(most)
+    there = index < counts[:, None]
+    q, lse, asked = (jnp.take_along_axis(x, index.reshape(*index.shape, *(1,) * (x.ndim - 2)), axis=1)
+                     for x in (taps.q, lse, positions))
+    voters, own = Voters(q, lse, asked, there), taps.k.swapaxes(1, 2)
+    near, far = _for_held(method, layout, bases, state, voters, place)
+    fresh = voters.in_blocks(lambda part: part.votes(method, layout, place, own, positions[:, None], mine[:, None]))
+    return Seen(near, jnp.zeros(()) if far is None else far, fresh)
 
 
 def flush(state, ends: Ends, most: int):
@@ -155,10 +169,3 @@ def flush(state, ends: Ends, most: int):
     there = jnp.arange(tail.shape[2]) + sinks < (before - counts)[:, None, None]
     near = near.at[:, :, sinks:].set(jnp.where(there, tail, 0.0))
     return dataclasses.replace(state, near_votes=near), counts, votes
-
-
-def _seen(voter, position, there, q_positions, window):
-    """Which tokens a voter sees: bool `[B, J, T, 1, S]`; position, there `[B, J, S]`."""
-    key, query = position[:, :, None, None], q_positions[:, None, :, None, None]
-    seen = voter & there[:, :, None, None] & (key <= query)
-    return seen if window is None else seen & (key > query - window)

@@ -120,10 +120,18 @@ def fill_tokens(stored: Any, x: jax.Array, counts: jax.Array, owner: jax.Array |
     return dataclasses.replace(coded, codes=coded.codes[:, :, :slots])
 
 
-def append(segment: Any, k: jax.Array, v: jax.Array, counts: jax.Array) -> Any:
-    """Append the first `counts[b]` of T coefficients `[B, J, T, R]`; O(T)."""
+def append(segment: Any, k: jax.Array, v: jax.Array, counts: jax.Array, position: jax.Array | None = None) -> Any:
+    """Append the first `counts[b]` of T coefficients `[B, J, T, R]`; O(T).
+
+    Args:
+        position: int32 `[B, J, T]`, theirs in a segment that holds those of each head, not packed; None: a run goes on.
+    """
     k, v = (append_tokens(stored, x, segment.length, counts) for stored, x in ((segment.k, k), (segment.v, v)))
-    return dataclasses.replace(segment, k=k, v=v, length=segment.length + counts)
+    where = segment.positions
+    if position is not None:
+        each = append_tokens(where.position[..., None], position[..., None], segment.length, counts)[..., 0]
+        where = PerHead(each, None, where.kv_heads)
+    return dataclasses.replace(segment, k=k, v=v, length=segment.length + counts, positions=where)
 
 
 def in_whole_tiles(segment: Any) -> Any:

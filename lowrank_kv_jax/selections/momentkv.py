@@ -18,7 +18,7 @@ class MomentKV(Adaptive):
         mi: moment-informed eviction: attention times ||r_j|| (equation 10) decides, not attention alone.
         nc: normalisation-corrected inference: the moments are merged as an approximate partial (equation 12).
         order: "0" (means), "1" (the paper's) or "gaussian" (the key covariance too, for the partition function).
-        moments_dtype: of the means, "float32", "bfloat16" or "float16".
+        moments_dtype: of the means, "float32", "float16", "bfloat16" or "int16", see `summaries.component.Summary`.
         schedule: "block" evicts in bulk at every refresh by the attention of the block's queries; "paper" is Algorithm 1,
             one eviction a head for each decoded token, before it attends (O(L d^2) a token); needs `decoding="evict"`.
         prefill: what the prompt's first eviction measures residuals against, when nothing was evicted yet: "informed",

@@ -53,6 +53,7 @@ class RecentOnly(Selection):
 class SlidingWindow(RecentOnly):
     """The last tokens only (window attention, the baseline of Xiao et al., 2023)."""
 
+
 @register("streamingllm")
 @dataclasses.dataclass(frozen=True)
 class StreamingLLM(RecentOnly):

@@ -112,7 +112,7 @@ def reread_attention(
     if past is not None:
         out_before, lse_before, lse_sinks = (_in_blocks(x, blocks, kv_heads) for x in (*past.part, past.sinks))
 
-    def block(i, votes):
+    def block(votes, i):
         index = i * QUERIES + jnp.arange(QUERIES)
         of_chunk = index // CHUNK
         # copies of one chunk: a block has one, CHUNK being a multiple of QUERIES
@@ -152,10 +152,7 @@ def reread_attention(
         fresh = jnp.max(jnp.where(counted, shared[..., :size], 0.0), axis=(2, 3))
         return jnp.maximum(votes, fresh), out.astype(q.dtype)
 
-    def step(votes, i):
-        return block(i, votes)
-
-    votes, out = jax.lax.scan(step, jnp.zeros((batch, kv_heads, size), jnp.float32), jnp.arange(blocks))
+    votes, out = jax.lax.scan(block, jnp.zeros((batch, kv_heads, size), jnp.float32), jnp.arange(blocks))
     out = jnp.moveaxis(out, 0, 1).reshape(batch, blocks * QUERIES, heads, dim)[:, :size]
     return out, jnp.where((prompt < lengths[:, None])[:, None], votes, 0.0)
 

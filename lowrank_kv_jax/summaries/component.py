@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from lowrank_kv_jax.summaries.moments import ORDERS
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16", "int16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +14,8 @@ class Summary:
 
     Attributes:
         order: "0", "1" or "gaussian", see `summaries.moments`.
-        dtype: of the means, "float32", "bfloat16" or "float16".
+        dtype: of the means, "float32", "float16" or "bfloat16"; "int16", of covariances alone, in a step for each row.
+            Of those of 16 bits int16 holds best after many evictions, and bfloat16 does not hold (docs/momentkv.md).
     """
 
     order: str = "1"

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.storage.cache_dtype import narrow
+from lowrank_kv_jax.storage.fixed_point import FixedPoint, fixed_point
 from lowrank_kv_jax.storage.state import leaf, state
 
 ORDERS = ("0", "1", "gaussian")
@@ -24,26 +25,36 @@ class EvictedMoments:
         covariance: S~ / n_e, the mean of (v - v_bar) (k - k_bar)^T `[B, K, D, D]`; None for order 0.
         k_covariance: the mean of (k - k_bar) (k - k_bar)^T `[B, K, D, D]`; only of "gaussian".
         longest: max ||k||, float32 `[B, K]`; only of "gaussian".
+
+    Covariances may be `FixedPoint`; the other leaves are arrays.
     """
 
     count: jax.Array = leaf("batch", "kv_heads", kind="moments")
     k_mean: jax.Array = leaf("batch", "kv_heads", "head_dim", kind="moments")
     v_mean: jax.Array = leaf("batch", "kv_heads", "head_dim", kind="moments")
-    covariance: jax.Array | None = leaf("batch", "kv_heads", "head_dim", None, kind="moments")
-    k_covariance: jax.Array | None = leaf("batch", "kv_heads", "head_dim", None, kind="moments")
+    covariance: jax.Array | FixedPoint | None = leaf("batch", "kv_heads", "head_dim", None, kind="moments")
+    k_covariance: jax.Array | FixedPoint | None = leaf("batch", "kv_heads", "head_dim", None, kind="moments")
     longest: jax.Array | None = leaf("batch", "kv_heads", kind="moments")
 
 
 def empty_moments(batch: int, kv_heads: int, head_dim: int, order: str, dtype=jnp.float32) -> EvictedMoments:
-    """Statistics of nothing. Means are of `dtype`; counts and lengths are float32 always."""
+    """Statistics of nothing. Means are of `dtype`; counts and lengths are float32 always.
+
+    Of int16 covariances are: numbers with an exponent for each row, as `FixedPoint` has them. Means k_bar and v_bar, few
+    beside them, are float32 then.
+    """
+    coded, gaussian = jnp.dtype(dtype) == jnp.int16, order == "gaussian"
+    dtype = jnp.float32 if coded else dtype
+
     def zeros(*shape, of=dtype):
         return jnp.zeros((batch, kv_heads, *shape), of)
 
-    square = (head_dim, head_dim)
-    gaussian = order == "gaussian"
+    def square():
+        return fixed_point(zeros(head_dim, head_dim)) if coded else zeros(head_dim, head_dim)
+
     return EvictedMoments(
-        zeros(of=jnp.float32), zeros(head_dim), zeros(head_dim), None if order == "0" else zeros(*square),
-        zeros(*square) if gaussian else None, zeros(of=jnp.float32) if gaussian else None,
+        zeros(of=jnp.float32), zeros(head_dim), zeros(head_dim), None if order == "0" else square(),
+        square() if gaussian else None, zeros(of=jnp.float32) if gaussian else None,
     )
 
 
@@ -82,13 +93,13 @@ def combine(a: EvictedMoments, b: EvictedMoments) -> EvictedMoments:
         own = getattr(a, name)
         return narrow(_float32(own) + share * off[name], own.dtype)
 
-    def around(name: str, x: str, y: str) -> jax.Array | None:
+    def around(name: str, x: str, y: str) -> jax.Array | FixedPoint | None:
         own, other = getattr(a, name), getattr(b, name)
         if own is None or other is None:
             return None
         between = off[x][..., :, None] * off[y][..., None, :]
         part = share[..., None]
-        return narrow((1 - part) * (_float32(own) + part * between) + part * _float32(other), own.dtype)
+        return _like(own, (1 - part) * (_float32(own) + part * between) + part * _float32(other))
 
     longest = None if a.longest is None or b.longest is None else jnp.maximum(a.longest, b.longest)
     return EvictedMoments(count, mean("k_mean"), mean("v_mean"), around("covariance", "v_mean", "k_mean"),
@@ -104,8 +115,13 @@ def affine_model(moments: EvictedMoments, scale: float) -> tuple[jax.Array, jax.
     return mean, jnp.where(jnp.abs(slope) * moments.count[..., None, None] < TINY, 0.0, slope) * scale
 
 
-def _float32(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32)
+def _float32(x: jax.Array | FixedPoint) -> jax.Array:
+    return x.widened() if isinstance(x, FixedPoint) else x.astype(jnp.float32)
+
+
+def _like(held: jax.Array | FixedPoint, x: jax.Array) -> jax.Array | FixedPoint:
+    """`x` as `held` is stored."""
+    return fixed_point(x) if isinstance(held, FixedPoint) else narrow(x, held.dtype)
 
 
 def partial(moments: EvictedMoments, q: jax.Array, scale: float) -> AttnPartial:

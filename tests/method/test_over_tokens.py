@@ -28,6 +28,7 @@ FLOATS = (
     "full", "ojakv", "static-pca", "static-pca-h", "palu", "single-svd", "streamingkv", "xkv", "osp", "osp-static",
     "eigenattention", "eigen-n", "kivi", "kvzip:keep=0.5", "adakv:keep=0.5,decoding=keep",
     "snapkv:keep=0.5,decoding=keep", "kivi:bits=8+kvzip:keep=0.5", "kivi:bits=4+snapkv:keep=0.6,decoding=keep",
+    "snapkv:keep=0.5,decoding=code", "kivi:bits=8+snapkv:keep=0.6,decoding=code",
     "transform:heads=per_head,steps=prompt,sinks=4,recent=8",
 )
 IN_BITS = ("transform", "ojakv:bits=8,rank=0.5,sinks=4,recent=8", "ojakv:bits=2.5,sinks=4,recent=8")
@@ -119,7 +120,8 @@ def test_every_device_has_whole_registers_and_tiles(name):
 
 
 @pytest.mark.parametrize("name, why", [
-    ("h2o:keep=0.5", "decoding=evict or code cannot be cut over the mesh axis tokens=4.*give decoding=keep"),
+    ("h2o:keep=0.5", "decoding=evict cannot be cut over the mesh axis tokens=4.*give decoding=keep or code"),
+    ("adakv:keep=0.5,decoding=code", "decoding=code of heads that share a layer's budget cannot be cut .*give decoding=keep"),
     ("quest", "a reading cannot be cut .*may all lie on one device"),
     ("shadowkv", "a reading cannot be cut"),
     ("snapkv:keep=0.5,decoding=keep,positions=cache", "positions=cache cannot be cut"),

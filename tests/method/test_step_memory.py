@@ -14,6 +14,7 @@ import pytest
 from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, exact_configuration, methods, model, prompts, run
 
 from lowrank_kv_jax.generation.forward import decode_step, layer_extend, prefill
+from lowrank_kv_jax.generation.groups import refresh_group
 from lowrank_kv_jax.method import Layout, Place
 from lowrank_kv_jax.method.cache import fork, insert_rows, take_rows
 from lowrank_kv_jax.methods import REGISTRY
@@ -50,8 +51,12 @@ def step_of_a_layer(spec, dtype):
     return lowered.compile(), cache
 
 
-def made_of_whole_buffers(text, cache):
-    """Operations with results of as many tokens and channels as a buffer of the cache, other than it itself."""
+def made_of_whole_buffers(text, cache, slots=None):
+    """Operations with results of as many tokens and channels as a buffer of the cache, other than it itself.
+
+    Args:
+        slots: those of anything with so many tokens, too, be they of one channel.
+    """
     leaves = [x for _, x, info in walk(cache) if info.axes[2:3] in (("tokens",), ("end_tokens",)) and len(x.shape) == 4]
     leaves = [x for x in leaves if x.shape[2] > 3000]  # blocks are of up to 2048
     stored = {(x.bits.dtype if isinstance(x, Bits) else x.dtype).name for x in leaves}
@@ -69,8 +74,9 @@ def made_of_whole_buffers(text, cache):
             continue
         shape = tuple(map(int, made[2].split(",")))
         writes = "dynamic-update-slice" in line or "scatter" in line
-        in_place = made[3] == "fusion" and short.get(made[1]) in stored and writes
-        if shape[-2:] in sizes and not in_place:
+        of_one = slots in shape and made[1] == "s32"
+        in_place = made[3] == "fusion" and (short.get(made[1]) in stored or of_one) and writes
+        if (shape[-2:] in sizes or slots in shape) and not in_place:
             found.append(f"{made[3]} {made[1]}{list(shape)}")
     return found
 
@@ -86,6 +92,21 @@ def made_of_whole_buffers(text, cache):
 def test_a_step_neither_widens_nor_copies_a_whole_buffer(spec, dtype):
     compiled, cache = step_of_a_layer(spec, dtype)
     assert not made_of_whole_buffers(compiled.as_text(), cache)
+
+
+def test_a_refresh_appends_codes_where_they_lie():
+    """With `decoding=code`: nothing as long as the store but its own buffers, each written in place."""
+    spec = "transform:bits=2+snapkv:keep=0.5,decoding=code"
+    method, layout = parse_method(spec), Layout(long_config.attention, 2, 503, LONG, 32, "bfloat16")
+    bases = bases_for(method, long_config)
+    cache = abstract_cache(method, layout, bases)
+    of_group = bases_of_group(method, long_config.attention, bases)[0]
+    compiled = refresh_group.lower(method, layout, of_group, cache.groups[0]).compile()
+    where = cache.groups[0].store.tokens.positions.position
+    made = made_of_whole_buffers(compiled.as_text(), cache, where.shape[2])
+    assert not made, made
+    memory, held = compiled.memory_analysis(), sum(math.prod(x.shape) * x.dtype.itemsize for _, x, _ in walk(cache.groups[0]))
+    assert memory.alias_size_in_bytes >= held and memory.temp_size_in_bytes < held / 20
 
 
 def test_the_measure_sees_arrays_of_bfloat16_widened(monkeypatch):

@@ -8,11 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowrank_kv_jax.attention.partial import AttnPartial, merge
+from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.storage.fixed_point import fixed_point
 from lowrank_kv_jax.storage.state import walk
 from lowrank_kv_jax.summaries import moments
 from lowrank_kv_jax.summaries.component import Summary
 from lowrank_kv_jax.summaries.moments import affine_model, combine, empty_moments
+from lowrank_kv_jax.testing import PROMISES
 
+in_16_bits = jax.jit(fixed_point)
 update, partial = jax.jit(moments.update), jax.jit(moments.partial, static_argnums=2)
 K, D = 2, 8
 SCALE = D**-0.5
@@ -163,7 +167,7 @@ def test_bytes_of_the_statistics(order, floats):
         partial(summary_of(k, v, order), queries(), SCALE).out, atol=0.1)
 
 
-@pytest.mark.parametrize("dtype, atol", [(jnp.bfloat16, 0.03), (jnp.float16, 0.008)])
+@pytest.mark.parametrize("dtype, atol", [(jnp.bfloat16, 0.03), (jnp.float16, 0.008), (jnp.int16, 0.001)])
 def test_16_bits_hold_after_many_evictions(dtype, atol):
     """A sum in bfloat16 no longer grows after some hundred tokens; a mean has nothing to grow to."""
     k, v = tokens(4096)
@@ -174,10 +178,34 @@ def test_16_bits_hold_after_many_evictions(dtype, atol):
 
     run = jax.jit(lambda start: jax.lax.scan(evict, start, tuple(blocks))[0])
     exact, rounded = (run(empty_moments(1, K, D, "gaussian", own)) for own in (jnp.float32, dtype))
-    assert (rounded.count == 4096).all() and rounded.k_mean.dtype == dtype
+    assert (rounded.count == 4096).all() and rounded.k_mean.dtype == (jnp.float32 if dtype == jnp.int16 else dtype)
     found, wanted = (partial(own, queries(), SCALE) for own in (rounded, exact))
     np.testing.assert_allclose(found.lse, wanted.lse, atol=atol)
     np.testing.assert_allclose(found.out, wanted.out, atol=atol)
+
+
+def test_covariances_in_int16_take_16_bits_and_an_exponent_a_row():
+    held, wide = (empty_moments(1, K, D, "gaussian", own) for own in (jnp.int16, jnp.float32))
+    sizes = [sum(x.nbytes for _, x, _ in walk(own)) for own in (held, wide)]
+    assert sizes[1] - sizes[0] == 2 * K * (2 * D * D - D)
+    assert {info.kind for _, _, info in walk(held)} == {"moments"}
+
+
+@pytest.mark.slow
+def test_a_cache_with_covariances_in_int16_keeps_every_promise():
+    for promise in PROMISES:
+        promise(parse_method("momentkv:budget=24,recent=8,moments_dtype=int16"))
+
+
+@given(st.integers(0, 99), st.floats(-30, 30))
+def test_fixed_point_errs_by_little_of_a_rows_largest_and_stores_again_what_it_read(seed, power):
+    x = np.random.default_rng(seed).normal(size=(1, 2, 3, 5)) * 10.0**power
+    x[0, 1, 1] = 0.0
+    held = in_16_bits(jnp.asarray(x, jnp.float32))
+    wide = np.asarray(held.widened(), np.float64)
+    assert (np.abs(wide - x) <= np.abs(x).max(-1, keepdims=True) * 2.0**-15 * 1.001).all() and not wide[0, 1, 1].any()
+    again = in_16_bits(held.widened())
+    np.testing.assert_array_equal(again.widened(), held.widened())
 
 
 @pytest.mark.parametrize("fields, message", [

@@ -36,7 +36,7 @@ class PrecisionError:
 
 
 def precision_errors(
-    model: Any, windows: np.ndarray, evictions: Sequence[int], dtypes: Sequence[str] = ("bfloat16", "float16"),
+    model: Any, windows: np.ndarray, evictions: Sequence[int], dtypes: Sequence[str] = ("bfloat16", "float16", "int16"),
     order: str = "gaussian", progress: bool = False,
 ) -> list[PrecisionError]:
     """Evict the tokens of texts, one after the other and a block at a time, from every layer.

@@ -111,14 +111,14 @@ def test_bytes_are_those_foretold_and_times_are_there():
 
 
 def test_moments_in_16_bits_are_measured_after_whole_windows():
-    """Measured after whole windows; a longer mantissa errs less."""
+    """Measured after whole windows; finer steps err less."""
     windows = np.asarray(prompts(rows=3, length=64))
     rows = eviction.precision_errors(Loaded(), windows[:1], (10, 100))
     assert [(row.dtype, row.evictions) for row in rows] == [
-        (dtype, count) for count in (64, 128) for dtype in ("bfloat16", "float16")]
+        (dtype, count) for count in (64, 128) for dtype in ("bfloat16", "float16", "int16")]
     assert all(0 < row.lse < 0.1 and 0 < row.output < 0.1 for row in rows)
-    bfloat16, float16 = rows[2:]
-    assert float16.lse < bfloat16.lse and float16.output < bfloat16.output
+    bfloat16, float16, int16 = rows[3:]
+    assert int16.lse < float16.lse < bfloat16.lse and int16.output < float16.output < bfloat16.output
 
 
 @pytest.mark.slow
