@@ -23,7 +23,7 @@ def launch(
     """Partial `[B, H, M, width]`, float32, lse `EMPTY` where a row sees nothing.
 
     Args:
-        kernel: takes references: the limits of a row, int32 `[n + 2 M]`, the operands, its out `[M, width]` and lse `[M]`.
+        kernel: takes references: limits of a row, int32 `[n + 2 M]`, the operands, its out `[M, width]` and lse `[M]`.
         packed: queries; the slot ranges of a row are its last limits.
         head: int32 `[B, n]`, the limits before them: one array, because each costs a launch.
     """
