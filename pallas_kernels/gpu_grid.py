@@ -8,6 +8,7 @@ CORES = 132  # of an H100 or H200; other GPUs get a few splits more or less than
 WAVES = 2  # programs for each core
 IN_FLIGHT = 32 * 1024  # bytes a program should have under way: with WAVES programs a core they hide the latency
 MOST_STAGES = 6
+SMALL_TILE, MOST_OF_SMALL = 4096, 10  # bytes of a tile of which six stages hold too little, and the stages it may have
 WIDE = 700  # bytes of a token (and of its rebuilt key) from which the registers of four warps spill
 PACKED_ROWS = 16  # query rows that programs over packed tokens have at most: with more, warps would unpack the same
 PACKED_WARPS = 8  # four spill registers
@@ -50,7 +51,8 @@ def decode_grid(rows: int, programs: int, size: int, token_bytes: int, rebuilt_b
 
 def stages_for(tile_bytes: int) -> int:
     """Of a pipeline over tiles of so many bytes: `IN_FLIGHT` are under way while a program waits for its next tile."""
-    return min(MOST_STAGES, 2 + -(-IN_FLIGHT // tile_bytes))
+    most = MOST_STAGES if tile_bytes >= SMALL_TILE else MOST_OF_SMALL
+    return min(most, 2 + -(-IN_FLIGHT // tile_bytes))
 
 
 def packed_heads(stored: int, q_heads: int, queries: int) -> int:

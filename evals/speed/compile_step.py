@@ -24,6 +24,7 @@ from lowrank_kv_jax.method import Part, Place
 from lowrank_kv_jax.method.layout import DEFAULT_BLOCK, layout_of
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.parse import spell_method
+from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.pallas_kernels import dispatch
 from lowrank_kv_jax.pallas_kernels.compile_grid import Result, tried
 from lowrank_kv_jax.pallas_kernels.compile_only import compile_lowered, devices, kernels_in, lowered_for
@@ -144,8 +145,7 @@ def step_program(
     method: Part, target: str, tokens: int, over: int, axis: str = "model"
 ) -> tuple[Any, tuple[Any, ...]]:
     """The first layer over one token: a function and the shapes of its arguments, of which `STATE` is the cache."""
-    layers = 1 if method.calibrated else 4  # four are the largest default group of layers
-    config = dataclasses.replace(LLAMA_8B, num_layers=layers, windows=(None,) * layers)
+    config = _few_layers(method)
     mesh = Mesh(np.array(devices(target, over)).reshape(1, over), ("data", axis))
     layout = layout_of(config.attention, 1, tokens, tokens + DEFAULT_BLOCK, dtype=jnp.bfloat16)
     layout = dataclasses.replace(
@@ -159,6 +159,20 @@ def step_program(
     x = everywhere(jax.ShapeDtypeStruct((1, 1, config.hidden_size), jnp.bfloat16))
     step = functools.partial(layer_extend, config.by_layer[0], method, layout, Place())
     return step, (weights, bases, state, x, *integers)
+
+
+def _few_layers(method: Part) -> ModelConfig:
+    """The model with few layers; four are the largest default group that comes without calibration."""
+
+    def of(layers: int) -> ModelConfig:
+        return dataclasses.replace(LLAMA_8B, num_layers=layers, windows=(None,) * layers)
+
+    few = of(1 if method.calibrated else 4)
+    try:
+        method.layer_groups(few.attention)
+    except ValueError:  # larger groups
+        return of(8)
+    return few
 
 
 def _without_prefetches(text: str) -> str:
