@@ -1,14 +1,22 @@
-"""Progress of long work, for people who watch."""
+"""Progress of long work, for people who watch, and for those who read a log."""
+
+import sys
+import time
+
+LINE_EVERY_S = 60
+"""Seconds between two lines where standard error is no terminal."""
 
 
 class ProgressBar:
-    """A progress bar on standard error, or nothing."""
+    """A bar on standard error, a line a minute where that is a file or a pipe, or nothing."""
 
     def __init__(self, title: str, total: float, shown: bool):
-        self._title, self._total, self._shown, self._bar = title, total, shown, None
+        self._title, self._total, self._shown = title, total, shown
+        self._bar, self._done = None, 0.0
 
     def __enter__(self):
-        if self._shown:
+        self._begin = self._told = time.monotonic()
+        if self._shown and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -21,8 +29,13 @@ class ProgressBar:
         return self
 
     def advance(self, done: float = 1):
+        self._done += done
         if self._bar is not None:
             self._bar.advance(self._task, done)
+        elif self._shown and time.monotonic() - self._told >= LINE_EVERY_S:
+            self._told = time.monotonic()
+            line = f"{self._title}: {self._done / self._total:.0%} after {self._told - self._begin:.0f} s"
+            print(line, file=sys.stderr, flush=True)
 
     def __exit__(self, *error):
         if self._bar is not None:

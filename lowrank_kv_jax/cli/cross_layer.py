@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import statistics
-import sys
 
 from lowrank_kv_jax.cli.options import append_records
 from lowrank_kv_jax.cli.tables import print_table
@@ -125,7 +124,7 @@ def _quality(args: argparse.Namespace, model) -> int:
     runs = [("equal bytes", n, args.methods or study.equal_bytes_specs(settings)) for n in args.quality or ()]
     runs += [("one side", n, study.one_sided_specs(spec, settings, n)) for n in args.sides or ()]
     for title, length, specs in runs:
-        rows = study.quality(model, specs, settings, length, json=args.json, progress=sys.stderr.isatty())
+        rows = study.quality(model, specs, settings, length, json=args.json, progress=True)
         print_table(f"{title}, {length} tokens", ("method", "smaller", *study.NEEDLES, "needles %", "perplexity"),
                     [(row.spec, f"{row.smaller:.2f}", *(f"{row.needles[task]:.0f}" for task in study.NEEDLES),
                       f"{row.needle:.0f}", f"{row.perplexity:.2f}") for row in rows])

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import sys
 
 from lowrank_kv_jax.cli.options import add_model_options, append_records
 from lowrank_kv_jax.cli.tables import print_table
@@ -67,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     scored = {study: eviction.study_specs(model, study, settings) for study in args.studies if study in eviction.SCORED}
     if scored:  # in one go: a prompt is prefilled once for all methods of all studies
         specs = [spec for own in scored.values() for spec in own]
-        rows = eviction.scores(model, specs, settings, json=args.json, progress=sys.stderr.isatty())
+        rows = eviction.scores(model, specs, settings, json=args.json, progress=True)
         for study, own in scored.items():
             _print_scores(study, [rows[spec] for spec in own])
     if "speed" in args.studies:
@@ -109,7 +108,7 @@ def _errors(args, model, settings) -> None:
 def _precision(args, model, settings) -> None:
     from lowrank_kv_jax.evals.studies.eviction import run as eviction
 
-    rows = eviction.precision_table(model, settings, args.evictions, progress=sys.stderr.isatty())
+    rows = eviction.precision_table(model, settings, args.evictions, progress=True)
     print_table("moments in 16 bits against float32, means over layers, heads and queries",
                 ("dtype", "order", "evictions", "|log Z^ - log Z^_32|", "||f^ - f^_32|| / ||f^_32||"),
                 [(row.dtype, row.order, str(row.evictions), f"{row.lse:.4f}", f"{row.output:.4f}") for row in rows])
@@ -120,7 +119,7 @@ def _tasks(args, model, settings) -> None:
     from lowrank_kv_jax.evals.studies.eviction.tasks import task_table
 
     tasks = args.tasks or ([] if args.longbench else ["ruler-6"])
-    rows = task_table(model, settings, tasks, args.protocol, args.longbench, args.json, sys.stderr.isatty())
+    rows = task_table(model, settings, tasks, args.protocol, args.longbench, args.json, True)
     names = list(rows[0].by_task)
     print_table(f"tasks, {args.protocol}", ("method", "part", *names, "mean", "recovery, %", "x smaller"), [
         (row.spec, row.part, *(f"{row.by_task[name]:.0f}" for name in names), f"{row.score:.1f}",

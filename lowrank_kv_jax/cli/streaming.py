@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import sys
 from typing import Any
 
 from lowrank_kv_jax.cli.options import add_model_options
@@ -135,7 +134,7 @@ def _scores(args, model, settings, study: str) -> None:
         settings, tasks = dataclasses.replace(settings, samples=0), ("code",)
         own = streaming.ablation_specs(min(settings.ranks))
     specs = args.methods or streaming.with_prefill(own, args.prefill)
-    rows = streaming.scores(model, ["full", *specs], settings, tasks, json=args.json, progress=sys.stderr.isatty())
+    rows = streaming.scores(model, ["full", *specs], settings, tasks, json=args.json, progress=True)
     if tasks:
         print_table(study, ("method", "x smaller", *tasks),
                     [(row.spec, f"{row.smaller:.2f}", *(f"{row.perplexity[task]:.3f}" for task in tasks))
@@ -191,7 +190,7 @@ def _reconstruction(args, model, settings) -> None:
     bases = bases_of(model, methods, corpus, seed=args.seed, dtype="float32")
     texts = {name: token_windows(model.tokenizer, load_corpus(source).texts, 2048, 1, args.seed)
              for name, source in (("prose", PROSE), ("code", CODE))}
-    rows = reconstruction(model, methods, bases, texts, progress=sys.stderr.isatty())
+    rows = reconstruction(model, methods, bases, texts, progress=True)
 
     def lines(found, first):
         return [(row.spec, row.text, row.side, *first(row),
@@ -220,7 +219,7 @@ def _fisher(args, model) -> None:
     pair, length = [], min(FisherSample().length, model.config.context)
     for name in args.corpora:
         tokens = token_windows(model.tokenizer, load_corpus(name).texts, length, 4 * args.windows, args.seed)
-        pair.append(collect_fisher(model, tokens, progress=sys.stderr.isatty()))
+        pair.append(collect_fisher(model, tokens, progress=True))
     overlap = fisher_overlap(model, pair[0], pair[1], args.bands)
     print_table(f"Fisher overlap of {args.corpora[0]} and {args.corpora[1]}, means over layers",
                 ("projection", *(f"band {i + 1}" for i in range(args.bands))),

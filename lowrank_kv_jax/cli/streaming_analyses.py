@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,7 @@ def run_distributions(args: argparse.Namespace, model: Any, settings: Any) -> No
     """Figures 1, 7 and 8."""
     from lowrank_kv_jax.evals.studies.streaming import distributions as study
 
-    rows = study.distributions(model, *_fitted(args, model, settings), progress=sys.stderr.isatty())
+    rows = study.distributions(model, *_fitted(args, model, settings), progress=True)
     layer = study.shown_layer(model.config.num_layers)
     names = [f"{100 * q:.0f}%" for q in study.QUANTILES]
     for shown, title in ((layer, f"layer {layer + 1} of {model.config.num_layers}"), (-1, "all layers")):
@@ -78,7 +77,7 @@ def run_columns(args: argparse.Namespace, model: Any, settings: Any) -> None:
     """Figures 5b and 5c."""
     from lowrank_kv_jax.evals.studies.streaming import columns as study
 
-    rows = study.columns(model, *_fitted(args, model, settings), progress=sys.stderr.isatty())
+    rows = study.columns(model, *_fitted(args, model, settings), progress=True)
     shares, grouped = (0.125, 0.25, 0.5, 0.75, 1.0), {}
     for row in rows:
         grouped.setdefault((row.spec, row.text, row.side), []).append(row)
@@ -104,7 +103,7 @@ def run_spread(args: argparse.Namespace, model: Any, settings: Any, tasks: tuple
     (base,) = with_prefill([study.printed_base(rank)], args.prefill)
     specs = study.grid_specs(base, grid)
     rows = scores(model, [palu, *specs], dataclasses.replace(settings, samples=0), tasks, json=args.json,
-                  progress=sys.stderr.isatty())
+                  progress=True)
     found = study.spreads(rows, base, specs, palu)
     print_table(f"{base}, {len(specs)} settings: nats a token",
                 ("text", "Palu", "mean", "std", "gain at worst", "at best"),

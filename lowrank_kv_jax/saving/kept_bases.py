@@ -1,8 +1,8 @@
 """Bases that a command calibrated, kept for the next one: calibration takes minutes, and evaluations ask again and again.
 
-They lie in the user's cache directory, by all that decides them, this library's own source files included: one that was
-changed calibrates anew, and methods of other packages always do. Whoever wants bases in a place of their own calls
-`calibrate` and `save_bases`.
+They lie in the user's cache directory, by all that decides them, those of this library's source files included that a
+calibration may run: one that was changed calibrates anew, and methods of other packages always do. Whoever wants bases
+in a place of their own calls `calibrate` and `save_bases`.
 """
 
 import contextlib
@@ -27,6 +27,8 @@ from lowrank_kv_jax.saving.saved_bases import load_bases, save_bases
 
 MOST = 64
 """Entries; beyond them those go that were used longest ago."""
+AFTERWARDS = frozenset({"cli", "evals", "serving", "testing"})
+"""Folders of this package that no calibration runs."""
 _NAME = re.compile(r"[0-9a-f]{32}")
 """Of an entry; whatever else lies beside them is somebody's."""
 
@@ -91,8 +93,10 @@ def _drop_oldest(directory: Path) -> None:
 
 @functools.cache
 def _sources() -> str:
-    """SHA-256 of this package's Python files."""
+    """SHA-256 of those of this package's Python files that a calibration may run."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+        name = path.relative_to(root)
+        if name.parts[0] not in AFTERWARDS:
+            digest.update(name.as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()

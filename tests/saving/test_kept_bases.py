@@ -49,6 +49,15 @@ def test_whatever_decides_them_tells_them_apart(place, monkeypatch, other):
     assert kept(**other if isinstance(other, dict) else {}).find(asked) is None
 
 
+def test_no_calibration_runs_what_may_change_without_one():
+    root = kept_bases.Path(kept_bases.__file__).parents[1]
+    folders = {path.name for path in root.iterdir() if path.is_dir()} - kept_bases.AFTERWARDS
+    names = [f"lowrank_kv_jax.{folder}" for folder in kept_bases.AFTERWARDS]
+    found = [path for folder in folders for path in (root / folder).rglob("*.py")
+             if any(f"import {name}" in text or f"from {name}" in text for text in [path.read_text()] for name in names)]
+    assert len(folders) > 10 and not found
+
+
 def test_a_method_of_ones_own_is_calibrated_each_time(place):
     own = type("Own", (methods.OjaKV,), {"__module__": "notebook"})(rank=4)
     kept().keep(own, helpers.bases_for(METHOD))

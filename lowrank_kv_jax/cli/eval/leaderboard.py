@@ -36,7 +36,6 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: as `expand_tasks`, `load_model`, `parse_methods` and `run_leaderboard`; presses
             without their peer.
     """
-    import sys
 
     from lowrank_kv_jax.cli.options import check_numbers, load_from
     from lowrank_kv_jax.evals.asking.methods import parse_methods
@@ -62,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     methods = {} if specs == ["none"] else parse_methods(specs)
     run_leaderboard(
         model, args.model, methods, peers, args.json, args.tasks, args.lengths, args.samples,
-        progress=sys.stderr.isatty(),
+        progress=True,
     )
     table = leaderboard_table(args.json, args.tasks, model.fingerprint)
     print(table)

@@ -34,7 +34,6 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: as `load_model`, `parse_methods` and `evaluate_lm_eval`.
     """
     import os
-    import sys
 
     os.environ.setdefault("TQDM_DISABLE", "1")  # one progress bar is enough; tqdm reads this when it is imported
     from lowrank_kv_jax.calibration.corpus import load_corpus
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     records = evaluate_lm_eval(
         model, methods, args.tasks or TASKS, args.samples, args.fewshot, args.seed, data=args.data, json=args.json,
         rows=args.rows, dtype=args.cache_dtype, calibrate=load_corpus(corpus_of(args.calibrate, "pydoc:first")),
-        progress=sys.stderr.isatty(), mesh=mesh, prefill_chunk=args.prefill_chunk,
+        progress=True, mesh=mesh, prefill_chunk=args.prefill_chunk,
     )
     print_scores(records, "lm-eval: acc_norm, acc where a task has no other (0-100)",
                  {"mean": list(dict.fromkeys(record["task"] for record in records))})

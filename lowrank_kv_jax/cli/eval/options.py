@@ -65,7 +65,6 @@ def load_on_mesh(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def suite_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The same for `evaluate_ruler` and its like."""
-    import sys
 
     from lowrank_kv_jax.calibration.corpus import load_corpus
     from lowrank_kv_jax.cli.options import corpus_of
@@ -73,7 +72,7 @@ def suite_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "protocol": args.protocol, "style": args.prompt, "seed": args.seed, "rows": args.rows,
         "dtype": args.cache_dtype, "prefill_chunk": args.prefill_chunk, "json": args.json,
-        "progress": sys.stderr.isatty(), "calibrate": load_corpus(corpus_of(args.calibrate, "pydoc:first")),
+        "progress": True, "calibrate": load_corpus(corpus_of(args.calibrate, "pydoc:first")),
     }
 
 

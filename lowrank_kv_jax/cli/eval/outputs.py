@@ -32,7 +32,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_model`, `parse_methods`, `load_corpus` and `evaluate_outputs`.
     """
-    import sys
 
     import numpy as np
 
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     calibrate = load_corpus(corpus_of(args.calibrate, "pydoc:first"))
     records = evaluate_outputs(
         load_from(args), methods, text, args.length, args.queries, args.windows, args.seed, json=args.json,
-        dtype=args.cache_dtype, calibrate=calibrate, progress=sys.stderr.isatty(),
+        dtype=args.cache_dtype, calibrate=calibrate, progress=True,
     )
     lines = []
     for spec in methods:

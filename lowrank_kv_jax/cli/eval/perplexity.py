@@ -36,7 +36,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_model`, `parse_methods`, `load_corpus` and `evaluate_perplexity`.
     """
-    import sys
 
     from lowrank_kv_jax.calibration.corpus import load_corpus
     from lowrank_kv_jax.cli.eval.options import load_on_mesh
@@ -55,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     records = evaluate_perplexity(
         model, methods, text, args.mode, args.length, args.step, args.windows or None,
         json=args.json, mesh=mesh, rows=args.rows, dtype=args.cache_dtype, calibrate=calibrate,
-        progress=sys.stderr.isatty(), prefill_chunk=args.prefill_chunk,
+        progress=True, prefill_chunk=args.prefill_chunk,
     )
     scored = sum(record["scored_tokens"] for record in records) // len(methods)
     lines = []

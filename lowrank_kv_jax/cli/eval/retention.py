@@ -40,7 +40,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_model`, `parse_methods`, `load_corpus` and `evaluate_retention`.
     """
-    import sys
 
     from lowrank_kv_jax.calibration.corpus import load_corpus
     from lowrank_kv_jax.cli.eval.options import load_on_mesh, print_scores
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     records = evaluate_retention(
         model, methods, args.lengths, args.modes, args.turns, args.after, args.samples, args.seed, haystack=texts[0],
         between=texts[1], json=args.json, rows=args.rows, dtype=args.cache_dtype, calibrate=calibrate,
-        progress=sys.stderr.isatty(), mesh=mesh,
+        progress=True, mesh=mesh,
     )
     print_scores(records, f"Needles found (%), {args.samples} contexts")
     nats = mean_nll(records)

@@ -1,0 +1,21 @@
+"""Progress of long work where nobody watches a terminal."""
+
+import types
+
+from lowrank_kv_jax import progress
+
+
+def test_a_log_gets_a_line_a_minute(monkeypatch, capsys):
+    now = iter([0.0, 30.0, 61.0, 61.0, 70.0, 122.0, 122.0])
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: next(now)))
+    with progress.ProgressBar("calibrating", 8, shown=True) as bar:
+        for _ in range(4):
+            bar.advance()
+    assert capsys.readouterr().err.splitlines() == ["calibrating: 25% after 61 s", "calibrating: 50% after 122 s"]
+
+
+def test_nothing_is_said_where_it_is_not_shown(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0)
+    with progress.ProgressBar("calibrating", 8, shown=False) as bar:
+        bar.advance()
+    assert capsys.readouterr().err == ""
