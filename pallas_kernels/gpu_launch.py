@@ -30,16 +30,16 @@ def launch(
     batch, heads, rows, _ = packed.q.shape
     limits = jnp.concatenate([head, packed.begin, packed.end], axis=1)
     arrays, specs = zip(*[(limits, row_spec(limits)), *operands], strict=True)
-    shape = (batch, heads, grid.splits, rows)
+    shapes = (batch, heads, grid.splits, rows, width), (batch, heads, rows, grid.splits)  # as `merge_splits` takes them
     out, lse = pl.pallas_call(
         kernel,
         grid=(grid.splits, heads, batch),
         in_specs=specs,
         out_specs=[
             pl.BlockSpec((None, None, None, rows, width), lambda s, h, b: (b, h, s, 0, 0)),
-            pl.BlockSpec((None, None, None, rows), lambda s, h, b: (b, h, s, 0)),
+            pl.BlockSpec((None, None, rows, None), lambda s, h, b: (b, h, 0, s)),
         ],
-        out_shape=[jax.ShapeDtypeStruct((*shape, width), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)],
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
         compiler_params=plgpu.CompilerParams(num_warps=grid.warps, num_stages=grid.stages),
         interpret=interpret,
         name=name,

@@ -86,14 +86,18 @@ def visible_range(tokens: Any, q_positions: jax.Array, causal: bool, window: int
 
 
 def merge_splits(out: jax.Array, lse: jax.Array) -> AttnPartial:
-    """Merge partials `[B, H, splits, M, ...]` of the splits of the tokens; an empty one is (0, `EMPTY`)."""
-    if out.shape[2] == 1:
-        return AttnPartial(out[:, :, 0], lse[:, :, 0])
-    top = jnp.max(lse, axis=2, keepdims=True)
-    weight = jnp.exp(lse - top)
-    total = jnp.sum(weight, axis=2)
-    out = jnp.sum(weight[..., None] * out, axis=2) / total[..., None]
-    return AttnPartial(out, top[:, :, 0] + jnp.log(total))
+    """Merge partials of the splits of the tokens, out `[B, H, splits, M, D]`, lse `[B, H, M, splits]`.
+
+    An empty one is (0, `EMPTY`). Both results are a softmax of lse and a sum, each of which XLA makes one program of on
+    a GPU; the barrier keeps it from sharing the softmax, which would make many of them.
+    """
+    if lse.shape[3] == 1:
+        return AttnPartial(out[:, :, 0], lse[..., 0])
+    weight = jax.nn.softmax(lse, axis=3)
+    out = jnp.sum(weight.swapaxes(2, 3)[..., None] * out, axis=2)
+    share = jax.nn.softmax(jax.lax.optimization_barrier(lse), axis=3)
+    # lse - log(share) is that of all splits, whichever the split
+    return AttnPartial(out, jnp.sum(share * (lse - jnp.log(jnp.where(share > 0, share, 1))), axis=3))
 
 
 def columns(width: int, most: int = 128) -> tuple[tuple[int, int], ...]:

@@ -47,8 +47,8 @@ def compile_step(
 
     `temporaries` are its bytes beside arguments and results; `loops` its `while`s; `kernels` what the device is given to
     run one after the other; `moved` and `collective` the elements of the largest array of tokens that is copied or
-    converted as a whole, and of the largest that devices exchange; `seconds` of compiling; `said` the warnings of kernels
-    that do not cover it; on sm_90 what the compiler says of the attention kernels, too, see `_attention`.
+    converted as a whole, and of the largest that devices exchange; `seconds` of the CPU to compile it; `said` warnings
+    of kernels that do not cover it; on sm_90 what the compiler says of the attention kernels, too, see `_attention`.
 
     Args:
         target: one of `compile_only.TARGETS`.
@@ -105,7 +105,7 @@ def _compiled(
     of_gpu = target == "sm_90"
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        begin, f, args = time.perf_counter(), *program()
+        begin, f, args = time.process_time(), *program()
         lowered = lowered_for(target, f, *args, donate=donate)
         if known is not None:
             digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
@@ -113,7 +113,7 @@ def _compiled(
                 return {"known": True}
             known.add(digest)
         compiled = compile_lowered(lowered, folder if of_gpu else None)
-        seconds, text = time.perf_counter() - begin, compiled.as_text()
+        seconds, text = time.process_time() - begin, compiled.as_text()
         attention = _attention(folder) if of_gpu else {}
     entry = text[text.index("\nENTRY ") :]
     return {

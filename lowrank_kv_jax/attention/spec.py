@@ -161,3 +161,8 @@ class Taps(NamedTuple):
         x = None if self.x is None else self.x[:, cut]
         q, k, k_pre, v = (y[:, cut] for y in (self.q, self.k, self.k_pre, self.v))
         return Taps(q, k, k_pre, v, x, reread, self.sink_logits)
+
+    def rows(self, count: int) -> "Taps":
+        """Of the first rows."""
+        cut = {name: x[:count] for name, x in self._asdict().items() if x is not None and name != "sink_logits"}
+        return self._replace(**cut)

@@ -92,6 +92,8 @@ def add_compile_parser(kinds) -> argparse.ArgumentParser:
     parser.add_argument("--methods", nargs="+", metavar="SPEC",
                         help="instead of the kernels, decode steps of one such layer through these caches, on one "
                              "device, with heads and with slots over four, and their refresh; or `all`")
+    parser.add_argument("--layers", nargs="+", type=int, metavar="N",
+                        help="instead of one layer's, the decode step of the whole model cut to so many layers")
     parser.add_argument("--json", metavar="FILE", help="append one JSON object for each program and target")
     parser.set_defaults(run=run_compile)
     return parser
@@ -144,15 +146,19 @@ def run_compile(args: argparse.Namespace) -> int:
     Raises:
         ValueError: no target's compiler can be had, or as `parse_methods`.
     """
-    from lowrank_kv_jax.cli.options import check_outputs
+    from lowrank_kv_jax.cli.options import check_numbers, check_outputs
     from lowrank_kv_jax.evals.asking.methods import parse_methods
     from lowrank_kv_jax.evals.results.records import append_record, make_record
+    from lowrank_kv_jax.evals.speed.compile_model import compile_models
     from lowrank_kv_jax.evals.speed.compile_whole import compile_steps, compile_whole
     from lowrank_kv_jax.pallas_kernels.compile_grid import compile_all
 
     check_outputs(args)
+    check_numbers(args, layers=1)
     asked = [(compile_whole, (args.targets,))] if args.whole else []
-    if args.methods:
+    if args.layers:
+        asked.append((compile_models, (args.targets, parse_methods(args.methods or ["full"]), args.layers)))
+    elif args.methods:
         asked.append((compile_steps, (args.targets, parse_methods(args.methods))))
     results, missing = [], {}
     for compile_them, given in asked or [(compile_all, (args.targets,))]:
@@ -186,8 +192,8 @@ def _print_programs(target: str, results) -> None:
         rows.append((result.name, f"{f['temporaries'] / 2**20:.1f}", f"{f['moved']}", f"{f['collective']}",
                      str(f["loops"]), str(f["kernels"]), *_attention_columns(f), f"{f['seconds']:.1f}", notes))
     heads = ("program", "temporaries, MiB", "moved", "exchanged", "loops", "kernels", "spilled, B", "shared, KiB",
-             "copies, B", "waits", "in flight, KiB", "compiled, s", "notes")
-    print_table(f"{target}: one layer of Llama 3.1 8B", heads, rows, texts=("program", "notes"))
+             "copies, B", "waits", "in flight, KiB", "CPU-s", "notes")
+    print_table(f"{target}: programs of Llama 3.1 8B", heads, rows, texts=("program", "notes"))
     print("moved: elements of the largest array of tokens that is copied as a whole; exchanged: of the largest that "
           "devices exchange; kernels: what the device is given to run, one after the other; spilled to in flight: of the "
           "attention kernels, the most bytes spilled and of shared memory, the widths of asynchronous copies, the fewest "

@@ -17,6 +17,10 @@ from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.decoder import block_output, block_prefill, block_taps, embed, unembed
 from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention
 from lowrank_kv_jax.selections.reread import attend_twice
+from lowrank_kv_jax.storage.backend import on_gpu
+
+LEAST_ROWS = 4
+"""Of a product on a GPU."""
 
 
 @functools.partial(jax.jit, static_argnames=("config", "window"))
@@ -70,9 +74,28 @@ def layer_prefill_coded(
 @functools.partial(jax.jit, static_argnames=("config", "method", "layout", "place"), donate_argnames=("state",))
 def layer_extend(config, method, layout, place, layer, bases, state, x, positions, counts):
     """Append T tokens to one layer's cache and attend through it."""
-    taps = block_taps(config, layer, x, positions)
+    rows, x = len(x), _enough_rows(layer, x)
+    taps = block_taps(config, layer, x, _as_many(positions, len(x))).rows(rows)
     state, partial = step_group(method, layout, place, bases, state, taps, positions, counts)
-    return block_output(config, layer, x, partial.out), state
+    return block_output(config, layer, x, _as_many(partial.out, len(x)))[:rows], state
+
+
+def _enough_rows(layer: Any, x: jax.Array) -> jax.Array:
+    """The residual stream `[B, T, H]`; on a GPU its rows repeated where they are too few.
+
+    There XLA makes one program of a norm, and one of several products of one factor, where it has several rows. Of the
+    product of a single one it stores each summand, in 16 bits, before it adds them. A barrier hides that rows are alike.
+    Of experts more would be read for more tokens.
+    """
+    tokens = x.shape[0] * x.shape[1]
+    if tokens >= LEAST_ROWS or not on_gpu() or "experts" in layer.get("mlp", ()):
+        return x
+    return jax.lax.optimization_barrier(_as_many(x, len(x) * -(-LEAST_ROWS // tokens)))
+
+
+def _as_many(x: jax.Array, rows: int) -> jax.Array:
+    """Rows `[B, ...]` repeated until there are so many, a multiple of B."""
+    return jnp.tile(x, (rows // len(x), *(1,) * (x.ndim - 1)))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "method", "layout", "place"))

@@ -83,12 +83,10 @@ def hold_prompt(
 def append(segment: Exact, k: jax.Array, v: jax.Array, counts: jax.Array) -> Exact:
     """Append the first `counts[b]` of T tokens `[B, T, K, D]`; O(T)."""
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-    return Exact(
-        write_tokens(segment.k, k, segment.length, counts),
-        write_tokens(segment.v, v, segment.length, counts),
-        segment.length + counts,
-        segment.positions,
-    )
+    # the barrier leaves the old length one reader, so that the new one overwrites it and no copy is made of it
+    length = jax.lax.optimization_barrier(segment.length + counts)
+    k, v = (write_tokens(x, new, length - counts, counts) for x, new in ((segment.k, k), (segment.v, v)))
+    return Exact(k, v, length, segment.positions)
 
 
 def attend(

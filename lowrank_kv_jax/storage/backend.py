@@ -16,6 +16,11 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def on_gpu() -> bool:
+    """Whether a GPU is traced for."""
+    return OF_PLATFORM.get(platform()) == "triton"
+
+
 def choose(backend: str | None = None) -> str:
     """The backend to try first: `backend`, else the environment's, else the one of the platform that is traced for.
 

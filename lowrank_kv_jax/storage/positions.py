@@ -28,26 +28,35 @@ class Runs:
 
     def pieces(self) -> tuple[Int32[jax.Array, "B P"], Int32[jax.Array, "B P"]]:
         """Runs of consecutive tokens in order: first slots and offsets (position - slot), int32 `[B, P + 1]` each."""
-        start = jnp.maximum(self.start, 0)
-        gap = jnp.arange(start.shape[1])
-        # two gaps are ordered by comparisons, which fuse; a sort would be a program of its own
-        earlier = (start[:, None] < start[:, :, None]) | ((start[:, None] == start[:, :, None]) & (gap < gap[:, None]))
-        place = jnp.sum(earlier, axis=2)[:, None] == gap[:, None]
-        ordered = jnp.sum(jnp.where(place, start[:, None], 0), axis=2)
-        passed = start[:, None] <= ordered[:, :, None]
-        offset = jnp.sum(jnp.where(passed, self.jump[:, None], 0), axis=2)
-        none = jnp.zeros_like(start[:, :1])
-        return jnp.concatenate([none, ordered], axis=1), jnp.concatenate([none, offset], axis=1)
+        first, offset = self._pieces()
+        return jnp.stack(first, axis=1), jnp.stack(offset, axis=1)
+
+    def _pieces(self) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The same by run, `[B]` each: a sort, or a sum along an axis, would be a program of its own."""
+        start = [jnp.maximum(self.start[:, p], 0) for p in range(self.start.shape[1])]
+        jump, none = [self.jump[:, p] for p in range(len(start))], jnp.zeros_like(start[0])
+
+        def earlier(q: int, p: int) -> jax.Array:
+            return start[q] <= start[p] if q < p else start[q] < start[p]
+
+        places = range(len(start))
+        place = [sum((earlier(q, p).astype(jnp.int32) for q in places if q != p), none) for p in places]
+        ordered = [sum((jnp.where(place[p] == at, start[p], 0) for p in places), none) for at in places]
+        offset = [sum((jnp.where(start[q] <= first, jump[q], 0) for q in places), none) for first in ordered]
+        return [none, *ordered], [none, *offset]
 
     def slots_through(self, position: Int[jax.Array, "B T"]) -> Int32[jax.Array, "B T"]:
         """How many slots hold a token at or before `position` `[B, T]`: int32 `[B, T]`.
 
         Positions rise from slot to slot, so these are the first ones.
         """
-        first, offset = self.pieces()
-        end = jnp.concatenate([first[:, 1:], jnp.full_like(first[:, :1], jnp.iinfo(jnp.int32).max)], axis=1)
-        seen = position[:, :, None] + 1 - offset[:, None] - first[:, None]
-        return jnp.sum(jnp.clip(seen, 0, (end - first)[:, None]), axis=2, dtype=jnp.int32)
+        first, offset = self._pieces()
+        sizes = [end - begin for begin, end in zip(first, [*first[1:], jnp.iinfo(jnp.int32).max], strict=True)]
+        seen = (
+            jnp.clip(position + 1 - (begin + ahead)[:, None], 0, size[:, None])
+            for begin, ahead, size in zip(first, offset, sizes, strict=True)
+        )
+        return sum(seen, jnp.zeros_like(position))
 
     def skip(self, run: int, tokens: Int[jax.Array, " B"]) -> "Runs":
         """Widen gap number `run` by `tokens` `[B]`."""

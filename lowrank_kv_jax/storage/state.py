@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int, Shaped
 
+from lowrank_kv_jax.storage.backend import on_gpu
 from lowrank_kv_jax.storage.cache_dtype import narrow
 
 KINDS = ("exact", "coefficients", "bases", "scales", "moments", "indices")
@@ -133,6 +134,8 @@ def write_tokens(
     if tokens > size:
         raise ValueError(f"{tokens} tokens written at once into a buffer of {size}")
     new = narrow(new, buffer.dtype)
+    if tokens == 1 and axis == 1 and on_gpu():
+        return _write_one(buffer, new[:, :, 0], start, counts)
 
     def row(buf, fresh, begin, count):
         # dynamic slices clamp: near the end the window starts earlier and keeps what it holds there
@@ -146,6 +149,17 @@ def write_tokens(
         return jax.lax.dynamic_update_slice_in_dim(buf, jnp.where(keep, fresh, old), at, axis=axis)
 
     return jax.vmap(row)(buffer, new, start, counts)
+
+
+def _write_one(buffer: jax.Array, new: jax.Array, start: jax.Array, counts: jax.Array) -> jax.Array:
+    """A token `[B, J, R]` written head by head, or dropped: on a GPU one program, which reads nothing of the buffer."""
+    at = jnp.where((counts > 0) & (start >= 0), start, buffer.shape[2])
+    at = jnp.broadcast_to(at[:, None], new.shape[:2])  # one slot for all heads would be read first
+
+    def head(buf, fresh, slot):
+        return buf.at[slot].set(fresh, mode="drop", unique_indices=True)
+
+    return jax.vmap(jax.vmap(head))(buffer, new, at)
 
 
 def take_tokens(

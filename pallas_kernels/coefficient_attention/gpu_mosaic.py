@@ -112,7 +112,7 @@ def _attend(
         kernel_name="coefficient_attention",
         interpret=plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan") if interpret else None,
     )(q, keys, values, begin, end, packed.span)
-    return merge_splits(out[:, :, :, :rows], lse[:, :, :, :rows])
+    return merge_splits(out[:, :, :, :rows], lse[:, :, :, :rows].swapaxes(2, 3))
 
 
 def _tiled(x):

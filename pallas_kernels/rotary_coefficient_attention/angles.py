@@ -64,6 +64,8 @@ def digit_tables(rope: RopeSpec | None, head_dim: int) -> tuple[np.ndarray, np.n
 
 def split_pairs(x: jax.Array, pairs: Pairs) -> jax.Array:
     """Channels `[.., D]` as pairs `[.., 2, padded]`, padded with zeros."""
+    if np.array_equal([*pairs.first, *pairs.second], np.arange(2 * pairs.padded)):
+        return x.reshape(*x.shape[:-1], 2, -1)  # as they lie: gathered, they would be copied
     x = jnp.stack([x[..., pairs.first], x[..., pairs.second]], axis=-2)
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pairs.padded - pairs.first.size)])
 

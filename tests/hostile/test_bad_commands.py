@@ -47,6 +47,7 @@ TABLE = (  # arguments, where {d} is a directory with the files of `place`, and 
     ("bench kernels --ops nothing", "--ops: invalid choice: 'nothing'"),
     ("bench kernels --json /dev/null", "/dev/null: is a character device"),
     ("bench compile --targets z80", "--targets: invalid choice: 'z80'"),
+    ("bench compile --layers 2 0", "--layers 0: must be at least 1"),
     ("bench saves --folder {d}/none", "none: is no directory"),
     ("bench saves --methods nothing", "unknown method 'nothing'"),
     ("eval ruler --tasks nothing", "unknown RULER task 'nothing'"),

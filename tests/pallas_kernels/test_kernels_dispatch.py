@@ -86,7 +86,7 @@ def test_splits_merge_as_parts_do():
     out, lse = rng.normal(size=(2, 3, 4, 5, 6)), rng.normal(size=(2, 3, 4, 5))
     out[:, :, 1], lse[:, :, 1] = 0, EMPTY
     out[0, 0], lse[0, 0] = 0, EMPTY  # nothing at all
-    found = merge_splits(jnp.asarray(out, jnp.float32), jnp.asarray(lse, jnp.float32))
+    found = merge_splits(jnp.asarray(out, jnp.float32), jnp.asarray(lse.swapaxes(2, 3), jnp.float32))
     with np.errstate(invalid="ignore"):
         parts = [AttnPartial(jnp.asarray(out[:, :, i]), jnp.where(lse[:, :, i] <= EMPTY, -jnp.inf, lse[:, :, i]))
                  for i in range(4)]

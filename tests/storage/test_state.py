@@ -34,6 +34,18 @@ def test_write_tokens_is_assignment_to_a_slice(where, tokens, seed):
     np.testing.assert_array_equal(write(buffer, new, start, counts), expected)
 
 
+def test_a_token_is_written_alike_on_a_gpu(monkeypatch):
+    rng = np.random.default_rng(0)
+    buffer, new = (jnp.asarray(rng.normal(size=(5, 2, n, 3)), jnp.float32) for n in (SIZE, 1))
+    start, counts = jnp.array([0, 6, 7, -1, 3]), jnp.array([1, 1, 1, 1, 0])
+    expected = write_tokens(buffer, new, start, counts)
+    monkeypatch.setattr(f"{write_tokens.__module__}.on_gpu", lambda: True)
+    found = jax.make_jaxpr(write_tokens)(buffer, new, start, counts)
+    assert "dynamic_slice" not in str(found) and "gather" not in str(found)
+    np.testing.assert_array_equal(write_tokens(buffer, new, start, counts), expected)
+    assert not np.array_equal(expected[:2], buffer[:2]) and np.array_equal(expected[2:], buffer[2:])
+
+
 @given(st.lists(st.integers(0, SIZE + 2), min_size=3, max_size=3), st.integers(1, SIZE))
 def test_take_tokens_repeats_the_last_beyond_the_end(start, size):
     buffer = np.broadcast_to(np.arange(SIZE, dtype=np.float32)[None, None, :, None], (3, 2, SIZE, 1))

@@ -1,0 +1,55 @@
+"""A layer's step as a GPU is given it, beside that of a CPU."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lowrank_kv_jax.generation import layers
+from lowrank_kv_jax.generation.forward import make_layout
+from lowrank_kv_jax.method import Place
+from lowrank_kv_jax.methods.compose import machine_of
+from lowrank_kv_jax.methods.parse import as_method
+from lowrank_kv_jax.models.decoder import init_params
+from lowrank_kv_jax.models.experts_config import ExpertsConfig
+from lowrank_kv_jax.testing.models import PLAIN
+
+METHOD = as_method("full")
+STEP = layers.layer_extend.__wrapped__
+
+
+def shapes_and_answer(config, rows, tokens):
+    """What the first projection is given, and the step's answer."""
+    layout = make_layout(config, rows, 4, 20, block=8, dtype="float32")
+    weights = init_params(config, jax.random.key(0))["layers"][0]
+    state = machine_of(METHOD).init(layout, None)
+    x = jax.random.normal(jax.random.key(1), (rows, tokens, config.hidden_size))
+    positions, counts = jnp.broadcast_to(jnp.arange(tokens), (rows, tokens)), jnp.full((rows,), tokens, jnp.int32)
+
+    def step(x):
+        return STEP(config, METHOD, layout, Place(), weights, None, state, x, positions, counts)
+
+    products = [line for line in str(jax.make_jaxpr(step)(x)).splitlines() if "dot_general" in line]
+    return products, step(x)
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 3), (2, 2)])
+def test_few_rows_are_multiplied_as_several(rows, tokens, monkeypatch):
+    config = dataclasses.replace(PLAIN, sink_logits=True)
+    before, expected = shapes_and_answer(config, rows, tokens)
+    monkeypatch.setattr(layers, "on_gpu", lambda: True)
+    products, found = shapes_and_answer(config, rows, tokens)
+    assert (products == before) == (rows * tokens >= layers.LEAST_ROWS)
+    assert len(products) == len(before)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.shape == other.shape
+        np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+def test_experts_are_given_no_more_tokens_than_there_are(monkeypatch):
+    monkeypatch.setattr(layers, "on_gpu", lambda: True)
+    config, x = dataclasses.replace(PLAIN, moe=ExpertsConfig(4, 2, 16, (0,))), jnp.zeros((1, 1, PLAIN.hidden_size))
+    (plain, *_), (routed, *_) = (init_params(each, jax.random.key(0))["layers"] for each in (PLAIN, config))
+    assert len(layers._enough_rows(plain, x)) == layers.LEAST_ROWS and layers._enough_rows(routed, x) is x
