@@ -211,6 +211,13 @@ def test_every_method_decodes_on_sm_90_by_default():
 
 
 @pytest.mark.slow
+def test_no_step_loops_on_v5e():
+    results = compiled(DEFAULTS, "v5e")
+    assert not [(r["method"], r["failure"]) for r in results if r["failure"]]
+    assert not [r["method"] for r in results if r["loops"]]
+
+
+@pytest.mark.slow
 def test_every_rank_of_the_docs_decodes_on_sm_90():
     """Every spec of a low-rank method in the README and the docs, at the same shape; equal programs once."""
     found = {spec for page in OF_SPECS for spec in specs_of(page)}
