@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.rope import RopeSpec
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import by_kernel
 from lowrank_kv_jax.pallas_kernels.compile_only import NoCompiler, compile_for, device, gpu_facts, mosaic_facts
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.lanes import tokens_on_lanes
@@ -170,7 +171,7 @@ def arguments(program: Program, target: str) -> tuple[Callable[..., Any], tuple[
         q = shape((program.batch, program.queries, HEADS, program.rank_k), compute)
 
         def plain(q, tokens, positions):
-            return module.coefficient_attention(q, tokens, q_positions=positions, **common)
+            return by_kernel.coefficient_attention(module, q, tokens, q_positions=positions, **common)
 
         return plain, (q, tokens, positions)
     q = shape((program.batch, program.queries, HEADS, program.head_dim), compute)

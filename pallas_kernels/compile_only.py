@@ -99,12 +99,32 @@ def _first_line(error: Exception) -> str:
 def compile_for(
     target: str, f: Callable[..., Any], *args: Any, dump: str | None = None, donate: int | tuple[int, ...] = ()
 ) -> Any:
-    """`f` compiled for arguments of the shapes of `args` (arrays or ShapeDtypeStructs); may not be run.
+    """`lowered_for`, compiled; may not be run. `dump` as in `compile_lowered`.
+
+    Raises:
+        NoCompiler: as `device`.
+    """
+    return compile_lowered(lowered_for(target, f, *args, donate=donate), dump)
+
+
+def compile_lowered(lowered: Any, dump: str | None = None) -> Any:
+    """What `lowered_for` gave, compiled.
+
+    Args:
+        dump: a folder for what the compiler has to say.
+    """
+    options = {"xla_dump_to": dump} if dump else {}
+    if dump and jax.version.__version_info__ >= (0, 11):
+        options["xla_dump_emitter_re"] = ".*"  # else there is no PTX among the files
+    return lowered.compile(compiler_options=options or None)
+
+
+def lowered_for(target: str, f: Callable[..., Any], *args: Any, donate: int | tuple[int, ...] = ()) -> Any:
+    """`f` lowered for arguments of the shapes of `args` (arrays or ShapeDtypeStructs).
 
     Args:
         args: those with a sharding keep it.
         donate: numbers of arguments that the results may overwrite.
-        dump: a folder for what the compiler has to say.
 
     Raises:
         NoCompiler: as `device`.
@@ -117,11 +137,7 @@ def compile_for(
     cores = getattr(there, "core_count", None) or getattr(there, "num_cores", 1)
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice(there.device_kind, cores, platform))
     with jax.sharding.use_abstract_mesh(mesh):
-        lowered = jax.jit(f, donate_argnums=donate).trace(*args).lower(lowering_platforms=(platform,))
-        options = {"xla_dump_to": dump} if dump else {}
-        if dump and jax.version.__version_info__ >= (0, 11):
-            options["xla_dump_emitter_re"] = ".*"  # else there is no PTX among the files
-        return lowered.compile(compiler_options=options or None)
+        return jax.jit(f, donate_argnums=donate).trace(*args).lower(lowering_platforms=(platform,))
 
 
 def gpu_facts(kernel: str, f: Callable[..., Any], *args: Any) -> KernelFacts:

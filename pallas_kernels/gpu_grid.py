@@ -8,6 +8,7 @@ CORES = 132  # of an H100 or H200; other GPUs get a few splits more or less than
 WAVES = 2  # programs for each core
 IN_FLIGHT = 32 * 1024  # bytes a program should have under way: with WAVES programs a core they hide the latency
 MOST_STAGES = 6
+SMALL_TILE, MOST_OF_SMALL = 4096, 10  # bytes of a tile of which six stages hold too little, and the stages it may have
 WIDE = 700  # bytes of a token (and of its rebuilt key) from which the registers of four warps spill
 PACKED_ROWS = 16  # query rows that programs over packed tokens have at most: with more, warps would unpack the same
 PACKED_WARPS = 8  # four spill registers
@@ -30,7 +31,7 @@ class Grid:
     tile: int
     splits: int
     stages: int
-    warps: int = 4
+    warps: int
 
 
 def decode_grid(rows: int, programs: int, size: int, token_bytes: int, rebuilt_bytes: int = 0) -> Grid:
@@ -45,15 +46,13 @@ def decode_grid(rows: int, programs: int, size: int, token_bytes: int, rebuilt_b
     tile, wide = 128, token_bytes + rebuilt_bytes
     while tile > 32 and tile * wide > IN_FLIGHT:
         tile //= 2
-    tiles = -(-size // tile)
-    splits = max(1, min(-(-tiles // LEAST_TILES), CORES * WAVES // programs))
-    warps = 8 if wide > WIDE else 4
-    return Grid(power_of_two(rows, 16), tile, splits, stages_for(tile * token_bytes), warps)
+    return _grid(rows, programs, size, tile, stages_for(tile * token_bytes), 8 if wide > WIDE else 4)
 
 
 def stages_for(tile_bytes: int) -> int:
     """Of a pipeline over tiles of so many bytes: `IN_FLIGHT` are under way while a program waits for its next tile."""
-    return min(MOST_STAGES, 2 + -(-IN_FLIGHT // tile_bytes))
+    most = MOST_STAGES if tile_bytes >= SMALL_TILE else MOST_OF_SMALL
+    return min(most, 2 + -(-IN_FLIGHT // tile_bytes))
 
 
 def packed_heads(stored: int, q_heads: int, queries: int) -> int:
@@ -69,13 +68,16 @@ def packed_heads(stored: int, q_heads: int, queries: int) -> int:
 
 def packed_grid(rows: int, programs: int, size: int, tile: int) -> Grid:
     """As `decode_grid`, over packed tokens: what is unpacked of a tile fills registers, whatever its bytes."""
-    tiles = -(-size // tile)
-    splits = max(1, min(-(-tiles // LEAST_TILES), CORES * WAVES // programs))
-    return Grid(power_of_two(rows, 16), tile, splits, 1, PACKED_WARPS)
+    return _grid(rows, programs, size, tile, 1, PACKED_WARPS)
 
 
 def tiled_grid(rows: int, programs: int, size: int, tile: int, token_bytes: int) -> Grid:
     """As `decode_grid`, over codes that are widened with the scales of their tiles."""
+    return _grid(rows, programs, size, tile, stages_for(tile * token_bytes), 4)
+
+
+def _grid(rows: int, programs: int, size: int, tile: int, stages: int, warps: int) -> Grid:
+    """As many splits as keep every core busy, of no fewer than `LEAST_TILES`."""
     tiles = -(-size // tile)
-    splits = max(1, min(-(-tiles // LEAST_TILES), CORES * WAVES // programs))
-    return Grid(power_of_two(rows, 16), tile, splits, stages_for(tile * token_bytes))
+    return Grid(
+        power_of_two(rows, 16), tile, max(1, min(-(-tiles // LEAST_TILES), CORES * WAVES // programs)), stages, warps)

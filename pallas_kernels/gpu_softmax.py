@@ -1,43 +1,12 @@
 """Online softmax on a GPU: what the Triton kernels share to load blocks of tokens, weigh them and write a partial."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid
-from lowrank_kv_jax.pallas_kernels.packing import EMPTY, LOG2_E, Packed
-
-
-def row_limits(head: jax.Array, packed: Packed) -> jax.Array:
-    """int32 `[B, n + 2 M]`: `head` `[B, n]` and the slot ranges of a row, one array because each costs a launch."""
-    return jnp.concatenate([head, packed.begin, packed.end], axis=1)
-
-
-def row_spec(x: jax.Array) -> pl.BlockSpec:
-    """A batch row of `x` `[B, ..]`."""
-    return pl.BlockSpec((None, *x.shape[1:]), lambda s, h, b: (b, *(0,) * (x.ndim - 1)))
-
-
-def head_spec(x: jax.Array, rows: int, heads: int) -> pl.BlockSpec:
-    """The row and head of `x` `[B', J, ..]` that serve row `b` of `rows` and head `h` of `heads`."""
-    share, shared = rows // x.shape[0], heads // x.shape[1]
-    rest = (0,) * (x.ndim - 2)
-    return pl.BlockSpec((None, None, *x.shape[2:]), lambda s, h, b: (b // share, h // shared, *rest))
-
-
-def split_partials(batch: int, heads: int, splits: int, rows: int, width: int) -> dict[str, Any]:
-    """Where programs write their partials, as arguments of `pl.pallas_call`; what `packing.merge_splits` merges."""
-    shapes = (batch, heads, splits, rows, width), (batch, heads, rows, splits)
-    return {
-        "out_specs": [
-            pl.BlockSpec((None, None, None, rows, width), lambda s, h, b: (b, h, s, 0, 0)),
-            pl.BlockSpec((None, None, rows, None), lambda s, h, b: (b, h, 0, s)),
-        ],
-        "out_shape": [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
-    }
+from lowrank_kv_jax.pallas_kernels.packing import EMPTY, LOG2_E
 
 
 def split_range(tiles, grid: Grid):
@@ -48,7 +17,7 @@ def split_range(tiles, grid: Grid):
 
 
 def load_ranges(limits_ref, rows: int, there: int):
-    """begin and end `[rows]` of `row_limits` for `there` query rows; those beyond see nothing."""
+    """begin and end `[rows]` of the limits of a row for `there` query rows; those beyond see nothing."""
     at, last = jnp.arange(rows), limits_ref.shape[0]
     begins = (last - 2 * there, last - there)
     return tuple(plgpu.load(limits_ref.at[first + at], mask=at < there, other=0) for first in begins)
@@ -73,6 +42,22 @@ def _inside(rows, piece: tuple[int, int], width: int):
     if sum(piece) > width:
         mask = mask & (piece[0] + jnp.arange(piece[1]) < width)[None]
     return mask
+
+
+def visible_slots(at, inside, begin, end, owner_ref, number):
+    """Which of n slots from `at` on each query row sees, bool `[rows, n]`: of its range, those that head `number` owns.
+
+    Args:
+        inside: bool `[n]`, which slots are there.
+        begin, end: `[rows]`, of `load_ranges`.
+        owner_ref: int8 `[S]`, or None where all slots are the head's.
+    """
+    slots = at + jnp.arange(inside.shape[0])
+    visible = (slots[None] >= begin[:, None]) & (slots[None] < end[:, None])
+    if owner_ref is None:
+        return visible
+    owner = plgpu.load(owner_ref.at[pl.ds(at, inside.shape[0])], mask=inside, other=-1)
+    return visible & (owner.astype(jnp.int32) == number)[None]
 
 
 def online_softmax(logits, visible, top, total):

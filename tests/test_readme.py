@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from documented import OF_SPECS, PAGES, ROOT, code_of, specs_of
 from written_model import write_model
 
 import lowrank_kv_jax as lkv
@@ -16,7 +17,6 @@ from lowrank_kv_jax.estimators.estimator import ESTIMATORS
 from lowrank_kv_jax.method import REGISTRY
 from lowrank_kv_jax.models import load_model
 
-ROOT = Path(__file__).parents[1]
 FEWER_WINDOWS = """
 import functools, lowrank_kv_jax as lkv
 lkv.calibrate = functools.partial(lkv.calibrate, length=512, windows=1)  # the blocks leave both at their defaults
@@ -112,17 +112,9 @@ def test_serving(shelf, capsys):
 
 # ---- what pages name ------------------------------------------------------------------------------------------------
 
-PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 ROOT_FOLDERS = "tests|docs|examples|evals|models|pallas_kernels|lowrank_kv_jax"
 PATH = re.compile(rf"(?<![\w./-])((?:\.ci|{ROOT_FOLDERS}|codecs|selections|estimators)/[\w./-]*\w)")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#([\w-]+))?\)")
-SPEC = re.compile(r"(?<![\w/:+.-])([a-z0-9-]+:[\w=.,-]+(?:\+[a-z0-9-]+(?::[\w=.,-]+)?)*)(?![\w;.,=])")
-
-
-def code_of(text: str) -> list[str]:
-    """What stands in blocks and between backticks."""
-    fence = re.compile(r"^```\w*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-    return fence.findall(text) + re.findall(r"`([^`]+)`", fence.sub("", text))
 
 
 def anchors(page: Path) -> set[str]:
@@ -142,10 +134,7 @@ def test_files_and_links_are_there(page):
         assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in ("CHANGELOG.md", "docs/extending.md")])
+@pytest.mark.parametrize("page", OF_SPECS)
 def test_specs_are_spelled_as_they_are_read(page):
-    """But for those with a placeholder: N, ENDS, `...`."""
-    for piece in code_of((ROOT / page).read_text(encoding="utf-8")):
-        for spec in SPEC.findall(piece):
-            if spec.split(":")[0] in REGISTRY and not re.search(r"[A-Z]|\.\.\.", spec):
-                lkv.parse_method(spec.rstrip(".,"))
+    for spec in specs_of(page):
+        lkv.parse_method(spec)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import math
 import re
 import tempfile
@@ -23,9 +24,10 @@ from lowrank_kv_jax.method import Part, Place
 from lowrank_kv_jax.method.layout import DEFAULT_BLOCK, layout_of
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.parse import spell_method
+from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.pallas_kernels import dispatch
 from lowrank_kv_jax.pallas_kernels.compile_grid import Result, tried
-from lowrank_kv_jax.pallas_kernels.compile_only import compile_for, devices, kernels_in
+from lowrank_kv_jax.pallas_kernels.compile_only import compile_lowered, devices, kernels_in, lowered_for
 from lowrank_kv_jax.storage.lanes import lay_out
 from lowrank_kv_jax.storage.sharding import leaf_sharding
 from lowrank_kv_jax.storage.state import map_leaves
@@ -39,7 +41,7 @@ MOVES = ("copy", "transpose", "convert", "copy-start")
 
 
 def compile_step(
-    method: Part, target: str, tokens: int = 32768, over: int = 1, axis: str = "model"
+    method: Part, target: str, tokens: int = 32768, over: int = 1, axis: str = "model", known: set[str] | None = None,
 ) -> Result:
     """Facts of the compiled step, one row of bfloat16.
 
@@ -53,13 +55,15 @@ def compile_step(
         tokens: that the cache is made for.
         over: devices, over which heads are cut, or slots of the store.
         axis: of the mesh that these devices are: "model", or "tokens".
+        known: digests of the programs of calls before, to which this one's is added. One of them is not compiled again,
+            and has no facts but `known`.
 
     Raises:
         NoCompiler: as `compile_only.device`.
     """
     program = functools.partial(step_program, method, target, tokens, over, axis)
     name = f"step at {tokens} tokens, {spell_method(method)}" + _devices(over, axis)
-    return program_facts(name, target, program, STATE)
+    return program_facts(name, target, program, STATE, known)
 
 
 def compile_refresh(method: Part, target: str, tokens: int = 32768) -> Result:
@@ -82,25 +86,33 @@ def _devices(count: int, axis: str) -> str:
 
 
 def program_facts(
-    name: str, target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]], donate: int | tuple[int, ...] = ()
+    name: str, target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]], donate: int | tuple[int, ...] = (),
+    known: set[str] | None = None,
 ) -> Result:
     """The same of any program, a function and the shapes of its arguments.
 
     Args:
         donate: numbers of arguments that the results may overwrite.
+        known: as in `compile_step`.
     """
-    return tried(name, target, functools.partial(_compiled, target, program, donate))
+    return tried(name, target, functools.partial(_compiled, target, program, donate, known))
 
 
 def _compiled(
-    target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]], donate: int | tuple[int, ...]
+    target: str, program: Callable[[], tuple[Any, tuple[Any, ...]]], donate: int | tuple[int, ...], known: set[str] | None
 ) -> dict[str, Any]:
     dispatch.warn_anew()
     of_gpu = target == "sm_90"
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         begin, f, args = time.process_time(), *program()
-        compiled = compile_for(target, f, *args, donate=donate, dump=folder if of_gpu else None)
+        lowered = lowered_for(target, f, *args, donate=donate)
+        if known is not None:
+            digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+            if digest in known:
+                return {"known": True}
+            known.add(digest)
+        compiled = compile_lowered(lowered, folder if of_gpu else None)
         seconds, text = time.process_time() - begin, compiled.as_text()
         attention = _attention(folder) if of_gpu else {}
     entry = text[text.index("\nENTRY ") :]
@@ -133,8 +145,7 @@ def step_program(
     method: Part, target: str, tokens: int, over: int, axis: str = "model"
 ) -> tuple[Any, tuple[Any, ...]]:
     """The first layer over one token: a function and the shapes of its arguments, of which `STATE` is the cache."""
-    layers = 1 if method.calibrated else 4  # four are the largest default group of layers
-    config = dataclasses.replace(LLAMA_8B, num_layers=layers, windows=(None,) * layers)
+    config = _few_layers(method)
     mesh = Mesh(np.array(devices(target, over)).reshape(1, over), ("data", axis))
     layout = layout_of(config.attention, 1, tokens, tokens + DEFAULT_BLOCK, dtype=jnp.bfloat16)
     layout = dataclasses.replace(
@@ -148,6 +159,20 @@ def step_program(
     x = everywhere(jax.ShapeDtypeStruct((1, 1, config.hidden_size), jnp.bfloat16))
     step = functools.partial(layer_extend, config.by_layer[0], method, layout, Place())
     return step, (weights, bases, state, x, *integers)
+
+
+def _few_layers(method: Part) -> ModelConfig:
+    """The model with few layers; four are the largest default group that comes without calibration."""
+
+    def of(layers: int) -> ModelConfig:
+        return dataclasses.replace(LLAMA_8B, num_layers=layers, windows=(None,) * layers)
+
+    few = of(1 if method.calibrated else 4)
+    try:
+        method.layer_groups(few.attention)
+    except ValueError:  # larger groups
+        return of(8)
+    return few
 
 
 def _without_prefetches(text: str) -> str:

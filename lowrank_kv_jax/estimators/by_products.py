@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Float32
 
-from lowrank_kv_jax.estimators.linalg import orthonormalise
+from lowrank_kv_jax.estimators.linalg import cholesky, least_eigenvalue, orthonormalise
 
 STEPS = 16
 MORE = 16  # directions beside those that are asked for: what separates these from the rest
 FLOOR = 1e-7  # of the trace: what float32 cannot tell from zero
+RIDGE = 1e-6  # of the trace, without which a deficient moment would have no Cholesky factor in float32
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -48,3 +49,36 @@ def iterated_subspace(moment: Float[jax.Array, "*lead W W"], rank: int) -> Float
             moved = moved - 0.5 * unwanted * basis
         basis = orthonormalise(moved, passes=3 if step + 1 == STEPS else 2)
     return basis[..., :rank]
+
+
+def leading_factor(
+    moment: Float[jax.Array, "*lead W W"], size: int, *, shrink: bool
+) -> tuple[Float32[jax.Array, "*lead l W"], Float32[jax.Array, "*lead"]]:
+    """Rows S whose Gram matrix S^T S holds the `size` leading directions of a second moment M, and what was subtracted.
+
+    With U of `iterated_subspace`, S^T S = U (U^T M U - lost I) U^T, factorised by Cholesky: directions of nearly equal
+    energy, which the iteration does not tell apart, lose nothing by that. Rows are not orthogonal. The largest eigenvalue
+    of M - S^T S is within 1.25 times that of the exact decomposition plus 1e-5 tr(M); the least is above -1e-5 tr(M), or
+    -1e-3 tr(M) where nothing is subtracted.
+
+    Args:
+        moment: symmetric positive semidefinite `[..., W, W]`.
+        size: rows asked for; there are l = min(size, W).
+        shrink: subtract the energy of the direction behind those that are kept, but no more than the least has of these.
+    """
+    moment, width = moment.astype(jnp.float32), moment.shape[-1]
+    trace = jnp.trace(moment, axis1=-2, axis2=-1)
+    ridge = jnp.where(trace > 0, RIDGE * trace, 1.0)
+    kept, lost, basis = moment, jnp.zeros_like(trace), None
+    if size < width:
+        basis = iterated_subspace(moment, size + 1)
+        image = jnp.matmul(moment, basis, precision=_HIGHEST)
+        behind, basis = jnp.sum(basis * image, axis=-2)[..., size], basis[..., :size]
+        kept = jnp.matmul(basis.mT, image[..., :size], precision=_HIGHEST)
+        kept = (kept + kept.mT) / 2
+    ridged = kept + ridge[..., None, None] * jnp.eye(kept.shape[-1])
+    if shrink and basis is not None:
+        lost = jnp.where(trace > 0, jnp.clip(behind, 0.0, jnp.maximum(least_eigenvalue(ridged) - ridge, 0.0)), 0.0)
+    rows = cholesky(ridged - lost[..., None, None] * jnp.eye(kept.shape[-1])).mT
+    rows = rows if basis is None else jnp.matmul(rows, basis.mT, precision=_HIGHEST)
+    return jnp.where(trace[..., None, None] > 0, rows, 0.0), lost

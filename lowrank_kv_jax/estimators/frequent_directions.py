@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float32
 
+from lowrank_kv_jax.estimators.by_products import leading_factor
 from lowrank_kv_jax.estimators.estimator import (
     SizedEstimator,
     batch_moment,
@@ -16,6 +17,7 @@ from lowrank_kv_jax.estimators.estimator import (
 )
 from lowrank_kv_jax.estimators.linalg import eigenvectors
 from lowrank_kv_jax.estimators.svd import principal_subspace
+from lowrank_kv_jax.storage.backend import platform
 from lowrank_kv_jax.storage.state import leaf, state
 
 
@@ -24,9 +26,10 @@ class Sketch:
     """A sketch S of the stacked tokens A, those that a calibrated start stands for included.
 
     Attributes:
-        rows: S, float32 `[B, J, l, W]`, orthogonal rows, longest first.
+        rows: S, float32 `[B, J, l, W]`; orthogonal, longest first, on a CPU.
         shrunk: float32 `[B, J]`, the sum of what was subtracted from the squared singular values. It is the bound
-            that is known without the tokens: 0 <= x^T (A^T A - S^T S) x <= shrunk for every unit x.
+            that is known without the tokens: 0 <= x^T (A^T A - S^T S) x <= shrunk for every unit x. On an accelerator
+            each update may miss it by what `by_products.leading_factor` says.
     """
 
     rows: jax.Array = leaf("batch", "kv_heads", None, "width", kind="moments")
@@ -43,7 +46,8 @@ class FrequentDirections(SizedEstimator):
     and a sketch of as many rows as channels loses nothing. (Shrinking by the l-th, as the paper does, leaves a row of
     zeros and has l in the place of l + 1; shrinking only l rows by the middle one, as is often done, l / 2.) One batched
     update of T tokens costs l W^2 + T W^2 multiplications and an
-    eigendecomposition O(W^3), whatever T: large batches are cheap, and shrink less often. l W numbers are kept.
+    eigendecomposition O(W^3), whatever T, or on an accelerator orthogonal iteration: large batches are cheap, and shrink
+    less often. l W numbers are kept.
 
     Attributes:
         size: l.
@@ -60,11 +64,11 @@ class FrequentDirections(SizedEstimator):
             raise ValueError(f"subsample={self.subsample!r}: must be an int of at least 1")
 
     def init(self, lead, width, start=None):
-        if start is None:
-            moment = jnp.zeros((*lead, width, width), jnp.float32)
-        else:
+        rows = jnp.zeros((*lead, self.size, width), jnp.float32)
+        if start is not None:
             moment = start_moment(jnp.broadcast_to(start, (*lead, *start.shape[-2:])))
-        return Sketch(leading_rows(moment, self.size, shrink=False)[0], jnp.zeros(lead, jnp.float32))
+            rows, _ = leading_rows(moment, self.size, shrink=False)
+        return Sketch(rows, jnp.zeros(lead, jnp.float32))
 
     def update(self, learned, x, weight=None):
         x, weight = check_batch(x, weight)
@@ -106,11 +110,18 @@ def leading_rows(
         shrink: subtract the eigenvalue behind the l-th from all of them; from W <= l, which are all kept, nothing.
     """
     width = moment.shape[-1]
+    decompose = leading_factor if platform() != "cpu" else _decomposed
+    rows, lost = decompose(moment, size, shrink=shrink)
+    room = [(0, 0)] * (rows.ndim - 2) + [(0, max(size - width, 0)), (0, 0)]
+    return jnp.pad(rows, room), lost
+
+
+def _decomposed(moment: jax.Array, size: int, *, shrink: bool) -> tuple[jax.Array, jax.Array]:
+    """At most W rows, by LAPACK."""
     vectors = eigenvectors(moment)[..., ::-1]
     values = jnp.sum(vectors * jnp.matmul(moment, vectors, precision=jax.lax.Precision.HIGHEST), axis=-2)
     values = jnp.maximum(values, 0.0)
-    lost = values[..., size] if shrink and size < width else jnp.zeros(values.shape[:-1], jnp.float32)
+    nothing = jnp.zeros(values.shape[:-1], jnp.float32)
+    lost = values[..., size] if shrink and size < moment.shape[-1] else nothing
     kept = jnp.sqrt(jnp.maximum(values - lost[..., None], 0.0))[..., :size]
-    rows = kept[..., None] * vectors[..., :size].mT
-    room = [(0, 0)] * (rows.ndim - 2) + [(0, max(size - width, 0)), (0, 0)]
-    return jnp.pad(rows, room), lost
+    return kept[..., None] * vectors[..., :size].mT, lost

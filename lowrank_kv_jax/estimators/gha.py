@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Float, Float32
 
 from lowrank_kv_jax.estimators.estimator import SizedEstimator, batch_moment, check_batch, register_estimator
-from lowrank_kv_jax.estimators.linalg import eigenvalues, eigenvectors, orthonormalise
+from lowrank_kv_jax.estimators.linalg import orthonormalise
+from lowrank_kv_jax.estimators.svd import principal_subspace, spectrum
 from lowrank_kv_jax.storage.state import leaf, state
 
 ORIENTATIONS = ("sanger", "printed")
@@ -78,7 +79,7 @@ def _scale(inner: jax.Array, weight: jax.Array, scale: str) -> jax.Array:
     tiny = jnp.finfo(jnp.float32).tiny
     if scale == "largest":
         inner = (inner + inner.mT) / 2
-        return jnp.maximum(eigenvalues(inner)[..., -1], tiny)[..., None, None]
+        return jnp.maximum(spectrum(inner)[..., -1], tiny)[..., None, None]
     if scale == "mean":
         return jnp.maximum(jnp.sum(weight, axis=-1), tiny)[..., None, None]
     return jnp.ones((), jnp.float32)
@@ -138,5 +139,5 @@ def start_columns(
     start = jnp.broadcast_to(start, (*lead, *start.shape[-2:])).astype(jnp.float32)[..., :size]
     if start.shape[-1] == size:
         return start
-    rest = eigenvectors(eye - jnp.matmul(start, start.mT, precision=_HIGHEST))[..., ::-1]
-    return jnp.concatenate([start, rest[..., : size - start.shape[-1]]], axis=-1)
+    rest = principal_subspace(eye - jnp.matmul(start, start.mT, precision=_HIGHEST), size - start.shape[-1])
+    return jnp.concatenate([start, rest], axis=-1)

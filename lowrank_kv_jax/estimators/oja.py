@@ -8,7 +8,8 @@ from jaxtyping import Float, Float32
 
 from lowrank_kv_jax.estimators.estimator import SizedEstimator, check_batch, register_estimator
 from lowrank_kv_jax.estimators.gha import start_columns
-from lowrank_kv_jax.estimators.linalg import divide_right, eigenvalues, largest_eigenvalue, orthonormalise
+from lowrank_kv_jax.estimators.linalg import divide_right, largest_eigenvalue, orthonormalise
+from lowrank_kv_jax.estimators.svd import spectrum
 from lowrank_kv_jax.storage.state import leaf, state
 
 NORMALIZATIONS = ("median", "largest", "residual", "token", "none")
@@ -126,8 +127,8 @@ def where_fed(weight: jax.Array, moved: jax.Array, u: jax.Array) -> jax.Array:
 
 def _median(inner: jax.Array) -> jax.Array:
     """Median eigenvalue; a batch smaller than the rank has zero, and its own largest one bounds its step."""
-    spectrum = eigenvalues(inner)
-    return jnp.maximum(jnp.median(spectrum, axis=-1), spectrum[..., -1] * 1e-3)
+    values = spectrum(inner)
+    return jnp.maximum(jnp.median(values, axis=-1), values[..., -1] * 1e-3)
 
 
 def _mm(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -146,7 +147,7 @@ class Subspace:
 class Oja(SizedEstimator):
     """A basis moved by `oja_update`. W R numbers are kept; an update costs 2 T W R multiplications, an
     orthonormalisation of W x R and, where it is normalised by a spectrum, one of an R x R matrix: its largest eigenvalue
-    by matrix products, its median by a decomposition.
+    by matrix products, its median by a decomposition (by products on an accelerator).
 
     A step with a positive multiple of the identity is an orthogonal iteration, whose leading columns do not depend on
     those after them: a basis of lower rank is the leading columns. ("residual", "token" and "none" move the subspace

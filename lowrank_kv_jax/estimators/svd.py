@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Float32
 
 from lowrank_kv_jax.estimators.by_products import iterated_subspace
-from lowrank_kv_jax.estimators.linalg import eigenvectors
+from lowrank_kv_jax.estimators.linalg import eigenvalues, eigenvectors
 from lowrank_kv_jax.storage.backend import platform
 
 
@@ -28,6 +28,18 @@ def principal_subspace(moment: Float[jax.Array, "*lead W W"], rank: int) -> Floa
     if platform() != "cpu":
         return iterated_subspace(moment, rank)
     return polish(eigenvectors(moment)[..., ::-1][..., :rank])
+
+
+def spectrum(moment: Float[jax.Array, "*lead W W"]) -> Float[jax.Array, "*lead W"]:
+    """Eigenvalues `[..., W]`, ascending, of symmetric positive semidefinite `[..., W, W]`.
+
+    On a CPU they are LAPACK's, elsewhere the energies along `iterated_subspace`, for step lengths: they may be off by a
+    tenth of the largest where many lie close together.
+    """
+    if platform() == "cpu":
+        return eigenvalues(moment)
+    basis = iterated_subspace(moment, moment.shape[-1])
+    return jnp.sort(jnp.sum(basis * jnp.matmul(moment, basis, precision=jax.lax.Precision.HIGHEST), axis=-2))
 
 
 def polish(basis: Float[jax.Array, "*lead W R"]) -> Float[jax.Array, "*lead W R"]:

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Float32, Int
 
 from lowrank_kv_jax.attention.blockwise import logits_of
 from lowrank_kv_jax.attention.sink_logits import probabilities
-from lowrank_kv_jax.storage.block_reads import slice_block
+from lowrank_kv_jax.storage.block_reads import block_for, slice_block
 
 # probabilities of valid queries (others are 0), their positions -> votes
 Vote = Callable[[Float32[jax.Array, "B J T G S"], Int[jax.Array, "B T"]], Float32[jax.Array, "B J S"]]
@@ -77,28 +77,32 @@ def decoding_votes(
     per_head = heads // groups
     # the very product that blockwise_attention computes of a single block: compilers then take it once for both
     q = q.reshape(batch, tokens, groups, per_head, dim).swapaxes(1, 2).reshape(batch, groups, tokens * per_head, dim)
-    logits = logits_of(_products(q, keys), scale, cap)
+    logits = logits_of(_products(q, keys, tokens), scale, cap)
     logits = logits.reshape(batch, groups, tokens, per_head, -1)
     lse = lse.reshape(batch, tokens, groups, per_head).transpose(0, 2, 1, 3)[..., None]
     return vote(jnp.where(seen, jnp.exp(jnp.minimum(logits - lse, 0.0)), 0.0), positions)
 
 
-def _products(q: jax.Array, keys: jax.Array) -> jax.Array:
-    """float32 `[B, J, M, S]` of queries `[B, J, M, D]` and keys `[B, J, S, D]`, widened block by block."""
-    size = keys.shape[2]
+def _products(q: jax.Array, keys: jax.Array, queries: int) -> jax.Array:
+    """float32 `[B, J, M, S]` of queries `[B, J, M, D]` and keys `[B, J, S, D]`, widened block by block.
+
+    Args:
+        queries: T; a few of them meet all keys at once on an accelerator, see `block_for`.
+    """
+    size, width = keys.shape[2], block_for(keys.shape[2], queries, q.shape[0] * q.shape[1] * q.shape[3], KEYS)
 
     def product(keys):
         return jnp.einsum("bjmd,bjsd->bjms", q, keys.astype(q.dtype), preferred_element_type=jnp.float32)
 
-    if size <= KEYS or (not hasattr(keys, "read_block") and keys.dtype == q.dtype):
+    if size <= width or (not hasattr(keys, "read_block") and keys.dtype == q.dtype):
         return product(slice_block(keys, 0, size))
 
     def block(i, out):
-        start = jnp.minimum(i * KEYS, size - KEYS)
-        return jax.lax.dynamic_update_slice_in_dim(out, product(slice_block(keys, start, KEYS)), start, axis=3)
+        start = jnp.minimum(i * width, size - width)
+        return jax.lax.dynamic_update_slice_in_dim(out, product(slice_block(keys, start, width)), start, axis=3)
 
     empty = jnp.zeros((*q.shape[:3], size), jnp.float32)
-    return jax.lax.fori_loop(0, -(-size // KEYS), block, empty)
+    return jax.lax.fori_loop(0, -(-size // width), block, empty)
 
 
 def total_attention(

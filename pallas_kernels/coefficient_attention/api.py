@@ -9,11 +9,12 @@ from jaxtyping import Float, Int
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels import dispatch
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import by_kernel, reference
 from lowrank_kv_jax.pallas_kernels.over_mesh import POSITIONS, QUERIES, cut, cut_tokens, local
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 
 KERNELS = {"triton": "gpu_triton", "mosaic_gpu": "gpu_mosaic", "tpu": "tpu"}
-"""Modules of this folder that hold the op, by backend."""
+"""Modules of this folder whose `attend_slots` is the op's, by backend."""
 
 
 def coefficient_attention(
@@ -38,19 +39,21 @@ def coefficient_attention(
     Raises:
         ValueError: an unknown backend. A case that the backend's kernel does not cover runs on XLA, with a warning.
     """
-    attend = functools.partial(_implementation, scale=scale, causal=causal, window=window)
+    options: dict[str, Any] = dict(scale=scale, causal=causal, window=window)
     arrays = {"q": q, "tokens": tokens, "q_positions": q_positions}
 
     def specs():
         return {"q": cut(q, QUERIES), "tokens": cut_tokens(tokens), "q_positions": cut(q_positions, POSITIONS)}
 
+    attend = functools.partial(_by_kernel, **options)
     kernels = {name: local(functools.partial(attend, module), specs, arrays) for name, module in KERNELS.items()}
     if cap is not None:
         kernels = dispatch.without_kernels(kernels, "logits that are capped")
-    reference = functools.partial(attend, "reference", cap=cap, **arrays)
-    return dispatch.run("coefficient_attention", backend, kernels, reference)
+    return dispatch.run(
+        "coefficient_attention", backend, kernels,
+        lambda: reference.coefficient_attention(**options, **arrays, cap=cap))
 
 
-def _implementation(module: str, **arguments: Any) -> AttnPartial:
-    """Call the op in a module of this folder, imported when it is needed: Pallas is not where XLA is enough."""
-    return importlib.import_module(f"{__package__}.{module}").coefficient_attention(**arguments)
+def _by_kernel(module: str, **arguments: Any) -> AttnPartial:
+    """The op by a module of this folder, imported when it is needed: Pallas is not where XLA is enough."""
+    return by_kernel.coefficient_attention(importlib.import_module(f"{__package__}.{module}"), **arguments)

@@ -25,7 +25,6 @@ from lowrank_kv_jax.pallas_kernels.packing import (
     pack,
     stored_arrays,
     unpack,
-    visible_range,
 )
 
 LEAST_JAX = (0, 11)
@@ -39,20 +38,17 @@ SHARED = 223 * 1024  # bytes of shared memory that a program has, less some KiB 
 MOST_STAGES = 6
 
 
-def coefficient_attention(q, tokens, *, scale, q_positions, causal, window, interpret=False) -> AttnPartial:
-    """The op of `api.coefficient_attention`; `Unsupported` where the kernel does not cover a case."""
-    return attend_slots(
-        q, tokens, *visible_range(tokens, q_positions, causal, window), scale=scale, size=tokens.keys.shape[2],
-        interpret=interpret,
-    )
-
-
-def attend_slots(q, tokens, begin, end, *, scale: float, size: int, interpret: bool) -> AttnPartial:
+def attend_slots(
+    q, tokens, begin, end, *, scale: float, size: int, interpret: bool, owner: jax.Array | None = None
+) -> AttnPartial:
     """Queries `[B, T, N, Rk]` over the slots `begin <= slot < end` `[B, T]` of tokens that B / B' rows in order share.
 
     Args:
         size: about how many tokens a row sees at most; decides into how many splits they are cut.
+        owner: None; tokens that it tells apart are not covered.
     """
+    if owner is not None:
+        raise Unsupported("tokens of all heads packed in one buffer")
     _check_machine(interpret)
     keys, values = (_stored(getattr(tokens, name), name, q.dtype) for name in ("keys", "values"))
     packed = pack(q, max(keys.shape[1], values.shape[1]), begin, end)

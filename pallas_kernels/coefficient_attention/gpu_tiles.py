@@ -13,24 +13,23 @@ from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, tiled_grid
+from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, launch
+from lowrank_kv_jax.pallas_kernels.gpu_packed import with_rows
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     add_values,
     dot,
-    head_spec,
     load_ranges,
     online_softmax,
-    row_limits,
-    row_spec,
-    split_partials,
     split_range,
     start_carry,
+    visible_slots,
     write_partial,
 )
 from lowrank_kv_jax.pallas_kernels.gpu_tiled import Form, Tiled, numbers, tile_for, tiled
 from lowrank_kv_jax.pallas_kernels.owned_slots import numbers as numbers_of_heads
-from lowrank_kv_jax.pallas_kernels.packing import LOG2_E, merge_splits, pack, power_of_two, unpack
+from lowrank_kv_jax.pallas_kernels.packing import LOG2_E, pack, power_of_two, unpack
 
-HEAD = 6  # of `row_limits`: the span, the head that is read, its first slot, its first tiles of keys and of values
+HEAD = 6  # limits of a row: the span, the head that is read, its first slot, its first tiles of keys and of values
 
 
 def attend_slots(
@@ -42,23 +41,16 @@ def attend_slots(
     batch, heads, rows, _ = packed.q.shape
     tile = tile_for(power_of_two(rows, 16), keys.form, values.form)
     grid = tiled_grid(rows, batch * heads, size, tile, sum(x.codes.shape[-1] for x in (keys, values)))
-    limits = row_limits(_head(packed.span, keys, values, owner), packed)
-    query = jnp.pad(keys.form.spread(packed.q), ((0, 0), (0, 0), (0, grid.rows - rows), (0, 0)))
-    of_heads = (*([] if owner is None else [owner]), query, *keys.arrays(), *values.arrays())
-    width = sum(size for _, size in values.form.pieces())
-    out, lse = pl.pallas_call(
-        functools.partial(
-            _kernel, grid=grid, scale=scale, keys=keys.form, values=values.form, owned=owner is not None,
-            key_refs=len(keys.arrays()),
-        ),
-        grid=(grid.splits, heads, batch),
-        in_specs=[row_spec(limits), *(head_spec(x, batch, heads) for x in of_heads)],
-        **split_partials(batch, heads, grid.splits, rows, width),
-        compiler_params=plgpu.CompilerParams(num_warps=grid.warps, num_stages=grid.stages),
-        interpret=interpret,
-        name="coefficient_attention",
-    )(limits, *of_heads)
-    part = merge_splits(out, lse)
+    kernel = functools.partial(
+        _kernel, grid=grid, scale=scale, keys=keys.form, values=values.form, owned=owner is not None,
+        key_refs=len(keys.arrays()),
+    )
+    query = with_rows(keys.form.spread(packed.q), grid.rows)
+    part = launch(
+        "coefficient_attention", kernel, grid, packed, _head(packed.span, keys, values, owner),
+        by_head(packed, owner, query, *keys.arrays(), *values.arrays()),
+        sum(size for _, size in values.form.pieces()), interpret=interpret,
+    )
     return unpack(AttnPartial(values.form.collected(part.out), part.lse), q.shape[1])
 
 
@@ -86,8 +78,7 @@ def _kernel(
         top, total, accs = carry
         place = (first + step) * grid.tile
         at = origin + place
-        slots = at + jnp.arange(grid.tile)
-        inside = slots < high
+        inside = at + jnp.arange(grid.tile) < high
 
         def read(refs, form: Form, tile):
             return numbers(refs, form, at, tile + place // form.tokens, inside)
@@ -95,10 +86,7 @@ def _kernel(
         logits = jnp.zeros((grid.rows, grid.tile), jnp.float32)
         for q, own in zip(queries, read(k_refs, keys, tiles[0]), strict=True):
             logits += dot(q, own.astype(q.dtype).T)
-        visible = (slots[None] >= begin[:, None]) & (slots[None] < end[:, None])
-        if owner_ref is not None:
-            owner = plgpu.load(owner_ref.at[pl.ds(at, grid.tile)], mask=inside, other=-1)
-            visible &= (owner.astype(jnp.int32) == number)[None]
+        visible = visible_slots(at, inside, begin, end, owner_ref, number)
         weights, shrink, top, total = online_softmax(logits * (scale * LOG2_E), visible, top, total)
         pieces = read(v_refs, values, tiles[1])
         return top, total, add_values(weights.astype(q_ref.dtype), shrink, accs, values.pieces(), pieces, None)

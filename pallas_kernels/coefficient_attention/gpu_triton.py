@@ -15,6 +15,7 @@ from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import gpu_tiles
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid, packed_grid, packed_heads
+from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, launch
 from lowrank_kv_jax.pallas_kernels.gpu_packed import (
     check_packed,
     collected_from,
@@ -29,25 +30,21 @@ from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import coefficient_grid
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     add_values,
     dot,
-    head_spec,
     load_block,
     load_ranges,
     online_softmax,
-    row_limits,
-    row_spec,
-    split_partials,
     split_range,
     start_carry,
+    visible_slots,
     write_partial,
 )
-from lowrank_kv_jax.pallas_kernels.owned_slots import numbers, rows_of
+from lowrank_kv_jax.pallas_kernels.owned_slots import numbers
 from lowrank_kv_jax.pallas_kernels.packing import (
     LOG2_E,
     TILE_OF_SCALES,
     Packed,
     Stored,
     in_tiles,
-    merge_splits,
     pack,
     stored_arrays,
     unpack,
@@ -56,16 +53,6 @@ from lowrank_kv_jax.pallas_kernels.packing import (
 PACKED_TILE = 32  # packed tokens of a tile: more would spill registers, as would an output of more columns
 MOST_COLUMNS = 1216
 DTYPES = ("float32", "bfloat16", "float16", "int8")
-
-
-def coefficient_attention(q, tokens, *, scale, q_positions, causal, window, interpret=False) -> AttnPartial:
-    """The op of `api.coefficient_attention`; `Unsupported` where the kernel does not cover a case."""
-    rows = rows_of(q, tokens, q_positions, causal, window)
-    part = attend_slots(
-        rows.q, rows.tokens, rows.begin, rows.end, scale=scale, size=tokens.keys.shape[2], interpret=interpret,
-        owner=rows.owner,
-    )
-    return rows.heads_of(part, q.shape[2])
 
 
 def attend_slots(
@@ -97,7 +84,6 @@ def attend_packed(
     """Partial `[B, H, M, Rv]`, lse `EMPTY` where a row sees nothing."""
     check_stored(packed, keys, values)
     batch, heads, rows, _ = packed.q.shape
-    width = columns_of(values)
     if values.runs is None:
         grid = decode_grid(rows, batch * heads, size, bytes_of_token(keys) + bytes_of_token(values))
         grid = coefficient_grid(grid, keys, values, packed.q.dtype.itemsize)
@@ -109,19 +95,11 @@ def attend_packed(
         value_runs=values.runs,
     )
     head = packed.span if owner is None else jnp.concatenate([packed.span, numbers(batch, owner)], axis=1)
-    limits = row_limits(head, packed)
     query = packed.q if keys.runs is None else with_rows(spread_for(keys, packed.q), grid.rows)
-    of_heads = (*([] if owner is None else [owner]), query, *given(keys), *given(values))
-    out, lse = pl.pallas_call(
-        kernel,
-        grid=(grid.splits, heads, batch),
-        in_specs=[row_spec(limits), *(head_spec(x, batch, heads) for x in of_heads)],
-        **split_partials(batch, heads, grid.splits, rows, width),
-        compiler_params=plgpu.CompilerParams(num_warps=grid.warps, num_stages=grid.stages),
-        interpret=interpret,
-        name="coefficient_attention",
-    )(limits, *of_heads)
-    part = merge_splits(out, lse)
+    operands = by_head(packed, owner, query, keys.codes, keys.scales, values.codes, values.scales)
+    part = launch(
+        "coefficient_attention", kernel, grid, packed, head, operands, columns_of(values), interpret=interpret
+    )
     return AttnPartial(collected_from(values, part.out), part.lse)
 
 
@@ -143,11 +121,6 @@ def check_stored(packed: Packed, keys: Stored, values: Stored) -> None:
 def bytes_of_token(stored: Stored) -> int:
     """Bytes of one token of one head."""
     return stored.codes.shape[-1] * stored.codes.dtype.itemsize
-
-
-def given(stored: Stored) -> list[jax.Array]:
-    """The arrays that there are."""
-    return [stored.codes] if stored.scales is None else [stored.codes, stored.scales]
 
 
 def tile_range(limits_ref, grid: Grid):
@@ -179,11 +152,11 @@ def _kernel(limits_ref, *refs, grid: Grid, scale: float, quantised: bool, owned:
     def body(tile, carry):
         top, total, accs = carry
         at = tile * grid.tile
-        slots = at + jnp.arange(grid.tile)
+        inside = at + jnp.arange(grid.tile) < high
         scale_row = at // TILE_OF_SCALES
 
         def read(ref, piece):
-            return load_block(ref, at, slots < high, piece)
+            return load_block(ref, at, inside, piece)
 
         def add(logits, keys, where):
             q = plgpu.load(q_ref.at[:, where])
@@ -191,18 +164,15 @@ def _kernel(limits_ref, *refs, grid: Grid, scale: float, quantised: bool, owned:
 
         logits = jnp.zeros((grid.rows, grid.tile), jnp.float32)
         if key_runs is not None:
-            logits = over_columns(k_ref, at, slots < high, key_runs, add, logits)
+            logits = over_columns(k_ref, at, inside, key_runs, add, logits)
         for q, piece in zip(queries, key_pieces, strict=False):
             if ks_ref is not None:
                 q = (q.astype(jnp.float32) * load_scale(ks_ref, scale_row, piece)).astype(q.dtype)
             logits += dot(q, read(k_ref, piece).astype(q.dtype).T)
-        visible = (slots[None] >= begin[:, None]) & (slots[None] < end[:, None])
-        if owner_ref is not None:
-            owner = plgpu.load(owner_ref.at[pl.ds(at, grid.tile)], mask=slots < high, other=-1)
-            visible &= (owner.astype(jnp.int32) == limits_ref[2])[None]
+        visible = visible_slots(at, inside, begin, end, owner_ref, limits_ref[2] if owned else None)
         weights, shrink, top, total = online_softmax(logits * (scale * LOG2_E), visible, top, total)
         value_scale = None if vs_ref is None else functools.partial(load_scale, vs_ref, scale_row)
-        values = unpacked(v_ref, at, slots < high, value_runs) if value_runs else (read(v_ref, x) for x in value_pieces)
+        values = unpacked(v_ref, at, inside, value_runs) if value_runs else (read(v_ref, x) for x in value_pieces)
         return top, total, add_values(weights.astype(q_ref.dtype), shrink, accs, value_pieces, values, value_scale)
 
     top, total, accs = jax.lax.fori_loop(start, stop, body, start_carry(grid.rows, value_pieces))

@@ -9,19 +9,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels import tpu_softmax
-from lowrank_kv_jax.pallas_kernels.owned_slots import numbers, rows_of
+from lowrank_kv_jax.pallas_kernels.owned_slots import numbers
 from lowrank_kv_jax.pallas_kernels.packing import pack, unpack
 from lowrank_kv_jax.pallas_kernels.tpu_softmax import LaneTokens
-
-
-def coefficient_attention(q, tokens, *, scale, q_positions, causal, window, interpret=False) -> AttnPartial:
-    """The op of `api.coefficient_attention`; `Unsupported` where the kernel does not cover a case."""
-    rows = rows_of(q, tokens, q_positions, causal, window)
-    part = attend_slots(
-        rows.q, rows.tokens, rows.begin, rows.end, scale=scale, size=tokens.keys.shape[2], interpret=interpret,
-        owner=rows.owner,
-    )
-    return rows.heads_of(part, q.shape[2])
 
 
 def attend_slots(

@@ -13,8 +13,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.attention.partial import AttnPartial
-from lowrank_kv_jax.pallas_kernels.coefficient_attention.gpu_triton import bytes_of_token, check_stored, given, load_scale
+from lowrank_kv_jax.pallas_kernels.coefficient_attention.gpu_triton import bytes_of_token, check_stored, load_scale
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid, packed_grid
+from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, launch
 from lowrank_kv_jax.pallas_kernels.gpu_packed import (
     check_packed,
     collected_from,
@@ -29,13 +30,9 @@ from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import rotary_grid
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     add_values,
     dot,
-    head_spec,
     load_block,
     load_ranges,
     online_softmax,
-    row_limits,
-    row_spec,
-    split_partials,
     split_range,
     start_carry,
     write_partial,
@@ -45,7 +42,6 @@ from lowrank_kv_jax.pallas_kernels.packing import (
     TILE_OF_SCALES,
     Stored,
     columns,
-    merge_splits,
     stored_arrays,
     unpack,
 )
@@ -82,7 +78,6 @@ def attend_packed(
     packed = rotary.packed
     check_stored(packed, keys, values)
     (batch, heads, rows, _), half = packed.q.shape, rotary.basis.shape[2] // 2
-    width = columns_of(values)
     if values.runs is None:
         token_bytes, rebuilt = bytes_of_token(keys) + bytes_of_token(values), 2 * half * packed.q.dtype.itemsize
         grid = decode_grid(rows, batch * heads, keys.codes.shape[2], token_bytes, rebuilt)
@@ -90,31 +85,21 @@ def attend_packed(
     else:
         grid = packed_grid(rows, batch * heads, keys.codes.shape[2], PACKED_TILE)
         check_packed(rows, MOST_COLUMNS, keys, values)
-    whole = pl.BlockSpec(rotary.cos.shape, lambda s, h, b: (0, 0, 0))
-    runs = rotary.first.shape[1]
-    limits = row_limits(visits(rotary, grid.tile), packed)
-    stored = (*given(keys), *given(values))
     basis_bytes = 2 * half * rotary.basis.shape[-1] * packed.q.dtype.itemsize
     kernel = functools.partial(
-        _kernel, grid=grid, runs=runs, scale=scale, rotate=rotate, quantised=keys.scales is not None,
-        centred=rotary.mean is not None,
-        resident=basis_bytes <= RESIDENT_BYTES, key_runs=keys.runs, value_runs=values.runs,
+        _kernel, grid=grid, runs=rotary.first.shape[1], scale=scale, rotate=rotate, quantised=keys.scales is not None,
+        centred=rotary.mean is not None, resident=basis_bytes <= RESIDENT_BYTES, key_runs=keys.runs,
+        value_runs=values.runs,
     )
     query = packed.q if keys.runs is None else with_rows(packed.q, grid.rows)
-    of_bases = [x for x in (rotary.basis, rotary.mean) if x is not None]
-    out, lse = pl.pallas_call(
-        kernel,
-        grid=(grid.splits, heads, batch),
-        in_specs=[
-            row_spec(limits), whole, whole, head_spec(query, batch, heads),
-            *(basis_spec(x, batch) for x in of_bases), *(head_spec(x, batch, heads) for x in stored),
-        ],
-        **split_partials(batch, heads, grid.splits, rows, width),
-        compiler_params=plgpu.CompilerParams(num_warps=grid.warps, num_stages=grid.stages),
-        interpret=interpret,
-        name="rotary_coefficient_attention",
-    )(limits, rotary.cos, rotary.sin, query, *of_bases, *stored)
-    part = merge_splits(out, lse)
+    whole = pl.BlockSpec(rotary.cos.shape, lambda s, h, b: (0, 0, 0))
+    of_bases = [(x, basis_spec(x, batch)) for x in (rotary.basis, rotary.mean) if x is not None]
+    part = launch(
+        "rotary_coefficient_attention", kernel, grid, packed, visits(rotary, grid.tile),
+        [(rotary.cos, whole), (rotary.sin, whole), *by_head(packed, query), *of_bases,
+         *by_head(packed, keys.codes, keys.scales, values.codes, values.scales)],
+        columns_of(values), interpret=interpret,
+    )
     return AttnPartial(collected_from(values, part.out), part.lse)
 
 

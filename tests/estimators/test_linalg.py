@@ -37,6 +37,14 @@ def test_every_matrix_of_a_batch(name, batch):
     np.testing.assert_allclose(jax.jit(ours)(jnp.asarray(x, jnp.float32)), theirs(x), atol=1e-4)
 
 
+@pytest.mark.parametrize("spectrum", [[1.0, 0.5, 0.1], [1.0] * 64, [2.0] * 127 + [1.0], [3e4, 1.0], [1e-30, 1e-31]])
+def test_the_least_eigenvalue_is_never_too_high(spectrum):
+    q, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(len(spectrum), len(spectrum))))
+    matrix = jnp.asarray((q * spectrum) @ q.T, jnp.float32)
+    found = float(jax.jit(linalg.least_eigenvalue)(matrix[None])[0])
+    assert (1 - np.log(len(spectrum)) / 256) * spectrum[-1] * (1 - 1e-3) <= found <= 1.001 * spectrum[-1]
+
+
 DECOMPOSED = {"osp": {"syevd"}}
 """Whose refresh decomposes: a chunk that opens takes the principal directions of what came before, in order."""
 

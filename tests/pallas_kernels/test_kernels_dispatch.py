@@ -73,7 +73,8 @@ def test_on_an_accelerator_xla_attends_to_all_slots_at_once(monkeypatch, case):
 
 def test_columns_cover_a_width_once():
     assert columns(96) == ((0, 64), (64, 32)) and columns(256) == ((0, 128), (128, 128))
-    for width in range(1, 400):
+    assert columns(608)[-2:] == ((512, 64), (576, 64))  # beyond the width
+    for width in range(1, 700):
         pieces = columns(width)
         ends = [start + size for start, size in pieces]
         assert [start for start, _ in pieces] == [0, *ends[:-1]] and ends[-1] >= width > pieces[-1][0]

@@ -78,4 +78,4 @@ def test_other_gpus_than_hopper_are_refused(monkeypatch):
     x = make(Case(dtype="bfloat16"))
     monkeypatch.setattr(jax, "devices", lambda: [Ampere()])
     with pytest.raises(dispatch.Unsupported, match=r"capability 8.0, the kernel is for 9.0 \(Hopper\)"):
-        api._implementation("gpu_mosaic", q=x.q, tokens=x.tokens, **x.options)
+        api._by_kernel("gpu_mosaic", q=x.q, tokens=x.tokens, **x.options)

@@ -36,6 +36,7 @@ def run(op, *args, **options):
         Case(rank_k=96, rank_v=16, dtype="bfloat16", S=256, lengths=(255, 256)),
         Case(rank_k=64, rank_v=128, dtype="float16", lengths=(300, 2), J=1),
         slow(Case(rank_k=128, rank_v=256, J=2, Jv=1, lengths=(130,))),
+        slow(Case(rank_k=520, rank_v=608, J=1, Jv=1, lengths=(33,), dtype="bfloat16")),  # the last piece is half there
         Case(T=3, causal=True, window=70, lengths=(1, 2, 3, 100, 101, 300), rank_k=48),
         slow(Case(T=2, causal=True, gaps=(200, 7), jumps=(9, 2), lengths=(8, 199, 202))),
         Case(bits=8, rank_k=64, rank_v=32, lengths=(0, 1, 128, 129, 300)),

@@ -1,0 +1,64 @@
+"""Launches of the Triton kernels: a program for each split of the tokens, head and row, whose partials XLA merges."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid
+from lowrank_kv_jax.pallas_kernels.packing import Packed, merge_splits
+
+Operand = tuple[jax.Array, pl.BlockSpec]
+"""An array, and what a program reads of it."""
+
+
+def launch(
+    name: str, kernel: Callable[..., None], grid: Grid, packed: Packed, head: jax.Array, operands: Sequence[Operand],
+    width: int, *, interpret: bool,
+) -> AttnPartial:
+    """Partial `[B, H, M, width]`, float32, lse `EMPTY` where a row sees nothing.
+
+    Args:
+        kernel: takes references: limits of a row, int32 `[n + 2 M]`, the operands, its out `[M, width]` and lse `[M]`.
+        packed: queries; the slot ranges of a row are its last limits.
+        head: int32 `[B, n]`, the limits before them: one array, because each costs a launch.
+    """
+    batch, heads, rows, _ = packed.q.shape
+    limits = jnp.concatenate([head, packed.begin, packed.end], axis=1)
+    arrays, specs = zip(*[(limits, row_spec(limits)), *operands], strict=True)
+    shapes = (batch, heads, grid.splits, rows, width), (batch, heads, rows, grid.splits)  # as `merge_splits` takes them
+    out, lse = pl.pallas_call(
+        kernel,
+        grid=(grid.splits, heads, batch),
+        in_specs=specs,
+        out_specs=[
+            pl.BlockSpec((None, None, None, rows, width), lambda s, h, b: (b, h, s, 0, 0)),
+            pl.BlockSpec((None, None, rows, None), lambda s, h, b: (b, h, 0, s)),
+        ],
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+        compiler_params=plgpu.CompilerParams(num_warps=grid.warps, num_stages=grid.stages),
+        interpret=interpret,
+        name=name,
+    )(*arrays)
+    return merge_splits(out, lse)
+
+
+def row_spec(x: jax.Array) -> pl.BlockSpec:
+    """A batch row of `x` `[B, ..]`."""
+    return pl.BlockSpec((None, *x.shape[1:]), lambda s, h, b: (b, *(0,) * (x.ndim - 1)))
+
+
+def by_head(packed: Packed, *arrays: Any) -> list[Operand]:
+    """Of arrays `[B', J, ..]`, None left out, the row and head that serve a program's."""
+    rows, heads = packed.q.shape[:2]
+    return [(x, _head_spec(x, rows, heads)) for x in arrays if x is not None]
+
+
+def _head_spec(x: jax.Array, rows: int, heads: int) -> pl.BlockSpec:
+    share, shared = rows // x.shape[0], heads // x.shape[1]
+    rest = (0,) * (x.ndim - 2)
+    return pl.BlockSpec((None, None, *x.shape[2:]), lambda s, h, b: (b // share, h // shared, *rest))
