@@ -30,7 +30,7 @@ def main():
         sharded = jax.device_put(plain, param_shardings(CONFIG, mesh))
         method = parse_method(spec)
         assert tokens(method, plain, None) == tokens(method, sharded, mesh), spec
-        print(method.name, flush=True)
+        print(f"{method.name}:{mesh.axis_names[-1]}", flush=True)
 
 
 if __name__ == "__main__":

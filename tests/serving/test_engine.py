@@ -306,4 +306,4 @@ def test_an_engine_on_a_mesh_answers_alike():
     done = subprocess.run([sys.executable, str(HERE / "on_a_mesh.py")], env=env | {"PYTHONPATH": os.pathsep.join(paths)},
                           capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.split() == ["full", "xkv", "kivi"]
+    assert done.stdout.split() == ["full:model", "xkv:model", "kivi:model", "full:tokens"]
