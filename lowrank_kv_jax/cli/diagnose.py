@@ -9,6 +9,7 @@ from lowrank_kv_jax.cli.options import add_model_options, append_records
 
 HELP = "how compressible the cache is, and how bases follow a shift of the text"
 TABLES = ("adaptation", "rest", "forgetting", "compressibility", "spectra")
+REFINEMENT = "refinement"
 HELD_OUT = ("pydoc:first", ("pydoc:second", "python"))
 
 
@@ -22,14 +23,17 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
                         help="texts to measure on, one by one; by default its other half and Python source")
     parser.add_argument("--methods", nargs="+", default=None, metavar="SPEC",
                         help="low-rank methods to compare; by default ojakv and its static baseline")
-    parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES, metavar="TABLE",
-                        help=f"which to measure, of {', '.join(TABLES)}; by default all")
+    parser.add_argument("--tables", nargs="+", choices=(*TABLES, REFINEMENT), default=TABLES, metavar="TABLE",
+                        help=f"which to measure, of {', '.join(TABLES)}; by default these; or {REFINEMENT}, of methods of"
+                             " transform coding: what refining their bases by gradient is worth")
     parser.add_argument("--refreshes", nargs="+", type=int, default=[0, 16, 32, 64, 96], metavar="N",
                         help="forgetting: after which refreshes of 32 tokens of the last text to look, behind half a"
                              " window of the first; those beyond the model's context are left out (%(default)s)")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a window (%(default)s)")
     parser.add_argument("--windows", type=int, default=4, help="windows to calibrate on (%(default)s)")
     parser.add_argument("--test-windows", type=int, default=1, help="windows of each text (%(default)s)")
+    parser.add_argument("--refine", type=int, default=100, metavar="STEPS",
+                        help="refinement: steps of Adam for each group of layers (%(default)s)")
     parser.add_argument("--layers", type=int, default=5,
                         help="layers of a group in the cross-layer rows (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="shifts the windows (%(default)s)")
@@ -48,13 +52,20 @@ def run(args: argparse.Namespace) -> int:
     """
     from lowrank_kv_jax.calibration.calibrate import collect_moments
     from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
+    from lowrank_kv_jax.calibration.refine import check_refinable
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
-    from lowrank_kv_jax.evals.studies.bases import adapting, diagnostics, forgetting
+    from lowrank_kv_jax.evals.asking.methods import parse_methods
+    from lowrank_kv_jax.evals.studies.bases import adapting, diagnostics, forgetting, refinement
 
-    methods = _methods(args.methods or adapting.ADAPTATION_METHODS)
+    methods = list(parse_methods(args.methods or adapting.ADAPTATION_METHODS).values())
+    for method in methods:
+        if REFINEMENT in args.tables:
+            check_refinable(method)
+        if set(args.tables) - {REFINEMENT} and not method.rebuilds:
+            raise ValueError(f"method {method.name!r} has no basis to diagnose; give a low-rank one")
     if args.plot and not {"spectra", "adaptation"} <= set(args.tables):
         raise ValueError(f"--plot {args.plot}: draws the tables adaptation and spectra; give them to --tables too")
-    check_numbers(args, length=1, windows=1, test_windows=1, layers=1, seed=0, refreshes=0)
+    check_numbers(args, length=1, windows=1, test_windows=1, layers=1, seed=0, refreshes=0, refine=1)
     check_outputs(args)
     corpus = load_corpus(args.calibrate or HELD_OUT[0])
     sources = args.test or HELD_OUT[1]
@@ -66,9 +77,9 @@ def run(args: argparse.Namespace) -> int:
         return token_windows(model.tokenizer, tests[text].texts, size, args.test_windows, args.seed)
 
     windows = {name: windows_of(name, length) for name in tests}
-    calibration = collect_moments(
-        model, token_windows(model.tokenizer, corpus.texts, length, args.windows, args.seed), progress=True
-    )
+    if set(args.tables) - {REFINEMENT}:
+        own = token_windows(model.tokenizer, corpus.texts, length, args.windows, args.seed)
+        calibration = collect_moments(model, own, progress=True)
     first, last = list(tests)[0], list(tests)[-1]
     half = max(1, length // 2)
     refreshes = [n for n in args.refreshes if half + n * forgetting.BLOCK <= model.config.context]
@@ -78,13 +89,18 @@ def run(args: argparse.Namespace) -> int:
         prompt = windows_of(first, half)
         return forgetting.forgetting_table(model, calibration, prompt, later, methods, refreshes, progress=True)
 
-    measured = (model, calibration, windows)
+    def adapted(**learned):
+        return adapting.adaptation_table(model, calibration, windows, methods, progress=True, **learned)
+
     makers = {
-        "adaptation": lambda: adapting.adaptation_table(*measured, methods, progress=True),
-        "rest": lambda: adapting.adaptation_table(*measured, methods, progress=True, learned=0.5),
+        "adaptation": adapted,
+        "rest": lambda: adapted(learned=0.5),
         "forgetting": forgotten,
-        "compressibility": lambda: diagnostics.compressibility_table(*measured, args.layers, progress=True),
+        "compressibility":
+            lambda: diagnostics.compressibility_table(model, calibration, windows, args.layers, progress=True),
         "spectra": lambda: diagnostics.spectra_table(model, calibration),
+        REFINEMENT:
+            lambda: refinement.refinement_table(model, corpus, windows, methods, args.refine, args.seed, progress=True),
     }
     found = {task: make() for task, make in makers.items() if task in args.tables}
     print_diagnostics("+".join(_labels(corpus.name.split("+"))), f"{first}, then {last}", found)
@@ -98,16 +114,6 @@ def run(args: argparse.Namespace) -> int:
         plot_diagnostics(args.plot, found["spectra"], found["adaptation"])
         print(f"drew {args.plot}")
     return 0
-
-
-def _methods(specs: Sequence[str]) -> list:
-    from lowrank_kv_jax.evals.asking.methods import parse_methods
-
-    methods = list(parse_methods(specs).values())
-    for method in methods:
-        if not method.rebuilds:
-            raise ValueError(f"method {method.name!r} has no basis to diagnose; give a low-rank one")
-    return methods
 
 
 def _labels(sources: Sequence[str]) -> list[str]:

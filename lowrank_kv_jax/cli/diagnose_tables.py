@@ -24,6 +24,8 @@ def print_diagnostics(calibrated_on: str, shift: str, found: dict[str, Rows]) ->
         _print_forgetting(shift, found["forgetting"])
     if "spectra" in found:
         _print_spectra(calibrated_on, found["spectra"])
+    if "refinement" in found:
+        _print_refinement(calibrated_on, found["refinement"])
 
 
 def _print_compressibility(calibrated_on: str, table: Rows) -> None:
@@ -67,6 +69,15 @@ def _print_spectra(calibrated_on: str, table: Rows) -> None:
                       *(f"{sum(ranks) / len(ranks):.1f}, {max(ranks)}" for ranks in flat)))
     print_table(f"Ranks that hold a share of the energy on {calibrated_on}: mean over heads, largest",
                 ("tap", *(f"{float(energy):.0%}" for energy in table[0]["ranks"])), lines)
+
+
+def _print_refinement(calibrated_on: str, table: Rows) -> None:
+    for text in dict.fromkeys(row["text"] for row in table):
+        rows = [row for row in table if row["text"] == text]
+        lines = [(row["method"], row["learnt"], *(_number(row[name]) for name in ("output_error", "divergence")),
+                  f"{row['perplexity']:.3f}") for row in rows]
+        title = f"Refined on {calibrated_on}, measured on {text} (full: perplexity {rows[0]['full_perplexity']:.3f})"
+        print_table(title, ("method", "refined", "outputs", "divergence", "perplexity"), lines, texts=2)
 
 
 def _number(value: float | None) -> str:
