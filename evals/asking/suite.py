@@ -151,11 +151,13 @@ def evaluate_calibrated(
 
 
 def _left(model, methods, suite: Suite, batch: Batch, known) -> dict[str, Part]:
-    """The methods that a batch still needs."""
-    return {
+    """The methods that a batch still needs, and the one whose answers are their drafts."""
+    left = {
         spec: method for spec, method in methods.items()
         if any(suite.key(model, spec, question) not in known for question in batch.all_questions)
     }
+    drafting = {spec: method for spec, method in methods.items() if method.name == "full"} if suite.draft and left else {}
+    return {**drafting, **left}
 
 
 def _prefill_work(batch: Batch) -> float:

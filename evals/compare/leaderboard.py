@@ -78,7 +78,7 @@ def _reaches(method: Part, ratio: int, spec: AttentionSpec) -> bool:
 def run_leaderboard(
     model: Any, source: str, methods: Mapping[str, Part], peers: Sequence[str], json: str | os.PathLike,
     tasks: Sequence[str] = TASKS, lengths: Sequence[int] = LENGTHS, samples: int = SAMPLES, *,
-    calibrate: Corpus | None = None, progress: bool = False,
+    draft: bool = False, calibrate: Corpus | None = None, progress: bool = False,
 ) -> None:
     """Append the records that the file does not hold yet.
 
@@ -87,7 +87,7 @@ def run_leaderboard(
         methods: of ours, by spec.
         peers: presses of kvpress; empty without torch.
         json: records; a run that was interrupted goes on there.
-        tasks, lengths, samples: as of `evaluate_ruler`.
+        tasks, lengths, samples, draft: as of `evaluate_ruler`; of a draft, `full` answers with each group of methods.
 
     Raises:
         ValueError, OSError: as `evaluate_ruler` and `evaluate_kvpress`.
@@ -95,8 +95,9 @@ def run_leaderboard(
     # calibrated methods together, so that one run over the calibration text serves them
     ordered = {spec: methods[spec] for spec in sorted(methods, key=lambda spec: methods[spec].calibrated)}
     for group in few_at_a_time(ordered, TOGETHER):
-        evaluate_ruler(model, group, tasks, lengths, samples, **ASKED, rows=ROWS, json=json, calibrate=calibrate,
-                       progress=progress)
+        own = {"full": parse_method("full"), **group} if draft else group
+        evaluate_ruler(model, own, tasks, lengths, samples, **ASKED, rows=ROWS, json=json, draft=draft,
+                       calibrate=calibrate, progress=progress)
     if peers:
         # more rows than ours: torch takes twice as long for three as for one, and no longer for ten than for three
         suite = make_suite(model, tasks, lengths, samples, **ASKED, rows=3 * ROWS)

@@ -24,6 +24,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
                         help="by default all registered ones at the ratios that they reach; `none` for only the peer")
     parser.add_argument("--peer", choices=("kvpress",), help="run its presses too (needs torch and kvpress)")
     parser.add_argument("--presses", nargs="+", metavar="SPEC", help="of --peer, e.g. snapkv:4x; by default all")
+    parser.add_argument("--draft", action="store_true", help="as of `eval ruler`: the same answers in less time")
     parser.add_argument("--markdown", metavar="FILE", help="write the table there")
     parser.set_defaults(run=run)
     return parser
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     methods = {} if specs == ["none"] else parse_methods(specs)
     run_leaderboard(
         model, args.model, methods, peers, args.json, args.tasks, args.lengths, args.samples,
-        progress=True,
+        draft=args.draft, progress=True,
     )
     table = leaderboard_table(args.json, args.tasks, model.fingerprint)
     print(table)

@@ -67,9 +67,11 @@ def test_sharing_changes_no_answer(whole):
             assert match["prediction"] == record["prediction"]
 
 
-def test_drafts_of_the_full_cache_change_no_record_but_its_times(whole):
-    drafted = evaluate(Loaded(), METHODS, dataclasses.replace(some(), draft=True), bases=fit)
-    assert without_times(drafted) == without_times(whole)
+def test_drafts_of_the_full_cache_change_no_record_but_its_times(whole, tmp_path):
+    drafting, file = dataclasses.replace(some(), draft=True), tmp_path / "records.jsonl"
+    evaluate(Loaded(), {"full": METHODS["full"]}, drafting, json=file)
+    drafted = evaluate(Loaded(), METHODS, drafting, json=file, bases=fit)  # full answers again, and is recorded once
+    assert without_times(drafted) == without_times(whole) and len(read_records(file)) == len(whole)
     assert all(r["ttft_s"] is None for r in drafted if r["method"] != "full")
     without = {spec: method for spec, method in METHODS.items() if spec != "full"}
     with pytest.raises(ValueError, match="draft=True: needs `full` among the methods"):
