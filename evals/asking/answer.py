@@ -92,7 +92,7 @@ def follow(
     method: Part, model: Any, cache: Cache, logits: jax.Array, row: _Row, question: Sequence[int], draft: Sequence[int],
     most: int, bases: Any,
 ) -> tuple[Cache, jax.Array, list[_Row], int]:
-    """Read a draft as long as the row, alone in its cache, would have answered it, and then what it may go on with.
+    """Read a draft as long as the row, alone in its cache, would have answered it, then what it may go on with.
 
     A read brings the tokens that were guessed right (see `guessed`) and one more, and costs more than a step: where guesses
     were of no use, the row is left to steps.
@@ -122,8 +122,12 @@ def follow(
 def _read(
     method: Part, model: Any, cache: Cache, logits: jax.Array, piece: Sequence[int], bases: Any
 ) -> tuple[Cache, list[int], jax.Array]:
-    """A copy of the cache with a piece of at most a block, the likeliest tokens before each of its tokens and behind it,
-    and the logits `[1, V]` behind a whole block."""
+    """Read a piece of at most a block behind a cache, which is left as it is.
+
+    Returns:
+        A copy that holds the piece, the likeliest tokens in the place of each of its tokens and behind it, and the logits
+        `[1, V]` behind a whole block.
+    """
     if not piece:
         return cache, [int(jnp.argmax(logits))], logits
     padded = np.zeros((1, cache.layout.block), np.int32)
