@@ -94,8 +94,8 @@ def follow(
 ) -> tuple[Cache, jax.Array, list[_Row], int]:
     """Read a draft as long as the row, alone in its cache, would have answered it, then what it may go on with.
 
-    A read brings the tokens that were guessed right (see `guessed`) and one more, and costs more than a step: where guesses
-    were of no use, the row is left to steps.
+    A read brings the tokens that were guessed right (see `guessed`) and one more, and costs more than a step: where
+    guesses were of no use, the row is left to steps.
 
     Returns:
         The cache and logits `[1, V]` where the last block begins, the row, and how many of its tokens the cache holds.
