@@ -114,24 +114,17 @@ def reread_attention(
 
     def block(votes, i):
         index = i * QUERIES + jnp.arange(QUERIES)
-        of_chunk = index // CHUNK
         # copies of one chunk: a block has one, CHUNK being a multiple of QUERIES
-        begin = jnp.minimum(of_chunk[0] * CHUNK, size - chunk)
+        begin = jnp.minimum(index[0] // CHUNK * CHUNK, size - chunk)
         copies = begin + jnp.arange(chunk)
         keys, values = (
             jnp.concatenate([x[:, :size], jax.lax.dynamic_slice_in_dim(x, size + begin, chunk, axis=1)], axis=1)
             for x in (k, v)
         )
-        seen_prompt = jnp.broadcast_to((prompt < lengths[:, None])[:, None], (batch, QUERIES, size))
-        seen_copies = (copies <= index[:, None]) & (copies // CHUNK == of_chunk[:, None])
-        seen_copies = jnp.broadcast_to(seen_copies, (batch, QUERIES, chunk))
         at = jax.lax.dynamic_slice_in_dim(position, i * QUERIES, QUERIES, axis=1)
-        if window is not None:
-            seen_prompt &= (start[:, None] + prompt)[:, None] > at[:, :, None] - window
-            seen_copies &= ((start + lengths)[:, None] + copies % CHUNK)[:, None] > at[:, :, None] - window
+        seen = _seen(index, copies, at, start, lengths, size, window)[:, None, :, None]
         logits = jnp.einsum("btkgd,bskd->bktgs", q[:, i], keys, preferred_element_type=jnp.float32)
         logits = logits_of(logits, scale, cap)
-        seen = jnp.concatenate([seen_prompt, seen_copies], axis=2)[:, None, :, None]
         logits = jnp.where(seen, logits, -jnp.inf)
         others, near_others = sinks_beside, sinks_beside
         if past is not None:
@@ -143,18 +136,47 @@ def reread_attention(
             lse = lse_before[:, i, ..., None]
             mine = jnp.where(jnp.isneginf(lse), 0.0, jnp.exp(lse - others) * rest)
             out = out + jnp.swapaxes(mine * out_before[:, i], 1, 2)
-        near = prompt // CHUNK == of_chunk[0]
-        near = near if past is not None else near | (prompt < SINKS)
-        logits = jnp.where(jnp.append(near, jnp.ones(chunk, bool)), logits, -jnp.inf)
-        shared, _ = _shares(logits, near_others)
-        voter = (index < lengths[:, None])[:, None, :, None, None]
-        counted = voter & (prompt // CHUNK == of_chunk[0])
-        fresh = jnp.max(jnp.where(counted, shared[..., :size], 0.0), axis=(2, 3))
+        fresh = _votes(logits, index, lengths, size, near_others, with_sinks=past is None)
         return jnp.maximum(votes, fresh), out.astype(q.dtype)
 
     votes, out = jax.lax.scan(block, jnp.zeros((batch, kv_heads, size), jnp.float32), jnp.arange(blocks))
     out = jnp.moveaxis(out, 0, 1).reshape(batch, blocks * QUERIES, heads, dim)[:, :size]
     return out, jnp.where((prompt < lengths[:, None])[:, None], votes, 0.0)
+
+
+def _seen(
+    index: jax.Array, copies: jax.Array, at: jax.Array, start: jax.Array, lengths: jax.Array, size: int,
+    window: int | None,
+) -> jax.Array:
+    """Which of the prompt's `size` tokens and, behind them, of some copies `[c]` the copies `index` `[T]`, which stand
+    `at` `[B, T]`, see: bool `[B, T, size + c]`."""
+    batch, prompt = len(lengths), jnp.arange(size)
+    of_prompt = jnp.broadcast_to((prompt < lengths[:, None])[:, None], (batch, len(index), size))
+    of_copies = (copies <= index[:, None]) & (copies // CHUNK == index[:, None] // CHUNK)
+    of_copies = jnp.broadcast_to(of_copies, (batch, *of_copies.shape))
+    if window is not None:
+        of_prompt &= (start[:, None] + prompt)[:, None] > at[:, :, None] - window
+        of_copies &= ((start + lengths)[:, None] + copies % CHUNK)[:, None] > at[:, :, None] - window
+    return jnp.concatenate([of_prompt, of_copies], axis=2)
+
+
+def _votes(
+    logits: jax.Array, index: jax.Array, lengths: jax.Array, size: int, others: jax.Array | None, *, with_sinks: bool
+) -> jax.Array:
+    """The largest share `[B, K, size]` that one of the copies `index` `[T]`, all of one chunk, gives each of its tokens.
+
+    Args:
+        logits: `[B, K, T, G, size + c]` of the prompt and of c copies.
+        others: log-sum-exp of what else shares the attention.
+        with_sinks: whether the prompt's first tokens share it, too.
+    """
+    prompt, of_chunk = jnp.arange(size), index[0] // CHUNK
+    own = prompt // CHUNK == of_chunk
+    near = own | (prompt < SINKS) if with_sinks else own
+    near = jnp.append(near, jnp.ones(logits.shape[-1] - size, bool))
+    shared, _ = _shares(jnp.where(near, logits, -jnp.inf), others)
+    voter = (index < lengths[:, None])[:, None, :, None, None]
+    return jnp.max(jnp.where(voter & own, shared[..., :size], 0.0), axis=(2, 3))
 
 
 def _in_blocks(x: jax.Array, blocks: int, kv_heads: int) -> jax.Array:
