@@ -13,9 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from lowrank_kv_jax.storage.on_host import OnHost
+from lowrank_kv_jax.storage.packed import PackedTokens
 from lowrank_kv_jax.storage.pages_in_rows import FlatPages, PagesInRows, in_pages
 from lowrank_kv_jax.storage.quantised import COEFFICIENTS, QuantisedTokens, widen_scales
 from lowrank_kv_jax.storage.state import LeafInfo, leaf, state, static, write_tokens
+from lowrank_kv_jax.storage.tiles_on_lanes import in_tiles_on_lanes, tiles_on_lanes
 from lowrank_kv_jax.storage.water_filled import WaterFilled, WidthRuns, bytes_of, components_of, pack
 
 LANES = 128  # of a register: arrays whose last axis is no multiple XLA keeps the other way round, and copies for a kernel
@@ -153,13 +155,14 @@ def _transposed(rows: jax.Array) -> jax.Array:
 
 
 def tokens_on_lanes(stored: Any) -> Any:
-    """Coefficients `[B, J, S, R]` transposed; quantised other than in 8 bits with a scale for 128 tokens, as they are."""
+    """Coefficients `[B, J, S, R]` transposed; quantised in tiles of several tokens and several channels, as they are."""
     if isinstance(stored, WaterFilled):
         return packed_on_lanes(stored)
-    if not isinstance(stored, QuantisedTokens):
+    if not isinstance(stored, QuantisedTokens | PackedTokens):
         return TokensOnLanes(_transposed(stored), stored.shape[2])
-    able = stored.bits == 8 and stored.tile == COEFFICIENTS
-    return QuantisedOnLanes(stored.codes.swapaxes(2, 3), stored.scales) if able else stored
+    if stored.bits == 8 and stored.tile == COEFFICIENTS:
+        return QuantisedOnLanes(stored.codes.swapaxes(2, 3), stored.scales)
+    return tiles_on_lanes(stored)
 
 
 _OF_TOKENS = (("tokens", "rank"), ("tokens", "head_dim"), ("end_tokens", "head_dim"))
@@ -176,10 +179,10 @@ def lay_out(tree: Any, layout: str, page: int | None = None) -> Any:
         return type(tree)(lay_out(x, layout, page) for x in tree)
     if not dataclasses.is_dataclass(tree):
         return tree
-    if layout == "lanes" and isinstance(tree, QuantisedTokens | WaterFilled):
-        return tokens_on_lanes(tree)
-    if layout == "rows" and isinstance(tree, QuantisedOnLanes | WaterFilledOnLanes):
-        return tree.in_rows()
+    if isinstance(tree, QuantisedTokens | PackedTokens | WaterFilled):
+        return tokens_on_lanes(tree) if layout == "lanes" else tree
+    if isinstance(tree, QuantisedOnLanes | WaterFilledOnLanes) or in_tiles_on_lanes(tree):
+        return tree.in_rows() if layout == "rows" else tree
     changes, page = {}, getattr(tree, "store_page", page)
     for field in dataclasses.fields(tree):
         value, info = getattr(tree, field.name), field.metadata.get("leaf")

@@ -1,7 +1,8 @@
 """Tokens of which steps read a few pages, in rows on a TPU too: there a page lies in one piece.
 
 On lanes a page is a few columns of every register of its head, and to gather pages XLA would first turn all tokens into
-rows, at every step. Rows of whole registers hold them as they are; rows of other widths are put side by side, page by page.
+rows, at every step. Rows of whole registers hold them as they are; rows of other widths stand behind each other, page by
+page.
 """
 
 import jax
@@ -100,7 +101,7 @@ class FlatExactPages(FlatPages):
 
 @state
 class ChosenPages:
-    """Pages of `PagesInRows` behind each other, read where they lie; stands in the place of an array `[B, U, C * page, R]`.
+    """Pages of `PagesInRows` behind each other, read where they lie; stands in the place of `[B, U, C * page, R]`.
 
     Attributes:
         rows: as there.

@@ -78,7 +78,8 @@ def attend_packed(
 
     of_bases = [rotary.basis] if rotary.mean is None else [rotary.basis, rotary.mean[..., None]]
     tables = () if angles is None else (*angles, rotary.cos, rotary.sin)
-    specs = [spec for x in (keys, values) for spec in tpu_softmax.stored_specs(x, batch, heads, tile, near)]
+    specs = [spec for x in (keys, values) for spec in x.specs(batch, heads, tile, near)]
+    arrays = [array for x in (keys, values) for array in x.arrays(tile)]
     out, lse = pl.pallas_call(
         functools.partial(
             _kernel, stored=(keys, values), tile=tile, runs=runs, scale=scale, rotate=angles is not None,
@@ -98,8 +99,8 @@ def attend_packed(
         interpret=tpu_softmax.interpreter(interpret),
         name="rotary_coefficient_attention",
     )(
-        visits(rotary, tile), packed.begin, packed.end, packed.q, *of_bases, *tpu_softmax.given(keys),
-        *tpu_softmax.given(values), *tables,
+        visits(rotary, tile), packed.begin, packed.end, packed.q, *of_bases,
+        *tpu_softmax.where_they_lie(arrays, interpret), *tables,
     )
     return AttnPartial(values.collected(out), lse[..., 0])
 
@@ -108,8 +109,9 @@ def _kernel(
     table_ref, begin_ref, end_ref, q_ref, basis_ref, *refs, stored, tile: int, runs: int, scale: float, rotate: bool,
     centred: bool,
 ):
-    mean_ref, refs = (refs[0], refs[1:]) if centred else (None, refs)
-    (stored_keys, values), refs = tpu_softmax.split_refs(refs, *stored)
+    refs = list(refs)
+    mean_ref = refs.pop(0) if centred else None
+    stored_keys, values = (x.tile(refs) for x in stored)
     *tables, out_ref, lse_ref, top_ref, total_ref, acc_ref = refs
     state, dtype, half = (top_ref, total_ref, acc_ref), q_ref.dtype, basis_ref.shape[0] // 2
     row, i = pl.program_id(0), pl.program_id(2)

@@ -1,0 +1,207 @@
+"""Codes of 2, 4 or 8 bits with scales for tiles, as a TPU reads them: transposed, and channels in planes.
+
+A byte holds channels that lie as far apart as there are bytes: unpacked plane by plane, a token's channels come in order,
+one below the other. Scales that tokens share stay in rows; those of a single token lie above each other, as its codes do.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float32, Int
+
+from lowrank_kv_jax.storage.packed import PackedTokens, tiles_of
+from lowrank_kv_jax.storage.quantised import QuantisedTokens, Tile, pack_codes, unpack, widen_scales
+from lowrank_kv_jax.storage.state import leaf, state, static
+
+LANES = 128  # tokens are rounded up to so many
+SUBLANES = 8  # and bytes of a token, and its scales, to so many
+SCALE_ROWS = 16  # and tiles, where their number is not that of the slots
+
+
+@state
+class CodesOnLanes:
+    """Whole numbers of few bits, a token's one below the other.
+
+    Attributes:
+        on_lanes: int8 for 8 bits, uint8 for fewer `[B, J, C, S']`, C bytes a token and S' tokens, rounded up; the lowest
+            bits of all bytes are the first C channels, and so on.
+        bits: 2, 4 or 8.
+        channels: R.
+        size: S.
+    """
+
+    on_lanes: jax.Array = leaf("batch", "kv_heads", None, "tokens", kind="coefficients")
+    bits: int = static()
+    channels: int = static()
+    size: int = static()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array of the numbers."""
+        batch, heads, *_ = self.on_lanes.shape
+        return batch, heads, self.size, self.channels
+
+    def in_rows(self) -> jax.Array:
+        """As `QuantisedTokens.codes`."""
+        return pack_codes(self.read_block(0, self.size), self.bits)
+
+    def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Int[jax.Array, "B J {size} R"]:
+        """Those of tokens `start` to `start + size`."""
+        block = jax.lax.dynamic_slice_in_dim(self.on_lanes, start, size, axis=3)
+        planes = [block if self.bits == 8 else block >> shift & (2**self.bits - 1) for shift in range(0, 8, self.bits)]
+        return jnp.concatenate(planes, axis=2)[:, :, : self.channels].swapaxes(2, 3)
+
+
+def codes_on_lanes(codes: jax.Array, bits: int, channels: int) -> CodesOnLanes:
+    """What `QuantisedTokens.codes` holds, `[B, J, S, C]`."""
+    batch, heads, size, width = codes.shape
+    numbers, rows = unpack(codes, bits, channels).swapaxes(2, 3), width + -width % SUBLANES
+    numbers = jnp.pad(numbers, ((0, 0), (0, 0), (0, 8 // bits * rows - channels), (0, -size % LANES)))
+    planes = numbers.reshape(batch, heads, -1, rows, numbers.shape[3])
+    shifts = bits * jnp.arange(8 // bits, dtype=numbers.dtype)
+    packed = numbers if bits == 8 else jnp.sum(planes << shifts[:, None, None], axis=2, dtype=jnp.uint8)
+    return CodesOnLanes(packed, bits, channels, size)
+
+
+@state
+class TiledOnLanes:
+    """`QuantisedTokens` of which several tokens share a scale, each channel its own.
+
+    Attributes:
+        codes: theirs.
+        scales, lows: as there, `[B, J, tiles, R]`.
+        tile: what shares them.
+    """
+
+    codes: CodesOnLanes
+    scales: jax.Array = leaf("batch", "kv_heads", "tokens", None, kind="scales")
+    lows: jax.Array | None = leaf("batch", "kv_heads", "tokens", None, kind="scales")
+    tile: Tile = static()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array that it stands for."""
+        return self.codes.shape
+
+    def in_rows(self) -> QuantisedTokens:
+        codes = self.codes
+        return QuantisedTokens(codes.in_rows(), self.scales, self.lows, codes.bits, self.tile, codes.channels)
+
+    def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Float32[jax.Array, "B J {size} R"]:
+        """Tokens `start` to `start + size`, float32 `[B, J, size, R]`."""
+        tiles = (start + jnp.arange(size)) // self.tile.tokens
+        sides = (None if x is None else widen_scales(jnp.take(x, tiles, axis=2)) for x in (self.scales, self.lows))
+        return _numbers(self.codes, start, size, *sides)
+
+
+@state
+class PackedOnLanes:
+    """`PackedTokens`: the same of several heads behind each other, in tiles that begin anew with each.
+
+    Attributes:
+        codes: theirs, `[B, 1, C, S']`.
+        scales, lows: as there, `[B, 1, tiles', R]`, tiles rounded up.
+        starts: as there, int32 `[B, H]`.
+        tile: tokens that share them.
+    """
+
+    codes: CodesOnLanes
+    scales: jax.Array = leaf("batch", None, None, None, kind="scales")
+    lows: jax.Array | None = leaf("batch", None, None, None, kind="scales")
+    starts: jax.Array = leaf("batch", None, kind="indices")
+    tile: int = static()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array that it stands for."""
+        return self.codes.shape
+
+    def in_rows(self) -> PackedTokens:
+        codes = self.codes
+        there = -(-codes.size // self.tile) + self.starts.shape[1] - 1
+        sides = (None if x is None else x[:, :, :there] for x in (self.scales, self.lows))
+        return PackedTokens(codes.in_rows(), *sides, self.starts, codes.bits, self.tile, codes.channels)
+
+    def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Float32[jax.Array, "B 1 {size} R"]:
+        """Tokens `start` to `start + size`, float32 `[B, 1, size, R]`."""
+        tiles = tiles_of(self.starts, start + jnp.arange(size), self.tile)[:, None, :, None]
+        sides = (
+            None if x is None else widen_scales(jnp.take_along_axis(x, tiles, axis=2, mode="clip"))
+            for x in (self.scales, self.lows)
+        )
+        return _numbers(self.codes, start, size, *sides)
+
+
+@state
+class GroupedOnLanes:
+    """`QuantisedTokens` of which each token has scales of its own, one for every group of channels.
+
+    Attributes:
+        codes: theirs.
+        sides: uint16 `[B, J, Q, S']`, the scales of the groups, then their least values where there are any, then zeros.
+        tile: of one token, and the channels of a group.
+    """
+
+    codes: CodesOnLanes
+    sides: jax.Array = leaf("batch", "kv_heads", None, "tokens", kind="scales")
+    tile: Tile = static()
+
+    @property
+    def group(self) -> int:
+        """Channels of a group."""
+        return self.tile.channels or self.codes.channels
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array that it stands for."""
+        return self.codes.shape
+
+    def in_rows(self) -> QuantisedTokens:
+        codes, sides = self.codes, self._sides(self.sides[..., : self.codes.size])
+        return QuantisedTokens(codes.in_rows(), *sides, codes.bits, self.tile, codes.channels)
+
+    def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Float32[jax.Array, "B J {size} R"]:
+        """Tokens `start` to `start + size`, float32 `[B, J, size, R]`."""
+        sides = self._sides(jax.lax.dynamic_slice_in_dim(self.sides, start, size, axis=3))
+        wide = (
+            None if x is None else jnp.repeat(widen_scales(x), self.group, axis=3)[..., : self.codes.channels]
+            for x in sides
+        )
+        return _numbers(self.codes, start, size, *wide)
+
+    def _sides(self, on_lanes: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Scales and least values `[B, J, S, groups]` of some tokens."""
+        groups = groups_of(self.codes.channels, self.group)
+        rows = on_lanes.swapaxes(2, 3)
+        return rows[..., :groups], None if self.codes.bits == 8 else rows[..., groups : 2 * groups]
+
+
+def groups_of(channels: int, group: int) -> int:
+    """How many groups of channels there are."""
+    return -(-channels // group)
+
+
+def _numbers(codes: CodesOnLanes, start, size: int, scales: jax.Array, lows: jax.Array | None) -> jax.Array:
+    x = codes.read_block(start, size).astype(jnp.float32) * scales
+    return x if lows is None else x + lows
+
+
+def tiles_on_lanes(stored: QuantisedTokens | PackedTokens) -> Any:
+    """Quantised tokens transposed; those in tiles of several tokens and several channels stay as they are."""
+    codes = codes_on_lanes(stored.codes, stored.bits, stored.channels)
+    if isinstance(stored, PackedTokens):
+        more = ((0, 0), (0, 0), (0, -stored.scales.shape[2] % SCALE_ROWS), (0, 0))
+        sides = (None if x is None else jnp.pad(x, more) for x in (stored.scales, stored.lows))
+        return PackedOnLanes(codes, *sides, stored.starts, stored.tile)
+    if stored.tile.tokens > 1:
+        one = stored.tile.channels == 1
+        return TiledOnLanes(codes, stored.scales, stored.lows, stored.tile) if one else stored
+    sides = jnp.concatenate([x.swapaxes(2, 3) for x in (stored.scales, stored.lows) if x is not None], axis=2)
+    more = -sides.shape[2] % SUBLANES, codes.on_lanes.shape[3] - codes.size
+    return GroupedOnLanes(codes, jnp.pad(sides, ((0, 0), (0, 0), *((0, n) for n in more))), stored.tile)
+
+
+def in_tiles_on_lanes(tree: Any) -> bool:
+    """Whether a state is what `tiles_on_lanes` makes of tokens."""
+    return isinstance(tree, TiledOnLanes | PackedOnLanes | GroupedOnLanes)
