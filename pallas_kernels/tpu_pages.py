@@ -79,8 +79,8 @@ class PagedTokens(NamedTuple):
 
         return [of_place(place) for place in range(TOGETHER)]
 
-    def tile(self, refs: list[Any], step: Step) -> "Tile":
-        return Tile([refs.pop(0) for _ in range(TOGETHER)], step)
+    def tile(self, refs: list[Any], size: int) -> "Tile":
+        return Tile([refs.pop(0) for _ in range(TOGETHER)])
 
 
 class RowTokens(NamedTuple):
@@ -132,15 +132,19 @@ class RowTokens(NamedTuple):
 
         return [pl.BlockSpec((None, None, tile, self.width), where)]
 
-    def tile(self, refs: list[Any], step: Step) -> "Tile":
-        return Tile([refs.pop(0)], step)
+    def tile(self, refs: list[Any], size: int) -> "Tile":
+        return Tile([refs.pop(0)])
 
 
 class Tile(NamedTuple):
-    """References to the pages `[page, R]` of a grid step."""
+    """References to the pages `[page, R]` of a grid step, which `at` sets."""
 
     pages: list[Any]
-    step: Step
+    step: Any = None
+
+    def at(self, step: Step) -> "Tile":
+        """As `tpu_softmax.Tile.at`."""
+        return self._replace(step=step)
 
     def of_tokens(self, factor: jax.Array, inside: jax.Array) -> jax.Array:
         """As `tpu_softmax.Tile.of_tokens`."""

@@ -50,7 +50,7 @@ class LaneTokens(NamedTuple):
 
     Attributes:
         data: `[B, J, R, S]`; packed ones uint8 `[B, J, C, S]`.
-        scales: of 8-bit codes bfloat16 `[B, J, tiles, R]`.
+        scales: of 8-bit codes uint16 `[B, J, tiles, R]`, the bits of bfloat16 numbers.
         runs: widths of packed ones.
         column: as others have it, and without a meaning here.
     """
@@ -120,8 +120,8 @@ class LaneTokens(NamedTuple):
         specs = [pl.BlockSpec((None, None, rank, tile), data)]
         return specs if self.scales is None else [*specs, pl.BlockSpec((None, None, tile // LANES, rank), scales)]
 
-    def tile(self, refs: list[Any], step: Step | None = None) -> "Tile":
-        """The tile behind the first of a kernel's references, which are taken away."""
+    def tile(self, refs: list[Any], size: int) -> "Tile":
+        """The tile of `size` tokens behind the first of a kernel's references, which are taken away."""
         return Tile(refs.pop(0), None if self.scales is None else refs.pop(0), self.runs)
 
 
@@ -143,7 +143,7 @@ def lane_tokens(tokens, name: str) -> LaneTokens:
         raise Unsupported(f"{name} of dtype {data.dtype.name}, allowed are float32, bfloat16")
     if data.dtype == jnp.bfloat16 and data.shape[2] < 8:
         raise Unsupported(f"{name} of rank {data.shape[2]}: in bfloat16 at least 8")
-    return LaneTokens(data, None if scales is None else jax.lax.bitcast_convert_type(scales, jnp.bfloat16))
+    return LaneTokens(data, scales)
 
 
 def tile_of(size: int, *stored: Any) -> int:
@@ -161,6 +161,10 @@ class Tile(NamedTuple):
     data: Any
     scales: Any
     runs: WidthRuns | None = None
+
+    def at(self, step: Step) -> "Tile":
+        """The tile of a step: here it does not matter which."""
+        return self
 
     def of_tokens(self, factor: jax.Array, inside: jax.Array) -> jax.Array:
         """`[M, tokens]`: `factor` `[M, R]` times each token; anything at tokens that are not `inside` `[1, tokens]`."""
@@ -196,7 +200,7 @@ class Tile(NamedTuple):
 
     def _parts(self):
         """Lanes, codes `[R, LANES]` and scales float32 `[1, R]` of every so many tokens as share scales."""
-        scales = self.scales[...].astype(jnp.float32)
+        scales = widened(self.scales[...])
         for i in range(self.scales.shape[0]):
             part = slice(i * LANES, (i + 1) * LANES)
             yield part, self.data[:, part], scales[i : i + 1]
@@ -205,6 +209,11 @@ class Tile(NamedTuple):
 def where_they_lie(arrays: list[jax.Array], interpret: bool) -> list[jax.Array]:
     """Tokens that a kernel fetches itself: the compiler may bring no whole buffer into the TPU's own memory before."""
     return arrays if interpret else [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
+
+
+def widened(scales: jax.Array) -> jax.Array:
+    """float32 of stored scales; of an array of them XLA would make another one at every step."""
+    return jax.lax.bitcast_convert_type(scales.astype(jnp.uint32) << 16, jnp.float32)
 
 
 def padded(packed: Packed) -> Packed:

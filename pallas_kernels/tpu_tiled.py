@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from lowrank_kv_jax.pallas_kernels.tpu_softmax import LANES, TILE_BYTES, Step, dot
+from lowrank_kv_jax.pallas_kernels.tpu_softmax import LANES, TILE_BYTES, Step, dot, widened
 from lowrank_kv_jax.storage.tiles_on_lanes import GroupedOnLanes, PackedOnLanes, TiledOnLanes
 
 ROWS = 16  # of bfloat16 scales that a register holds
@@ -49,7 +49,8 @@ class TiledTokens(NamedTuple):
 
     Attributes:
         codes: int8 or uint8 `[B, J, C, S]`.
-        sides: bfloat16, scales and least values (none in 8 bits) `[B, J, tiles, R]`, or both in one `[B, J, Q, S]`.
+        sides: scales and least values (none in 8 bits) `[B, J, tiles, R]`, or both in one `[B, J, Q, S]`: uint16, the
+            bits of bfloat16 numbers.
         starts: int32 `[B, H]`, slots at which tiles begin anew; None where they do not.
         form: of a token.
         column: of a row's numbers, where its own begin: the first slot and the first tile of its head.
@@ -126,14 +127,16 @@ class TiledTokens(NamedTuple):
 
         return [codes, *(in_rows(x, block) for x in self.sides for block in range(blocks))]
 
-    def tile(self, refs: list[Any], step: Step) -> "Tile":
-        codes, blocks = refs.pop(0), self.form.blocks(step.size)
-        sides = tuple(tuple(refs.pop(0) for _ in range(blocks)) for _ in self.sides)
-        if self.form.tokens == 1:
-            return Tile(self.form, codes, sides, step)
+    def tile(self, refs: list[Any], size: int) -> "Tile":
+        codes, blocks = refs.pop(0), self.form.blocks(size)
+        return Tile(self, codes, tuple(tuple(refs.pop(0) for _ in range(blocks)) for _ in self.sides))
+
+    def first_row(self, step: Step):
+        """Of a step: where its head begins, and the slot at which the tile of its first row of scales would, had the
+        head so many."""
         origin, first = self._head(step.read)
-        begin = self._begin(step.read, step.number, step.size) * self.form.rows(step.size)
-        return Tile(self.form, codes, sides, step, origin + (begin - first) * self.form.tokens, origin)
+        row = self._begin(step.read, step.number, step.size) * self.form.rows(step.size)
+        return origin, origin + (row - first) * self.form.tokens
 
     def _head(self, read):
         """First slot and first tile of a row's head."""
@@ -151,16 +154,22 @@ class Tile(NamedTuple):
     """References to a grid step's codes `[C, tokens]` and to blocks of each of its sides.
 
     Attributes:
-        begin: where scales lie in rows, the slot at which the first row's tile begins, had the head so many.
-        origin: the head's first slot.
+        tokens: whose they are.
+        step: set by `at`.
     """
 
-    form: Form
+    tokens: TiledTokens
     codes: Any
     sides: tuple[tuple[Any, ...], ...]
-    step: Step
-    begin: Any = 0
-    origin: Any = 0
+    step: Any = None
+
+    @property
+    def form(self) -> Form:
+        return self.tokens.form
+
+    def at(self, step: Step) -> "Tile":
+        """As `tpu_softmax.Tile.at`."""
+        return self._replace(step=step)
 
     def of_tokens(self, factor: jax.Array, inside: jax.Array) -> jax.Array:
         """As `tpu_softmax.Tile.of_tokens`."""
@@ -206,7 +215,7 @@ class Tile(NamedTuple):
         matrices = [of_kind(kind).astype(jnp.bfloat16) for kind in range(count)]
 
         def spread(part: slice, inside: jax.Array) -> list[jax.Array]:
-            own = jnp.where(inside, side[:, part].astype(jnp.float32), 0.0).astype(jnp.bfloat16)
+            own = jnp.where(inside, widened(side[:, part]), 0.0).astype(jnp.bfloat16)
             return [dot(matrix, own, (1, 0))[: form.width] for matrix in matrices]
 
         return spread
@@ -214,11 +223,12 @@ class Tile(NamedTuple):
     def _of_rows(self):
         """The same of scales that tokens share: of rows without a valid token they may be anything."""
         tokens, rows = self.form.tokens, self.form.rows(self.step.size) * len(self.sides[0])
-        first = self.begin + tokens * jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
-        held = (first < self.step.high) & (first >= self.origin)
+        origin, begin = self.tokens.first_row(self.step)
+        first = begin + tokens * jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+        held = (first < self.step.high) & (first >= origin)
         sides = []
         for blocks in self.sides:
-            side = jnp.concatenate([ref[...].astype(jnp.float32) for ref in blocks], axis=0)
+            side = jnp.concatenate([widened(ref[...]) for ref in blocks], axis=0)
             sides.append(jnp.where(held, side, 0.0).astype(jnp.bfloat16))
 
         def spread(part: slice, inside: jax.Array) -> list[jax.Array]:
@@ -240,5 +250,4 @@ def tiled_tokens(tokens: Any) -> TiledTokens | None:
         sides = [tokens.scales] if tokens.lows is None else [tokens.scales, tokens.lows]
         begins = isinstance(tokens, PackedOnLanes)
         form = Form(codes.bits, codes.channels, tokens.tile if begins else tokens.tile.tokens, 1, begins)
-    sides = tuple(jax.lax.bitcast_convert_type(x, jnp.bfloat16) for x in sides)
-    return TiledTokens(codes.on_lanes, sides, tokens.starts if form.begins else None, form)
+    return TiledTokens(codes.on_lanes, tuple(sides), tokens.starts if form.begins else None, form)

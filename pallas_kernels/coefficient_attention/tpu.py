@@ -104,7 +104,7 @@ def _kernel(table_ref, begin_ref, end_ref, q_ref, *refs, stored, tile: int, scal
     low, high = table_ref[row, 0], table_ref[row, 1]
     this = low // tile + i
     step = Step(this, tile, tpu_softmax.slots_of(this, tile), high, lambda column: table_ref[row, column])
-    keys, values = (x.tile(refs, step) for x in stored)
+    keys, values = (x.tile(refs, tile).at(step) for x in stored)
     out_ref, lse_ref, *state = refs
     pl.when(i == 0)(lambda: tpu_softmax.start(*state))
 

@@ -66,6 +66,8 @@ def test_coefficients(case):
         slow(Case(rope=ROPE, mean=True, lengths=(1, 300), J=1, Jv=1)),
         slow(Case(rope=ROPE, runs=MANY, mean=True, J=1, Jv=1, gaps=(0, 130), jumps=(100000, 9), lengths=(0, 300))),
         Case(rope=ROPE, bits=8, lengths=(1, 300), gaps=(0, 130), jumps=(100000, 9)),
+        slow(Case(rope=ROPE, bits=4, rank_k=40, lengths=(1, 300), gaps=(0, 130), jumps=(100000, 9))),
+        slow(Case(rope=ROPE, bits=2, tiles=KIVI, lengths=(1100, 513), S=1100, gaps=(0, 600), jumps=(100000, 9))),
         slow(Case(rope=None, per_row=True, rank_k=16, dtype="bfloat16", lengths=(300, 5))),
     ],
     ids=str,
@@ -85,6 +87,14 @@ def test_heads_of_unequal_budgets(options):
     """Head after head in one buffer, with two slots that changed hands, or with tiles that begin with each head."""
     x = make_owned(**options)
     check(run(coefficient_attention, x.q, lanes(x.tokens), **x.options), x.oracle)
+
+
+@pytest.mark.slow
+def test_all_pages_in_order():
+    """As rows are read where a window or a chunk sees no pages but tokens."""
+    x = make(Case(S=400, lengths=(400, 130, 0), rank_k=128, rank_v=128, T=3, causal=True, window=70))
+    rows = x.tokens._replace(keys=in_pages(x.tokens.keys, 8, "exact"), values=in_pages(x.tokens.values, 8, "exact"))
+    check(run(coefficient_attention, x.q, rows, **x.options), x.oracle)
 
 
 @pytest.mark.parametrize("page, dtype, stored", [
