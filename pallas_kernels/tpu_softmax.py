@@ -207,8 +207,14 @@ class Tile(NamedTuple):
 
 
 def where_they_lie(arrays: list[jax.Array], interpret: bool) -> list[jax.Array]:
-    """Tokens that a kernel fetches itself: the compiler may bring no whole buffer into the TPU's own memory before."""
-    return arrays if interpret else [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
+    """Tokens that a kernel fetches itself: the compiler may bring no whole buffer into the TPU's own memory before.
+
+    Scales whose rows are no whole registers it lays anew first, and does that there.
+    """
+    def constrained(x: jax.Array) -> jax.Array:
+        return x if interpret or x.shape[-1] % LANES else pltpu.with_memory_space_constraint(x, pltpu.HBM)
+
+    return list(map(constrained, arrays))
 
 
 def widened(scales: jax.Array) -> jax.Array:

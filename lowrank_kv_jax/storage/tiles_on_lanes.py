@@ -4,6 +4,7 @@ A byte holds channels that lie as far apart as there are bytes: unpacked plane b
 one below the other. Scales that tokens share stay in rows; those of a single token lie above each other, as its codes do.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -91,8 +92,7 @@ class TiledOnLanes:
     def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Float32[jax.Array, "B J {size} R"]:
         """Tokens `start` to `start + size`, float32 `[B, J, size, R]`."""
         tiles = (start + jnp.arange(size)) // self.tile.tokens
-        sides = (None if x is None else widen_scales(jnp.take(x, tiles, axis=2)) for x in (self.scales, self.lows))
-        return _numbers(self.codes, start, size, *sides)
+        return _numbers(self.codes, start, size, self.scales, self.lows, lambda x: jnp.take(x, tiles, axis=2))
 
 
 @state
@@ -120,17 +120,19 @@ class PackedOnLanes:
     def in_rows(self) -> PackedTokens:
         codes = self.codes
         there = -(-codes.size // self.tile) + self.starts.shape[1] - 1
-        sides = (None if x is None else x[:, :, :there] for x in (self.scales, self.lows))
-        return PackedTokens(codes.in_rows(), *sides, self.starts, codes.bits, self.tile, codes.channels)
+        lows = None if self.lows is None else self.lows[:, :, :there]
+        return PackedTokens(
+            codes.in_rows(), self.scales[:, :, :there], lows, self.starts, codes.bits, self.tile, codes.channels
+        )
 
     def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Float32[jax.Array, "B 1 {size} R"]:
         """Tokens `start` to `start + size`, float32 `[B, 1, size, R]`."""
         tiles = tiles_of(self.starts, start + jnp.arange(size), self.tile)[:, None, :, None]
-        sides = (
-            None if x is None else widen_scales(jnp.take_along_axis(x, tiles, axis=2, mode="clip"))
-            for x in (self.scales, self.lows)
-        )
-        return _numbers(self.codes, start, size, *sides)
+
+        def of_tokens(x: jax.Array) -> jax.Array:
+            return jnp.take_along_axis(x, tiles, axis=2, mode="clip")
+
+        return _numbers(self.codes, start, size, self.scales, self.lows, of_tokens)
 
 
 @state
@@ -158,17 +160,18 @@ class GroupedOnLanes:
         return self.codes.shape
 
     def in_rows(self) -> QuantisedTokens:
-        codes, sides = self.codes, self._sides(self.sides[..., : self.codes.size])
-        return QuantisedTokens(codes.in_rows(), *sides, codes.bits, self.tile, codes.channels)
+        codes = self.codes
+        scales, lows = self._sides(self.sides[..., : codes.size])
+        return QuantisedTokens(codes.in_rows(), scales, lows, codes.bits, self.tile, codes.channels)
 
     def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Float32[jax.Array, "B J {size} R"]:
         """Tokens `start` to `start + size`, float32 `[B, J, size, R]`."""
-        sides = self._sides(jax.lax.dynamic_slice_in_dim(self.sides, start, size, axis=3))
-        wide = (
-            None if x is None else jnp.repeat(widen_scales(x), self.group, axis=3)[..., : self.codes.channels]
-            for x in sides
-        )
-        return _numbers(self.codes, start, size, *wide)
+        scales, lows = self._sides(jax.lax.dynamic_slice_in_dim(self.sides, start, size, axis=3))
+
+        def of_channels(x: jax.Array) -> jax.Array:
+            return jnp.repeat(x, self.group, axis=3)[..., : self.codes.channels]
+
+        return _numbers(self.codes, start, size, scales, lows, of_channels)
 
     def _sides(self, on_lanes: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Scales and least values `[B, J, S, groups]` of some tokens."""
@@ -182,9 +185,12 @@ def groups_of(channels: int, group: int) -> int:
     return -(-channels // group)
 
 
-def _numbers(codes: CodesOnLanes, start, size: int, scales: jax.Array, lows: jax.Array | None) -> jax.Array:
-    x = codes.read_block(start, size).astype(jnp.float32) * scales
-    return x if lows is None else x + lows
+def _numbers(
+    codes: CodesOnLanes, start, size: int, scales: jax.Array, lows: jax.Array | None, spread: Callable[..., jax.Array]
+) -> jax.Array:
+    """A block of tokens, float32, by what spreads stored scales and least values over it."""
+    x = codes.read_block(start, size).astype(jnp.float32) * widen_scales(spread(scales))
+    return x if lows is None else x + widen_scales(spread(lows))
 
 
 def tiles_on_lanes(stored: QuantisedTokens | PackedTokens) -> Any:
@@ -192,8 +198,8 @@ def tiles_on_lanes(stored: QuantisedTokens | PackedTokens) -> Any:
     codes = codes_on_lanes(stored.codes, stored.bits, stored.channels)
     if isinstance(stored, PackedTokens):
         more = ((0, 0), (0, 0), (0, -stored.scales.shape[2] % SCALE_ROWS), (0, 0))
-        sides = (None if x is None else jnp.pad(x, more) for x in (stored.scales, stored.lows))
-        return PackedOnLanes(codes, *sides, stored.starts, stored.tile)
+        lows = None if stored.lows is None else jnp.pad(stored.lows, more)
+        return PackedOnLanes(codes, jnp.pad(stored.scales, more), lows, stored.starts, stored.tile)
     if stored.tile.tokens > 1:
         one = stored.tile.channels == 1
         return TiledOnLanes(codes, stored.scales, stored.lows, stored.tile) if one else stored

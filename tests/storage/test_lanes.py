@@ -100,8 +100,9 @@ def decoded_on_both(spec, config=SHORT):
 )
 def test_a_cache_on_lanes_decodes_and_refreshes_as_one_in_rows(spec, stored, more):
     """Bytes are more where tokens are rounded up to whole registers, or what a token has is."""
-    rows, lanes, _ = decoded_on_both(spec)
+    rows, lanes, bases = decoded_on_both(spec)
     assert isinstance(lanes.groups[0].store.tokens.k, stored)
+    chex.assert_trees_all_equal_shapes_and_dtypes(lanes, abstract_cache(parse_method(spec), lanes.layout, bases))
     assert more_bytes(lanes, rows) == more | {"exact"}
     np.testing.assert_allclose(
         slice_block(lanes.groups[0].store.tokens.k, 0, 32), slice_block(rows.groups[0].store.tokens.k, 0, 32), atol=1e-5
@@ -130,10 +131,11 @@ def test_packed_components_lie_on_lanes_too():
 ])
 def test_what_is_read_in_pages_stays_in_rows(spec, keys, values):
     config = dataclasses.replace(SHORT, head_dim=128, q_heads=2, kv_heads=1)
-    rows, lanes, _ = decoded_on_both(spec, config)
+    rows, lanes, bases = decoded_on_both(spec, config)
     held, stored = (x.groups[0].store.tokens for x in (rows, lanes))
     assert type(stored.k) is keys and type(stored.v) is values and isinstance(lanes.groups[0].ends[0].k, EndsOnLanes)
     np.testing.assert_array_equal(stored.v.rows, held.v)
+    chex.assert_trees_all_equal_shapes_and_dtypes(lanes, abstract_cache(parse_method(spec), lanes.layout, bases))
     back = with_token_layout(lanes, "rows")
     chex.assert_trees_all_equal_structs(back, rows)
     for name, value in leaves(back).items():
