@@ -1,5 +1,7 @@
 """Answering a question from a compressed cache, greedily, layer by layer."""
 
+import collections
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +15,8 @@ from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.cache import Cache, fork, take_rows
 from lowrank_kv_jax.storage.sharding import to_host
 
+READS, LEAST_GAIN = 4, 1.5
+"""A row whose last reads brought fewer tokens in the mean is decoded in steps."""
 Enough = Callable[[int, str], bool]
 """Called with a row and its answer so far, once for each token; the row ends when it says so."""
 
@@ -37,7 +41,7 @@ def answer(
         on_asked: called, once the questions are in the cache, with a copy of it and the logits `[B, V]` behind them.
         nonempty: for each row, whether its first token can neither end it nor be a line break.
         drafts: what each row may answer. A row reads its draft a block at a time, as a speculative decoder does, and
-            goes on step by step from the block in which it leaves it.
+            goes on with guesses, or step by step, from the block in which it leaves it.
 
     Returns:
         The ids of each row's answer.
@@ -55,11 +59,10 @@ def answer(
     if on_fewer_rows is not None:
         on_fewer_rows()
     found = []
-    for number, draft in enumerate(drafts):
-        row = _Row(model, number, enough)
-        own = take_rows(cache, [number])
-        found += _decode(method, model, *follow(method, model, own, logits[number : number + 1], row, draft,
-                                                max_new_tokens, bases), max_new_tokens, bases, None)
+    for number, (question, draft) in enumerate(zip(questions, drafts, strict=True)):
+        row, own = _Row(model, number, enough), take_rows(cache, [number])
+        read = follow(method, model, own, logits[number : number + 1], row, question, list(draft), max_new_tokens, bases)
+        found += _decode(method, model, *read, max_new_tokens, bases, None)
     return found
 
 
@@ -86,31 +89,69 @@ class _Row:
 
 
 def follow(
-    method: Part, model: Any, cache: Cache, logits: jax.Array, row: _Row, draft: Sequence[int], most: int, bases: Any
+    method: Part, model: Any, cache: Cache, logits: jax.Array, row: _Row, question: Sequence[int], draft: Sequence[int],
+    most: int, bases: Any,
 ) -> tuple[Cache, jax.Array, list[_Row], int]:
-    """Read a draft as long as the row, alone in its cache, would have answered it.
+    """Read a draft as long as the row, alone in its cache, would have answered it, then what it may go on with.
+
+    A read brings the tokens that were guessed right (see `guessed`) and one more, and costs more than a step: where
+    guesses were of no use, the row is left to steps.
 
     Returns:
         The cache and logits `[1, V]` where the last block begins, the row, and how many of its tokens the cache holds.
     """
-    block, at = cache.layout.block, 0
-    while not row.done and (piece := draft[at : min(at + block, most)]):
-        padded = np.zeros((1, block), np.int32)
-        padded[0, : len(piece)] = piece
-        ahead, found = extend(method, model.config, model.params, fork(cache), jnp.asarray(padded),
-                              jnp.asarray([len(piece)], jnp.int32), bases=bases, all_logits=True)
-        likeliest = to_host(jnp.argmax(jnp.concatenate([logits[:, None], found], axis=1)[0], axis=-1))
-        for token, drafted in zip(likeliest.tolist(), [*piece, None], strict=False):
-            whole = drafted is None and len(piece) == block and at + block < most
-            if whole or row.done or len(row.ids) == most:
+    block, at, gains = cache.layout.block, 0, collections.deque([math.inf], READS)
+    while not row.done and sum(gains) >= LEAST_GAIN * len(gains):
+        known, had, size = row.ids[at:], len(row.ids), min(block, most - at)
+        ahead_of_it = draft[had:] if row.ids == draft[:had] else []  # nothing, once the row has left the draft
+        piece = [*known, *ahead_of_it][:size]
+        piece += guessed([*question, *draft, *row.ids[:at], *piece], size - len(piece))
+        ahead, likeliest, last = _read(method, model, cache, logits, piece, bases)
+        for token, taken in zip(likeliest[len(known) :], [*piece[len(known) :], None], strict=True):
+            if taken is None and len(piece) == block:  # of the next block
+                cache, logits, at = refresh(method, ahead, bases=bases), last, at + block
                 break
             row.take(token)
-            if token != drafted:
-                return cache, logits, [row], at
-        if len(piece) < block:
-            break
-        cache, logits, at = refresh(method, ahead, bases=bases), found[:, block - 1], at + block
+            row.done |= len(row.ids) == most
+            if row.done or token != taken:
+                break
+        gains.append(math.inf if ahead_of_it else len(row.ids) - had)
     return cache, logits, [row], at
+
+
+def _read(
+    method: Part, model: Any, cache: Cache, logits: jax.Array, piece: Sequence[int], bases: Any
+) -> tuple[Cache, list[int], jax.Array]:
+    """Read a piece of at most a block behind a cache, which is left as it is.
+
+    Returns:
+        A copy that holds the piece, the likeliest tokens in the place of each of its tokens and behind it, and the logits
+        `[1, V]` behind a whole block.
+    """
+    if not piece:
+        return cache, [int(jnp.argmax(logits))], logits
+    padded = np.zeros((1, cache.layout.block), np.int32)
+    padded[0, : len(piece)] = piece
+    ahead, found = extend(method, model.config, model.params, fork(cache), jnp.asarray(padded),
+                          jnp.asarray([len(piece)], jnp.int32), bases=bases, all_logits=True)
+    likeliest = to_host(jnp.argmax(jnp.concatenate([logits[:, None], found], axis=1)[0], axis=-1))
+    return ahead, likeliest.tolist()[: len(piece) + 1], found[:, -1]
+
+
+def guessed(seen: Sequence[int], count: int) -> list[int]:
+    """Up to `count` tokens that may follow: those that followed when the last few tokens stood there before.
+
+    The longest match of up to three tokens counts, and of several the latest: prompt lookup decoding
+    (https://github.com/apoorvumang/prompt-lookup-decoding). Small models repeat themselves.
+    """
+    text, size = list(seen), len(seen)
+    while len(text) < size + count:
+        found = (at + n for n in (3, 2, 1) for at in range(len(text) - n - 1, -1, -1) if text[at : at + n] == text[-n:])
+        place = next(found, None)
+        if place is None:
+            break
+        text.append(text[place])
+    return text[size:]
 
 
 def _decode(

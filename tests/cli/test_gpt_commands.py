@@ -7,7 +7,7 @@ from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.evals.results.records import read_records
 
 
-@pytest.fixture(params=[GPT2, PYTHIA], ids=["gpt2", "pythia"])
+@pytest.fixture(params=[GPT2, pytest.param(PYTHIA, marks=pytest.mark.slow)], ids=["gpt2", "pythia"])
 def directory(request, tmp_path):
     write_model(tmp_path / "model", request.param)
     (tmp_path / "text.txt").write_text("some text that goes on and on, " * 60)

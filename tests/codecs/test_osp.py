@@ -402,7 +402,7 @@ def test_rotary_bases_are_complex_subspaces():
 
 
 @pytest.mark.parametrize("fields", [
-    {"bits": 8, "basis_dtype": "int8"},
+    pytest.param({"bits": 8, "basis_dtype": "int8"}, marks=pytest.mark.slow),
     pytest.param({"heads": "joint", "rank": 0.4, "basis_dtype": "float8_e4m3fn"}, marks=pytest.mark.slow),
     *(pytest.param({"estimator": name}, marks=pytest.mark.slow) for name in ("frequent_directions", "gha", "oja", "svd")),
 ])

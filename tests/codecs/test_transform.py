@@ -63,7 +63,7 @@ def test_attention_over_codes_equals_the_oracle(spec):
         np.einsum("btnd,bsnd->btns", q, keys), atol=2e-3)
 
 
-@pytest.mark.parametrize("spec", ["bits=2,group=3", "bits=2,heads=per_head,rope=post"])
+@pytest.mark.parametrize("spec", [pytest.param("bits=2,group=3", marks=pytest.mark.slow), "bits=2,heads=per_head,rope=post"])
 def test_each_prompt_is_coded_around_its_own_mean(spec):
     """Tokens far from the calibration's: their mean, drawn by 32 tokens towards the calibrated one, is what is read around."""
     method = parse_method(f"transform:{spec}")
@@ -226,7 +226,8 @@ def test_layers_that_are_alike_share_their_bits():
 
 
 @pytest.mark.parametrize("spec, backend", [
-    ("bits=3,steps=prompt", "triton"), ("bits=2,heads=per_head,rope=post", "triton"),
+    pytest.param("bits=3,steps=prompt", "triton", marks=pytest.mark.slow),
+    ("bits=2,heads=per_head,rope=post", "triton"),
     pytest.param("bits=3", "tpu", marks=pytest.mark.slow),
     pytest.param("bits=2,rope=post,steps=prompt", "tpu", marks=pytest.mark.slow),
 ])

@@ -251,7 +251,7 @@ def test_wider_groups_of_correlated_layers_keep_more():
     )
 
 
-@pytest.mark.parametrize("spec", ["xkv:group=2,rank_k=16,rank_v=16", "single-svd:rank=16"])
+@pytest.mark.parametrize("spec", [pytest.param("xkv:group=2,rank_k=16,rank_v=16", marks=pytest.mark.slow), "single-svd:rank=16"])
 def test_a_bias_costs_a_centred_cache_nothing(spec):
     """Keys of Qwen2 have one that is many times their spread; in 8 bits it sets the step, too."""
     rng, errors = np.random.default_rng(0), {}
@@ -311,7 +311,7 @@ def test_basis_storage(dtype, error):
 
 
 @pytest.mark.parametrize(
-    "fields, error", [("bits=8,basis_dtype=int8", 0.1), pytest.param("basis_dtype=float8_e4m3fn", 0.5, marks=pytest.mark.slow)]
+    "fields, error", [pytest.param("bits=8,basis_dtype=int8", 0.1, marks=pytest.mark.slow), pytest.param("basis_dtype=float8_e4m3fn", 0.5, marks=pytest.mark.slow)]
 )
 def test_eight_bits_stay_close_and_are_counted(fields, error):
     plain, logits = logits_of(methods.XKV(group=2, rank=0.5, sinks=4, recent=8))
@@ -355,6 +355,7 @@ def test_a_prompt_too_short_for_its_ratio_is_said_to_be():
         prefill(method, PLAIN, model().params, prompts(), capacity=CAPACITY)
 
 
+@pytest.mark.slow
 def test_prefill_holds_the_exact_keys_and_values_of_one_group():
     """Temporary memory of a jitted prefill does not grow with the number of layers."""
     method, temporary = methods.XKV(group=2, rank=0.25, sinks=4, recent=4), {}
@@ -416,6 +417,7 @@ def test_everything_selected_is_exact_and_a_summary_of_nothing_adds_nothing():
     np.testing.assert_allclose(logits, exact, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_int8_coefficients_of_selected_tokens_with_moments_of_the_rest():
     """The stages of one composition: what is held, what it weighs, and that the summary brings attention back."""
     spec = "xkv:group=2,rank=0.5,sinks=4,recent=8,bits=8,basis_dtype=int8+snapkv:keep=0.5,decoding=keep,recent=8"

@@ -339,6 +339,7 @@ def test_compare_on_a_tiny_model(model, tmp_path):
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_compare_in_chunks_measures_caches_that_were_read_so(model):
     """A selection that forgets between chunks says other things than one that sees the whole."""
     methods = parse_methods(["full", "snapkv:keep=0.1,sinks=4,recent=8"])
