@@ -79,5 +79,6 @@ def take(tokens: Any, chosen: jax.Array, size: int, kv_heads: int) -> Any:
 
 
 def _of_pages(stored: Any, chosen: jax.Array, starts: jax.Array, size: int) -> Any:
-    """Pages of a storage, gathered unless it lies in pages; those that are none hold anything."""
-    return stored.of_pages(chosen) if hasattr(stored, "of_pages") else gather_blocks(stored, starts, size)
+    """Pages of a storage, gathered unless it lies in such pages; those that are none hold anything."""
+    in_pages = hasattr(stored, "of_pages") and stored.page == size
+    return stored.of_pages(chosen) if in_pages else gather_blocks(stored, starts, size)
