@@ -1,7 +1,8 @@
 """Tokens in 2, 4 or 8 bits with a scale for each tile of tokens and channels, as TPU kernels unpack them.
 
-Codes lie on lanes with their channels in planes (`storage.tiles_on_lanes`), so that a few shifts give all channels of
-many tokens in order. Scales are spread over them by products with matrices of zeros and ones, which are exact.
+Codes lie on lanes (`storage.tiles_on_lanes`), so that a few shifts give all channels of many tokens, in planes: queries
+come in their order, and sums leave in it. Scales are spread over them by products with matrices of zeros and ones, which
+are exact.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from lowrank_kv_jax.pallas_kernels.tpu_softmax import LANES, TILE_BYTES, Step, dot, widened
-from lowrank_kv_jax.storage.tiles_on_lanes import GroupedOnLanes, PackedOnLanes, TiledOnLanes
+from lowrank_kv_jax.storage.tiles_on_lanes import (
+    CodesOnLanes,
+    GroupedOnLanes,
+    PackedOnLanes,
+    TiledOnLanes,
+    from_planes,
+    groups_of,
+    in_planes,
+)
 
 ROWS = 16  # of bfloat16 scales that a register holds
 PART = 512  # tokens that are unpacked together, into float32
@@ -23,7 +32,7 @@ class Form(NamedTuple):
 
     Attributes:
         bits: of a code.
-        width: channels, R.
+        width: channels that there is room for, in planes.
         tokens: that share a scale, each channel its own; 1 where a token has scales of its own.
         group: channels that share one then.
         begins: whether tiles begin anew with each head.
@@ -49,10 +58,11 @@ class TiledTokens(NamedTuple):
 
     Attributes:
         codes: int8 or uint8 `[B, J, C, S]`.
-        sides: scales and least values (none in 8 bits) `[B, J, tiles, R]`, or both in one `[B, J, Q, S]`: uint16, the
-            bits of bfloat16 numbers.
+        sides: scales and least values (none in 8 bits) `[B, J, tiles, width]`, or both in one `[B, J, Q, S]`: uint16,
+            the bits of bfloat16 numbers.
         starts: int32 `[B, H]`, slots at which tiles begin anew; None where they do not.
         form: of a token.
+        order: of its channels, what `in_planes` and `from_planes` take.
         column: of a row's numbers, where its own begin: the first slot and the first tile of its head.
     """
 
@@ -60,6 +70,7 @@ class TiledTokens(NamedTuple):
     sides: tuple[jax.Array, ...]
     starts: jax.Array | None
     form: Form
+    order: CodesOnLanes
     column: int = 0
 
     @property
@@ -88,10 +99,10 @@ class TiledTokens(NamedTuple):
         return TILE_BYTES // 8  # they are unpacked as int32 and float32
 
     def spread(self, x: jax.Array) -> jax.Array:
-        return x
+        return in_planes(x, self.order)
 
     def collected(self, x: jax.Array) -> jax.Array:
-        return x
+        return from_planes(x, self.order)
 
     def numbers(self, rows: int) -> jax.Array:
         """What the steps of each row are told, int32 `[rows, n]`: of which its head's first slot and its first tile."""
@@ -198,25 +209,26 @@ class Tile(NamedTuple):
         if bits < 8:
             planes = [(codes >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
             codes = jnp.concatenate(planes, axis=0)
-        return codes[: self.form.width].astype(jnp.float32)
+        return codes.astype(jnp.float32)
 
     def _of_groups(self):
         """What spreads the scales of a part's tokens over their channels."""
-        form, ((side,),) = self.form, self.sides
-        groups, rows = -(-form.width // form.group), -(-form.width // 8) * 8
-        count = 1 if form.bits == 8 else 2
-        row, column = (jax.lax.broadcasted_iota(jnp.int32, (rows, side.shape[0]), axis) for axis in range(2))
+        form, ((side,),), channels = self.form, self.sides, self.tokens.order.channels
+        groups, each, rows = groups_of(channels, form.group), 8 // form.bits, self.codes.shape[0]
+        row, column = (jax.lax.broadcasted_iota(jnp.int32, (form.width, side.shape[0]), axis) for axis in range(2))
+        plane = sum((row >= rows * number).astype(jnp.int32) for number in range(1, each)) if each > 1 else 0
+        channel = (row - rows * plane) * each + plane
 
         def of_kind(kind: int) -> jax.Array:
             first = (column - kind * groups) * form.group  # channel of the group
-            mine = (row >= first) & (row < first + form.group)
+            mine = (channel >= first) & (channel < first + form.group)
             return jnp.where(mine & (column >= kind * groups) & (column < (kind + 1) * groups), 1.0, 0.0)
 
-        matrices = [of_kind(kind).astype(jnp.bfloat16) for kind in range(count)]
+        matrices = [of_kind(kind).astype(jnp.bfloat16) for kind in range(1 if form.bits == 8 else 2)]
 
         def spread(part: slice, inside: jax.Array) -> list[jax.Array]:
             own = jnp.where(inside, widened(side[:, part]), 0.0).astype(jnp.bfloat16)
-            return [dot(matrix, own, (1, 0))[: form.width] for matrix in matrices]
+            return [dot(matrix, own, (1, 0)) for matrix in matrices]
 
         return spread
 
@@ -243,11 +255,11 @@ def tiled_tokens(tokens: Any) -> TiledTokens | None:
     """The buffers behind keys or values; None of another storage."""
     if not isinstance(tokens, TiledOnLanes | PackedOnLanes | GroupedOnLanes):
         return None
-    codes = tokens.codes
+    codes, width = tokens.codes, tokens.codes.on_lanes.shape[2] * 8 // tokens.codes.bits
     if isinstance(tokens, GroupedOnLanes):
-        sides, form = [tokens.sides], Form(codes.bits, codes.channels, 1, tokens.group)
+        sides, form = [tokens.sides], Form(codes.bits, width, 1, tokens.group)
     else:
         sides = [tokens.scales] if tokens.lows is None else [tokens.scales, tokens.lows]
         begins = isinstance(tokens, PackedOnLanes)
-        form = Form(codes.bits, codes.channels, tokens.tile if begins else tokens.tile.tokens, 1, begins)
-    return TiledTokens(codes.on_lanes, tuple(sides), tokens.starts if form.begins else None, form)
+        form = Form(codes.bits, width, tokens.tile if begins else tokens.tile.tokens, 1, begins)
+    return TiledTokens(codes.on_lanes, tuple(sides), tokens.starts if form.begins else None, form, codes)

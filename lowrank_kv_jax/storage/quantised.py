@@ -290,7 +290,7 @@ def encode_tiles(
     codes = (tiles if low is None else tiles - spread(low)) / spread(jnp.where(scale == 0, 1, scale))
     codes = jnp.round(jnp.clip(codes, -steps if low is None else 0.0, steps)).reshape(batch, heads, size, channels)
     scale, low = (None if x is None else jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (scale, low))
-    return QuantisedTokens(pack_codes(codes, bits), scale, low, bits, tile, channels)
+    return QuantisedTokens(_pack(codes, bits), scale, low, bits, tile, channels)
 
 
 def widen_scales(bits_of_bfloat16: UInt16[jax.Array, "*shape"]) -> Float32[jax.Array, "*shape"]:
@@ -310,7 +310,7 @@ def _below(x: jax.Array) -> jax.Array:
     return jnp.where(rounded.astype(jnp.float32) > x, jnp.nextafter(rounded, jnp.bfloat16(-jnp.inf)), rounded)
 
 
-def pack_codes(codes: jax.Array, bits: int) -> jax.Array:
+def _pack(codes: jax.Array, bits: int) -> jax.Array:
     """Whole-number codes `[..., R]` as int8, or packed into uint8 `[..., ceil(R * bits / 8)]`."""
     if bits == 8:
         return codes.astype(jnp.int8)

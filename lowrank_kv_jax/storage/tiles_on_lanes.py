@@ -1,7 +1,7 @@
-"""Codes of 2, 4 or 8 bits with scales for tiles, as a TPU reads them: transposed, and channels in planes.
+"""Codes of 2, 4 or 8 bits with scales for tiles, as a TPU reads them: a token's bytes one below the other.
 
-A byte holds channels that lie as far apart as there are bytes: unpacked plane by plane, a token's channels come in order,
-one below the other. Scales that tokens share stay in rows; those of a single token lie above each other, as its codes do.
+Unpacked, they give planes: the channels in the lowest bits of all bytes, those in the next, .. Scales that tokens share
+stay in rows, the channels in that order; those of a single token lie above each other, as its codes do.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Float32, Int
 
 from lowrank_kv_jax.storage.packed import PackedTokens, tiles_of
-from lowrank_kv_jax.storage.quantised import QuantisedTokens, Tile, pack_codes, unpack, widen_scales
+from lowrank_kv_jax.storage.quantised import QuantisedTokens, Tile, unpack, widen_scales
 from lowrank_kv_jax.storage.state import leaf, state, static
 
 LANES = 128  # tokens are rounded up to so many
@@ -25,8 +25,7 @@ class CodesOnLanes:
     """Whole numbers of few bits, a token's one below the other.
 
     Attributes:
-        on_lanes: int8 for 8 bits, uint8 for fewer `[B, J, C, S']`, C bytes a token and S' tokens, rounded up; the lowest
-            bits of all bytes are the first C channels, and so on.
+        on_lanes: int8 for 8 bits, uint8 for fewer `[B, J, C, S']`, C bytes a token and S' tokens, rounded up.
         bits: 2, 4 or 8.
         channels: R.
         size: S.
@@ -45,24 +44,32 @@ class CodesOnLanes:
 
     def in_rows(self) -> jax.Array:
         """As `QuantisedTokens.codes`."""
-        return pack_codes(self.read_block(0, self.size), self.bits)
+        return self.on_lanes[:, :, : -(-self.channels * self.bits // 8), : self.size].swapaxes(2, 3)
 
     def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Int[jax.Array, "B J {size} R"]:
         """Those of tokens `start` to `start + size`."""
         block = jax.lax.dynamic_slice_in_dim(self.on_lanes, start, size, axis=3)
-        planes = [block if self.bits == 8 else block >> shift & (2**self.bits - 1) for shift in range(0, 8, self.bits)]
-        return jnp.concatenate(planes, axis=2)[:, :, : self.channels].swapaxes(2, 3)
+        return unpack(block.swapaxes(2, 3), self.bits, self.channels)[..., : self.channels]
 
 
 def codes_on_lanes(codes: jax.Array, bits: int, channels: int) -> CodesOnLanes:
     """What `QuantisedTokens.codes` holds, `[B, J, S, C]`."""
-    batch, heads, size, width = codes.shape
-    numbers, rows = unpack(codes, bits, channels).swapaxes(2, 3), width + -width % SUBLANES
-    numbers = jnp.pad(numbers, ((0, 0), (0, 0), (0, 8 // bits * rows - channels), (0, -size % LANES)))
-    planes = numbers.reshape(batch, heads, -1, rows, numbers.shape[3])
-    shifts = bits * jnp.arange(8 // bits, dtype=numbers.dtype)
-    packed = numbers if bits == 8 else jnp.sum(planes << shifts[:, None, None], axis=2, dtype=jnp.uint8)
-    return CodesOnLanes(packed, bits, channels, size)
+    *_, size, width = codes.shape
+    more = ((0, 0), (0, 0), (0, -width % SUBLANES), (0, -size % LANES))
+    return CodesOnLanes(jnp.pad(codes.swapaxes(2, 3), more), bits, channels, size)
+
+
+def in_planes(x: jax.Array, codes: CodesOnLanes) -> jax.Array:
+    """Channels `[.., R]` in the order of planes, as many as there is room for in the bytes; zeros where there is none."""
+    each, rows = 8 // codes.bits, codes.on_lanes.shape[2]
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, each * rows - x.shape[-1])])
+    return x.reshape(*x.shape[:-1], rows, each).swapaxes(-1, -2).reshape(x.shape)
+
+
+def from_planes(x: jax.Array, codes: CodesOnLanes) -> jax.Array:
+    """Channels `[.., R]` of those in planes."""
+    x = x.reshape(*x.shape[:-1], 8 // codes.bits, -1).swapaxes(-1, -2).reshape(x.shape)
+    return x[..., : codes.channels]
 
 
 @state
@@ -71,7 +78,7 @@ class TiledOnLanes:
 
     Attributes:
         codes: theirs.
-        scales, lows: as there, `[B, J, tiles, R]`.
+        scales, lows: as there, in planes `[B, J, tiles, R']`.
         tile: what shares them.
     """
 
@@ -87,12 +94,17 @@ class TiledOnLanes:
 
     def in_rows(self) -> QuantisedTokens:
         codes = self.codes
-        return QuantisedTokens(codes.in_rows(), self.scales, self.lows, codes.bits, self.tile, codes.channels)
+        scales, lows = from_planes(self.scales, codes), None if self.lows is None else from_planes(self.lows, codes)
+        return QuantisedTokens(codes.in_rows(), scales, lows, codes.bits, self.tile, codes.channels)
 
     def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Float32[jax.Array, "B J {size} R"]:
         """Tokens `start` to `start + size`, float32 `[B, J, size, R]`."""
         tiles = (start + jnp.arange(size)) // self.tile.tokens
-        return _numbers(self.codes, start, size, self.scales, self.lows, lambda x: jnp.take(x, tiles, axis=2))
+
+        def of_tokens(x: jax.Array) -> jax.Array:
+            return from_planes(jnp.take(x, tiles, axis=2), self.codes)
+
+        return _numbers(self.codes, start, size, self.scales, self.lows, of_tokens)
 
 
 @state
@@ -101,7 +113,7 @@ class PackedOnLanes:
 
     Attributes:
         codes: theirs, `[B, 1, C, S']`.
-        scales, lows: as there, `[B, 1, tiles', R]`, tiles rounded up.
+        scales, lows: as there, in planes `[B, 1, tiles', R']`, tiles rounded up.
         starts: as there, int32 `[B, H]`.
         tile: tokens that share them.
     """
@@ -120,17 +132,16 @@ class PackedOnLanes:
     def in_rows(self) -> PackedTokens:
         codes = self.codes
         there = -(-codes.size // self.tile) + self.starts.shape[1] - 1
-        lows = None if self.lows is None else self.lows[:, :, :there]
-        return PackedTokens(
-            codes.in_rows(), self.scales[:, :, :there], lows, self.starts, codes.bits, self.tile, codes.channels
-        )
+        scales, lows = (None if x is None else from_planes(x[:, :, :there], codes) for x in (self.scales, self.lows))
+        assert scales is not None
+        return PackedTokens(codes.in_rows(), scales, lows, self.starts, codes.bits, self.tile, codes.channels)
 
     def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Float32[jax.Array, "B 1 {size} R"]:
         """Tokens `start` to `start + size`, float32 `[B, 1, size, R]`."""
         tiles = tiles_of(self.starts, start + jnp.arange(size), self.tile)[:, None, :, None]
 
         def of_tokens(x: jax.Array) -> jax.Array:
-            return jnp.take_along_axis(x, tiles, axis=2, mode="clip")
+            return from_planes(jnp.take_along_axis(x, tiles, axis=2, mode="clip"), self.codes)
 
         return _numbers(self.codes, start, size, self.scales, self.lows, of_tokens)
 
@@ -198,11 +209,13 @@ def tiles_on_lanes(stored: QuantisedTokens | PackedTokens) -> Any:
     codes = codes_on_lanes(stored.codes, stored.bits, stored.channels)
     if isinstance(stored, PackedTokens):
         more = ((0, 0), (0, 0), (0, -stored.scales.shape[2] % SCALE_ROWS), (0, 0))
-        lows = None if stored.lows is None else jnp.pad(stored.lows, more)
-        return PackedOnLanes(codes, jnp.pad(stored.scales, more), lows, stored.starts, stored.tile)
+        lows = None if stored.lows is None else in_planes(jnp.pad(stored.lows, more), codes)
+        return PackedOnLanes(codes, in_planes(jnp.pad(stored.scales, more), codes), lows, stored.starts, stored.tile)
     if stored.tile.tokens > 1:
-        one = stored.tile.channels == 1
-        return TiledOnLanes(codes, stored.scales, stored.lows, stored.tile) if one else stored
+        if stored.tile.channels != 1:
+            return stored
+        lows = None if stored.lows is None else in_planes(stored.lows, codes)
+        return TiledOnLanes(codes, in_planes(stored.scales, codes), lows, stored.tile)
     sides = jnp.concatenate([x.swapaxes(2, 3) for x in (stored.scales, stored.lows) if x is not None], axis=2)
     more = -sides.shape[2] % SUBLANES, codes.on_lanes.shape[3] - codes.size
     return GroupedOnLanes(codes, jnp.pad(sides, ((0, 0), (0, 0), *((0, n) for n in more))), stored.tile)
