@@ -9,7 +9,7 @@ from lowrank_kv_jax.cli.options import add_model_options, append_records
 
 HELP = "how compressible the cache is, and how bases follow a shift of the text"
 TABLES = ("adaptation", "rest", "forgetting", "compressibility", "spectra")
-REFINEMENT = "refinement"
+REFINEMENT, REFINED = "refinement", "transform:bits=2"
 HELD_OUT = ("pydoc:first", ("pydoc:second", "python"))
 
 
@@ -22,7 +22,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--test", nargs="+", default=None, metavar="TEXT",
                         help="texts to measure on, one by one; by default its other half and Python source")
     parser.add_argument("--methods", nargs="+", default=None, metavar="SPEC",
-                        help="low-rank methods to compare; by default ojakv and its static baseline")
+                        help=f"low-rank methods to compare; by default ojakv and its static baseline, or {REFINED}")
     parser.add_argument("--tables", nargs="+", choices=(*TABLES, REFINEMENT), default=TABLES, metavar="TABLE",
                         help=f"which to measure, of {', '.join(TABLES)}; by default these; or {REFINEMENT}, of methods of"
                              " transform coding: what refining their bases by gradient is worth")
@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.evals.asking.methods import parse_methods
     from lowrank_kv_jax.evals.studies.bases import adapting, diagnostics, forgetting, refinement
 
-    methods = list(parse_methods(args.methods or adapting.ADAPTATION_METHODS).values())
+    usual = (REFINED,) if list(args.tables) == [REFINEMENT] else adapting.ADAPTATION_METHODS
+    methods = list(parse_methods(args.methods or usual).values())
     for method in methods:
         if REFINEMENT in args.tables:
             check_refinable(method)
@@ -99,8 +100,10 @@ def run(args: argparse.Namespace) -> int:
         "compressibility":
             lambda: diagnostics.compressibility_table(model, calibration, windows, args.layers, progress=True),
         "spectra": lambda: diagnostics.spectra_table(model, calibration),
-        REFINEMENT:
-            lambda: refinement.refinement_table(model, corpus, windows, methods, args.refine, args.seed, progress=True),
+        REFINEMENT: lambda: refinement.refinement_table(
+            model, corpus, windows, methods, args.refine, length=args.length, windows=args.windows, seed=args.seed,
+            progress=True,
+        ),
     }
     found = {task: make() for task, make in makers.items() if task in args.tables}
     print_diagnostics("+".join(_labels(corpus.name.split("+"))), f"{first}, then {last}", found)

@@ -22,8 +22,8 @@ QUERIES = 128
 
 
 def refinement_table(
-    model: Any, corpus: Corpus, tests: Mapping[str, np.ndarray], methods: Sequence[str | Part], steps: int,
-    seed: int = 0, progress: bool = False,
+    model: Any, corpus: Corpus, tests: Mapping[str, np.ndarray], methods: Sequence[str | Part], steps: int, *,
+    length: int = LENGTH, windows: int = WINDOWS, seed: int = 0, progress: bool = False,
 ) -> list[dict[str, Any]]:
     """Calibrated bases, and the same after `steps` of `calibration.refine` of their steps, directions or both.
 
@@ -33,7 +33,7 @@ def refinement_table(
         tests: name of the text -> int32 tokens `[n, S]`; the second half of a window is scored behind the first.
         methods: specs or methods whose bases can be refined.
         steps: of Adam, for each group of layers.
-        seed: of the calibration's windows, queries and order.
+        length, windows, seed: of the calibration, see `token_windows`; the seed is that of queries and their order, too.
 
     Returns:
         Rows of "method", "learnt" (of `LEARNT`), "text", the means over windows "output_error" (root mean square over
@@ -46,8 +46,9 @@ def refinement_table(
     parsed = [parse_method(one) if isinstance(one, str) else one for one in methods]
     for method in parsed:
         check_refinable(method)
-    tokens = token_windows(model.tokenizer, corpus.texts, min(LENGTH, model.config.context), WINDOWS, seed)
-    fitted = bases_of(model, {spell_method(method): method for method in parsed}, corpus, seed=seed, progress=progress)
+    tokens = token_windows(model.tokenizer, corpus.texts, min(length, model.config.context), windows, seed)
+    calibrated = {spell_method(method): method for method in parsed}
+    fitted = bases_of(model, calibrated, corpus, length=length, windows=windows, seed=seed, progress=progress)
     rows = []
     for method in parsed:
         own = fitted[spell_method(method)]
@@ -56,9 +57,9 @@ def refinement_table(
             for name, learn in LEARNT.items()
         }
         with ProgressBar(f"measuring {spell_method(method)}", sum(map(len, tests.values())), progress) as bar:
-            for text, windows in tests.items():
+            for text, cut in tests.items():
                 found = []
-                for window in windows:
+                for window in cut:
                     found.append(_measured(model, method, bases, window))
                     bar.advance()
                 rows += [
