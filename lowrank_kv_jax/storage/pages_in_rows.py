@@ -2,7 +2,7 @@
 
 On lanes a page is a few columns of every register of its head, and to gather pages XLA would first turn all tokens into
 rows, at every step. Rows of whole registers hold them as they are; rows of other widths stand behind each other, page by
-page.
+page. A mesh cuts no such tokens over its axis "tokens": the pages of a step may all lie on one device.
 """
 
 import jax
@@ -24,7 +24,7 @@ class PagesInRows:
         page: tokens that are read together, a multiple of `SUBLANES`.
     """
 
-    rows: jax.Array = leaf("batch", "kv_heads", "tokens", "rank", kind="coefficients")
+    rows: jax.Array = leaf("batch", "kv_heads", None, "rank", kind="coefficients")
     page: int = static()
 
     @property
@@ -51,7 +51,7 @@ class PagesInRows:
 class ExactPages(PagesInRows):
     """The same of exact tokens, whose bytes are told apart."""
 
-    rows: jax.Array = leaf("batch", "kv_heads", "tokens", "head_dim", kind="exact")
+    rows: jax.Array = leaf("batch", "kv_heads", None, "head_dim", kind="exact")
 
 
 @state
@@ -64,7 +64,7 @@ class FlatPages:
         size: S.
     """
 
-    flat: jax.Array = leaf("batch", "kv_heads", "tokens", None, kind="coefficients")
+    flat: jax.Array = leaf("batch", "kv_heads", "chunks", None, kind="coefficients")
     page: int = static()
     size: int = static()
 
@@ -96,7 +96,7 @@ class FlatPages:
 class FlatExactPages(FlatPages):
     """The same of exact tokens."""
 
-    flat: jax.Array = leaf("batch", "kv_heads", "tokens", None, kind="exact")
+    flat: jax.Array = leaf("batch", "kv_heads", "chunks", None, kind="exact")
 
 
 @state
@@ -109,7 +109,7 @@ class ChosenPages:
         page: tokens of a page.
     """
 
-    rows: jax.Array = leaf("batch", "kv_heads", "tokens", "rank", kind="coefficients")
+    rows: jax.Array = leaf("batch", "kv_heads", None, "rank", kind="coefficients")
     chosen: jax.Array = leaf("batch", "kv_heads", "chunks", kind="indices")
     page: int = static()
 
@@ -146,6 +146,7 @@ _KINDS = {"exact": (ExactPages, FlatExactPages)}
 
 def in_pages(stored: jax.Array, page: int, kind: str) -> "PagesInRows | FlatPages | None":
     """An array of tokens `[B, J, S, R]` in pages; None of a width, a page or a number of tokens that do not suit."""
+    stored = jnp.asarray(stored)  # a CPU may hold it otherwise
     batch, heads, size, width = stored.shape
     whole, flat = _KINDS.get(kind, (PagesInRows, FlatPages))
     if not width or size % page:

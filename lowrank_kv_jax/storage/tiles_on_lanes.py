@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float32, Int
+from jaxtyping import Float32, Int, Integer
 
 from lowrank_kv_jax.storage.packed import PackedTokens, tiles_of
 from lowrank_kv_jax.storage.quantised import QuantisedTokens, Tile, unpack, widen_scales
@@ -46,7 +46,7 @@ class CodesOnLanes:
         """As `QuantisedTokens.codes`."""
         return self.on_lanes[:, :, : -(-self.channels * self.bits // 8), : self.size].swapaxes(2, 3)
 
-    def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Int[jax.Array, "B J {size} R"]:
+    def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Integer[jax.Array, "B J {size} R"]:
         """Those of tokens `start` to `start + size`."""
         block = jax.lax.dynamic_slice_in_dim(self.on_lanes, start, size, axis=3)
         return unpack(block.swapaxes(2, 3), self.bits, self.channels)[..., : self.channels]

@@ -97,9 +97,9 @@ def test_all_pages_in_order():
     check(run(coefficient_attention, x.q, rows, **x.options), x.oracle)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page, dtype, stored", [
-    (8, "bfloat16", 1), pytest.param(16, "bfloat16", 2, marks=pytest.mark.slow),
-    pytest.param(24, "float32", 2, marks=pytest.mark.slow),
+    (8, "bfloat16", 1), (16, "bfloat16", 2), (24, "float32", 2),
 ])
 def test_chosen_pages(page, dtype, stored):
     """More of them than a step fetches, of 2 units that share `stored` heads; NaN in every token that none of them reads."""
