@@ -33,6 +33,7 @@ def test_chosen_pages_are_the_tokens_of_their_slots(width, page, kind, stored):
                     np.testing.assert_array_equal(own, x[row, unit // 2, at * page : (at + 1) * page])
 
 
+@pytest.mark.slow
 def test_a_part_of_the_chosen_pages():
     x = np.arange(2 * 4 * 8 * 128, dtype=np.float32).reshape(1, 2, 32, 128)
     held = in_pages(jnp.asarray(x), 8, "exact").of_pages(jnp.asarray([[[0, 2], [1, 3]]]))
