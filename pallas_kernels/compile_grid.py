@@ -14,7 +14,7 @@ from lowrank_kv_jax.pallas_kernels.compile_only import NoCompiler, compile_for, 
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.lanes import tokens_on_lanes
 from lowrank_kv_jax.storage.positions import Runs
-from lowrank_kv_jax.storage.quantised import store_tokens
+from lowrank_kv_jax.storage.quantised import Tile, store_tokens
 from lowrank_kv_jax.storage.water_filled import WidthRuns, empty_water_filled
 
 HEADS, KV_HEADS = 32, 8
@@ -23,7 +23,7 @@ HEADS, KV_HEADS = 32, 8
 @dataclasses.dataclass(frozen=True)
 class Program:
     """One op at one shape; `joint` has one basis and one set of coefficients for all heads, `dtype="mixed"` packed ones
-    of several widths, keys before RoPE around a mean."""
+    of several widths, keys before RoPE around a mean, `"tiles2"` 2 bits with scales as KIVI has them."""
 
     op: str
     rank_k: int
@@ -54,6 +54,7 @@ PROGRAMS = (
     *(Program(ROTARY, r, r) for r in (16, 32, 64, 96, 128)),
     Program(ROTARY, 48, 32, head_dim=64), Program(ROTARY, 48, 96, head_dim=96), Program(ROTARY, 64, 64, head_dim=256),
     Program(ROTARY, 64, 64, dtype="int8"), Program(ROTARY, 512, 512, joint=True), Program(ROTARY, 256, 384, joint=True),
+    *(Program(PLAIN, 128, 128, dtype=f"tiles{bits}") for bits in (2, 4)),
     *(Program(PLAIN, r, r, dtype="mixed") for r in (64, 128)),
     Program(PLAIN, 160, 152, dtype="mixed", joint=True, head_dim=64),
     *(Program(PLAIN, r, r, dtype="mixed", joint=True) for r in (512, 768, 1024)),
@@ -149,13 +150,17 @@ def arguments(program: Program, target: str) -> tuple[Callable[..., Any], tuple[
     gpu = "gpu_mosaic" if program.mosaic else "gpu_triton"
     module = importlib.import_module(f"lowrank_kv_jax.pallas_kernels.{program.op}.{gpu if target == 'sm_90' else 'tpu'}")
     shape = jax.ShapeDtypeStruct
-    compute = jnp.dtype("bfloat16" if program.dtype in ("int8", "mixed") else program.dtype)
+    floats = program.dtype in ("float32", "bfloat16", "float16")
+    compute = jnp.dtype(program.dtype if floats else "bfloat16")
     stored, heads = 1 if program.joint else KV_HEADS, KV_HEADS
 
-    def side(rank):
+    def side(rank, tile):
         full = (program.batch, stored, program.size, rank)
         if program.dtype == "int8":
             held = jax.eval_shape(lambda x: store_tokens(x, 8, compute), shape(full, jnp.float32))
+        elif program.dtype.startswith("tiles"):
+            bits = int(program.dtype.removeprefix("tiles"))
+            held = jax.eval_shape(lambda x: store_tokens(x, bits, compute, tile), shape(full, jnp.float32))
         elif program.dtype == "mixed":
             held = jax.eval_shape(lambda: empty_water_filled(*full[:3], mixed_runs(rank)))
         else:
@@ -164,7 +169,8 @@ def arguments(program: Program, target: str) -> tuple[Callable[..., Any], tuple[
 
     gaps = shape((program.batch, 2), jnp.int32)
     rows = shape((program.batch,), jnp.int32)
-    tokens = CachedTokens(side(program.rank_k), side(program.rank_v), rows, Runs(gaps, gaps))
+    sides = side(program.rank_k, Tile(32, 1)), side(program.rank_v, Tile(1, 32))
+    tokens = CachedTokens(*sides, rows, Runs(gaps, gaps))
     positions = shape((program.batch, program.queries), jnp.int32)
     common = dict(scale=program.head_dim**-0.5, causal=False, window=None)
     if program.op == PLAIN:

@@ -1,6 +1,7 @@
 """Online softmax on a TPU over tokens that lie on the lanes, `[R, tokens]`: scratch in VMEM, one tile a grid step."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,23 +27,68 @@ def interpreter(interpret: bool):
     return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan") if interpret else False
 
 
+class Step(NamedTuple):
+    """Where a grid step stands.
+
+    Attributes:
+        number: of its tile.
+        size: tokens of a tile.
+        slots: of its tokens, int32 `[1, size]`.
+        high: slots from there on hold no token.
+        read: number i of those that its row is told.
+    """
+
+    number: Any
+    size: int
+    slots: jax.Array
+    high: Any
+    read: Callable[[int], Any]
+
+
 class LaneTokens(NamedTuple):
     """Tokens as arrays that a kernel reads.
 
     Attributes:
         data: `[B, J, R, S]`; packed ones uint8 `[B, J, C, S]`.
-        scales: of 8-bit codes bfloat16 `[B, J, tiles, R]`.
+        scales: of 8-bit codes uint16 `[B, J, tiles, R]`, the bits of bfloat16 numbers.
         runs: widths of packed ones.
+        column: as others have it, and without a meaning here.
     """
 
     data: jax.Array
     scales: jax.Array | None
     runs: WidthRuns | None = None
+    column: int = 0
+
+    @property
+    def heads(self) -> int:
+        """J."""
+        return self.data.shape[1]
+
+    @property
+    def slots(self) -> int:
+        """S."""
+        return self.data.shape[3]
 
     @property
     def width(self) -> int:
         """Columns in which a kernel has a token's numbers: R of those that are not packed."""
         return self.data.shape[2] if self.runs is None else len(plane_order(self.runs).component)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one head."""
+        return self.data.shape[2] * self.data.dtype.itemsize
+
+    @property
+    def least(self) -> int:
+        """Tokens of a grid step at the least."""
+        return LANES if self.scales is None else LEAST_SCALED
+
+    @property
+    def most_bytes(self) -> int:
+        """Of keys and values together that a grid step reads at the most, unless its tokens are the fewest."""
+        return TILE_BYTES // 8 if self.runs else TILE_BYTES  # bytes are unpacked as int32 and float32
 
     def spread(self, x: jax.Array) -> jax.Array:
         """What multiplies the components `[.., R]`, as a kernel takes it."""
@@ -51,6 +97,32 @@ class LaneTokens(NamedTuple):
     def collected(self, x: jax.Array) -> jax.Array:
         """Sums of the components `[.., R]` of what a kernel gives."""
         return x if self.runs is None else collected(x, plane_order(self.runs), self.runs)
+
+    def numbers(self, rows: int) -> jax.Array:
+        """What the steps of each row are told, int32 `[rows, n]`: nothing."""
+        return jnp.zeros((rows, 0), jnp.int32)
+
+    def arrays(self, tile: int) -> list[jax.Array]:
+        """Those that a kernel is given for tiles of so many tokens."""
+        return [self.data] if self.scales is None else [self.data, self.scales]
+
+    def specs(self, batch: int, heads: int, tile: int, at) -> list[pl.BlockSpec]:
+        """Of the `arrays`: the tile `at(i, b, table)` that serves row b and head h at step i."""
+        share, shared = batch // self.data.shape[0], heads // self.heads
+        rank = self.data.shape[2]
+
+        def data(b, h, i, table):
+            return b // share, h // shared, 0, at(i, b, table)
+
+        def scales(b, h, i, table):
+            return b // share, h // shared, at(i, b, table), 0
+
+        specs = [pl.BlockSpec((None, None, rank, tile), data)]
+        return specs if self.scales is None else [*specs, pl.BlockSpec((None, None, tile // LANES, rank), scales)]
+
+    def tile(self, refs: list[Any], size: int) -> "Tile":
+        """The tile of `size` tokens behind the first of a kernel's references, which are taken away."""
+        return Tile(refs.pop(0), None if self.scales is None else refs.pop(0), self.runs)
 
 
 def lane_tokens(tokens, name: str) -> LaneTokens:
@@ -63,7 +135,7 @@ def lane_tokens(tokens, name: str) -> LaneTokens:
     data = getattr(tokens, "on_lanes", None)
     if data is None:
         raise Unsupported(f"{name} lie as [tokens, rank]: convert the cache by with_token_layout(cache, 'lanes'), which "
-                          "takes floats, packed components, and 8 bits with a scale for each component of 128 tokens")
+                          "takes floats, packed components, and codes with a scale for a tile of tokens or of channels")
     if (runs := getattr(tokens, "runs", None)) is not None:
         return LaneTokens(data, None, runs)
     scales = getattr(tokens, "scales", None)
@@ -71,37 +143,16 @@ def lane_tokens(tokens, name: str) -> LaneTokens:
         raise Unsupported(f"{name} of dtype {data.dtype.name}, allowed are float32, bfloat16")
     if data.dtype == jnp.bfloat16 and data.shape[2] < 8:
         raise Unsupported(f"{name} of rank {data.shape[2]}: in bfloat16 at least 8")
-    return LaneTokens(data, None if scales is None else jax.lax.bitcast_convert_type(scales, jnp.bfloat16))
+    return LaneTokens(data, scales)
 
 
-def tile_of(size: int, *stored: LaneTokens) -> int:
-    """Tokens of a grid step over buffers of `size` slots."""
-    token = sum(x.data.shape[2] * x.data.dtype.itemsize for x in stored)
-    tile = LANES if all(x.scales is None for x in stored) else LEAST_SCALED
-    most = TILE_BYTES // 8 if any(x.runs for x in stored) else TILE_BYTES  # bytes are unpacked as int32 and float32
+def tile_of(size: int, *stored: Any) -> int:
+    """Tokens of a grid step over buffers of `size` slots, `LaneTokens` or others like them."""
+    token, most = sum(x.token_bytes for x in stored), min(x.most_bytes for x in stored)
+    tile = max(x.least for x in stored)
     while 2 * tile * token <= most and tile < size:
         tile *= 2
     return tile
-
-
-def stored_specs(stored: LaneTokens, batch: int, heads: int, tile: int, at) -> list[pl.BlockSpec]:
-    """Of the arrays of `given`: the tile `at(i, b, table)` that serves row b and head h at step i."""
-    share, shared = batch // stored.data.shape[0], heads // stored.data.shape[1]
-    rank = stored.data.shape[2]
-
-    def data(b, h, i, table):
-        return b // share, h // shared, 0, at(i, b, table)
-
-    def scales(b, h, i, table):
-        return b // share, h // shared, at(i, b, table), 0
-
-    specs = [pl.BlockSpec((None, None, rank, tile), data)]
-    return specs if stored.scales is None else [*specs, pl.BlockSpec((None, None, tile // LANES, rank), scales)]
-
-
-def given(stored: LaneTokens) -> list[jax.Array]:
-    """The arrays that there are."""
-    return [stored.data] if stored.scales is None else [stored.data, stored.scales]
 
 
 class Tile(NamedTuple):
@@ -110,6 +161,10 @@ class Tile(NamedTuple):
     data: Any
     scales: Any
     runs: WidthRuns | None = None
+
+    def at(self, step: Step) -> "Tile":
+        """The tile of a step: here it does not matter which."""
+        return self
 
     def of_tokens(self, factor: jax.Array, inside: jax.Array) -> jax.Array:
         """`[M, tokens]`: `factor` `[M, R]` times each token; anything at tokens that are not `inside` `[1, tokens]`."""
@@ -145,18 +200,26 @@ class Tile(NamedTuple):
 
     def _parts(self):
         """Lanes, codes `[R, LANES]` and scales float32 `[1, R]` of every so many tokens as share scales."""
-        scales = self.scales[...].astype(jnp.float32)
+        scales = widened(self.scales[...])
         for i in range(self.scales.shape[0]):
             part = slice(i * LANES, (i + 1) * LANES)
             yield part, self.data[:, part], scales[i : i + 1]
 
 
-def split_refs(refs, *stored: LaneTokens) -> tuple[list[Tile], list[Any]]:
-    """A kernel's references to what `given` named, as tiles, and those behind them."""
-    refs, tiles = list(refs), []
-    for x in stored:
-        tiles.append(Tile(refs.pop(0), None if x.scales is None else refs.pop(0), x.runs))
-    return tiles, refs
+def where_they_lie(arrays: list[jax.Array], interpret: bool) -> list[jax.Array]:
+    """Tokens that a kernel fetches itself: the compiler may bring no whole buffer into the TPU's own memory before.
+
+    Scales whose rows are no whole registers it lays anew first, and does that there.
+    """
+    def constrained(x: jax.Array) -> jax.Array:
+        return x if interpret or x.shape[-1] % LANES else pltpu.with_memory_space_constraint(x, pltpu.HBM)
+
+    return list(map(constrained, arrays))
+
+
+def widened(scales: jax.Array) -> jax.Array:
+    """float32 of stored scales; of an array of them XLA would make another one at every step."""
+    return jax.lax.bitcast_convert_type(scales.astype(jnp.uint32) << 16, jnp.float32)
 
 
 def padded(packed: Packed) -> Packed:
@@ -192,7 +255,7 @@ def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     )
 
 
-def add_tile(logits, visible, values: Tile, inside, dtype, top_ref, total_ref, acc_ref) -> None:
+def add_tile(logits, visible, values: Any, inside, dtype, top_ref, total_ref, acc_ref) -> None:
     """One tile: logits and visible `[M, tokens]`, and values of which `inside` `[1, tokens]` are valid; by `dtype`."""
     logits = jnp.where(visible, logits, EMPTY)
     old = top_ref[:, :1]

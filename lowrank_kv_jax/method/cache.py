@@ -98,9 +98,10 @@ def insert_rows(cache: _Cache, other: _Cache) -> _Cache:
 def with_token_layout(cache: _Cache, layout: str) -> _Cache:
     """The cache with its coefficients laid out as `layout`; its static `layout.tokens` says which.
 
-    Of storage in fewer bits than a float, 8 bits with a scale for each component of 128 tokens and packed components of
-    several widths (whose bytes of a token become a multiple of 8) are laid out too; the rest stays as it is. What does
-    not change is shared with the given cache, which a donating step may then not be given too.
+    Of storage in fewer bits than a float all is laid out too (a token's bytes and scales become multiples of 8), but for
+    scales of several tokens and several channels, which stays as it is. So do rows that steps read page by page, or a
+    page's rows stand behind each other. What does not change is shared with the given cache, which a donating step may
+    then not be given too.
 
     Args:
         layout: "rows", which every backend reads, or "lanes", which the TPU kernels need and XLA reads too.

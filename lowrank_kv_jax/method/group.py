@@ -30,6 +30,13 @@ class GroupState:
     gone: tuple[moment_summary.EvictedMoments, ...]
     marks: tuple[Any, ...] = ()
 
+    @property
+    def store_page(self) -> int | None:
+        """Tokens of a page where steps read a few pages of the store; None where they read all of it."""
+        if not self.marks:
+            return None
+        return self.store.tokens.k.shape[2] // jax.tree.leaves(self.marks)[0].shape[2]
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)

@@ -74,5 +74,11 @@ def take(tokens: Any, chosen: jax.Array, size: int, kv_heads: int) -> Any:
     position = jax.vmap(at)(tokens.positions, slots)
     # only the last page may hold fewer tokens than `size`, and every unit reads it: valid tokens stay in front
     length = jnp.clip(tokens.length[:, None] - starts[:, 0], 0, size).sum(1)
-    k, v = (gather_blocks(x, starts, size) for x in (tokens.k, tokens.v))
+    k, v = (_of_pages(x, chosen, starts, size) for x in (tokens.k, tokens.v))
     return dataclasses.replace(tokens, k=k, v=v, length=length, positions=PerHead(position, None, kv_heads))
+
+
+def _of_pages(stored: Any, chosen: jax.Array, starts: jax.Array, size: int) -> Any:
+    """Pages of a storage, gathered unless it lies in such pages; those that are none hold anything."""
+    in_pages = hasattr(stored, "of_pages") and stored.page == size
+    return stored.of_pages(chosen) if in_pages else gather_blocks(stored, starts, size)

@@ -13,8 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from lowrank_kv_jax.storage.on_host import OnHost
+from lowrank_kv_jax.storage.packed import PackedTokens
+from lowrank_kv_jax.storage.pages_in_rows import FlatPages, PagesInRows, in_pages
 from lowrank_kv_jax.storage.quantised import COEFFICIENTS, QuantisedTokens, widen_scales
-from lowrank_kv_jax.storage.state import leaf, state, static, write_tokens
+from lowrank_kv_jax.storage.state import LeafInfo, leaf, state, static, write_tokens
+from lowrank_kv_jax.storage.tiles_on_lanes import in_tiles_on_lanes, tiles_on_lanes
 from lowrank_kv_jax.storage.water_filled import WaterFilled, WidthRuns, bytes_of, components_of, pack
 
 LANES = 128  # of a register: arrays whose last axis is no multiple XLA keeps the other way round, and copies for a kernel
@@ -152,40 +155,54 @@ def _transposed(rows: jax.Array) -> jax.Array:
 
 
 def tokens_on_lanes(stored: Any) -> Any:
-    """Coefficients `[B, J, S, R]` transposed; quantised other than in 8 bits with a scale for 128 tokens, as they are."""
+    """Coefficients `[B, J, S, R]` transposed; quantised in tiles of several tokens and several channels, as they are."""
     if isinstance(stored, WaterFilled):
         return packed_on_lanes(stored)
-    if not isinstance(stored, QuantisedTokens):
+    if not isinstance(stored, QuantisedTokens | PackedTokens):
         return TokensOnLanes(_transposed(stored), stored.shape[2])
-    able = stored.bits == 8 and stored.tile == COEFFICIENTS
-    return QuantisedOnLanes(stored.codes.swapaxes(2, 3), stored.scales) if able else stored
+    if stored.bits == 8 and stored.tile == COEFFICIENTS:
+        return QuantisedOnLanes(stored.codes.swapaxes(2, 3), stored.scales)
+    return tiles_on_lanes(stored)
 
 
 _OF_TOKENS = (("tokens", "rank"), ("tokens", "head_dim"), ("end_tokens", "head_dim"))
 _OF_KIND = {"exact": ExactOnLanes}
 
 
-def lay_out(tree: Any, layout: str) -> Any:
-    """A tree of states with every array of tokens, exact ones or coefficients, laid out as `layout`."""
+def lay_out(tree: Any, layout: str, page: int | None = None) -> Any:
+    """A tree of states with every array of tokens, exact ones or coefficients, laid out as `layout`.
+
+    Args:
+        page: tokens that steps read together; None: they read all. A state whose store is read so says it itself.
+    """
     if isinstance(tree, tuple | list):
-        return type(tree)(lay_out(x, layout) for x in tree)
+        return type(tree)(lay_out(x, layout, page) for x in tree)
     if not dataclasses.is_dataclass(tree):
         return tree
-    if layout == "lanes" and isinstance(tree, QuantisedTokens | WaterFilled):
-        return tokens_on_lanes(tree)
-    if layout == "rows" and isinstance(tree, QuantisedOnLanes | WaterFilledOnLanes):
-        return tree.in_rows()
-    changes = {}
+    if isinstance(tree, QuantisedTokens | PackedTokens | WaterFilled):
+        return tokens_on_lanes(tree) if layout == "lanes" else tree
+    if isinstance(tree, QuantisedOnLanes | WaterFilledOnLanes) or in_tiles_on_lanes(tree):
+        return tree.in_rows() if layout == "rows" else tree
+    changes, page = {}, getattr(tree, "store_page", page)
     for field in dataclasses.fields(tree):
         value, info = getattr(tree, field.name), field.metadata.get("leaf")
         of_tokens = info is not None and info.axes[-2:] in _OF_TOKENS
         if value is None:
             continue
-        if isinstance(value, TokensOnLanes) and layout == "rows":
-            changes[field.name] = value.in_rows()
+        if isinstance(value, TokensOnLanes | PagesInRows | FlatPages):
+            changes[field.name] = value.in_rows() if layout == "rows" else value
         elif of_tokens and layout == "lanes" and not dataclasses.is_dataclass(value) and not isinstance(value, OnHost):
-            kind = EndsOnLanes if info.axes[-2] == "end_tokens" else _OF_KIND.get(info.kind, TokensOnLanes)
-            changes[field.name] = kind(_transposed(value), value.shape[2])
+            changes[field.name] = _array_on_lanes(value, info, page)
         else:
-            changes[field.name] = lay_out(value, layout)
+            changes[field.name] = lay_out(value, layout, page)
     return dataclasses.replace(tree, **changes)
+
+
+def _array_on_lanes(stored: jax.Array, info: LeafInfo, page: int | None) -> Any:
+    """What stands for an array of tokens on a TPU."""
+    at_end = info.axes[-2] == "end_tokens"
+    pages = None if page is None or at_end else in_pages(stored, page, info.kind)
+    if pages is not None:
+        return pages
+    kind = EndsOnLanes if at_end else _OF_KIND.get(info.kind, TokensOnLanes)
+    return kind(_transposed(stored), stored.shape[2])

@@ -25,6 +25,9 @@ from lowrank_kv_jax.pallas_kernels.over_mesh import (
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.chunk_bases import ChunkBases
 
+BEFORE_ROPE = ("tpu",)
+"""Of `api.KERNELS` those that have a module in this folder, for keys that were coded before RoPE."""
+
 
 def chunked_attention(
     q: Float[jax.Array, "B T N D"], tokens: CachedTokens, owner: Int[jax.Array, "B P"], k_bases: ChunkBases,
@@ -57,8 +60,10 @@ def chunked_attention(
                 "q_positions": cut(q_positions, POSITIONS)}
 
     def run(module: str, **given: Any) -> AttnPartial:
-        kernel = importlib.import_module(f"{api.__package__}.{module}")
-        return by_kernel.chunked_attention(kernel, **attend, kv_heads=kv_heads // devices_of_heads(), **given)
+        given |= attend | {"kv_heads": kv_heads // devices_of_heads()}
+        if rope is not None and module in BEFORE_ROPE:
+            return importlib.import_module(f"{__package__}.{module}").chunked_attention(**given)
+        return by_kernel.chunked_attention(importlib.import_module(f"{api.__package__}.{module}"), **given)
 
     kernels = {name: local(functools.partial(run, module), specs, arrays) for name, module in api.KERNELS.items()}
     if cap is not None:

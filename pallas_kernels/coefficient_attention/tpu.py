@@ -1,6 +1,7 @@
 """Decode attention over coefficients for TPUs: tokens on the lanes, one pass over the tokens of each kv head."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels import tpu_softmax
 from lowrank_kv_jax.pallas_kernels.owned_slots import numbers
 from lowrank_kv_jax.pallas_kernels.packing import pack, unpack
-from lowrank_kv_jax.pallas_kernels.tpu_softmax import LaneTokens
+from lowrank_kv_jax.pallas_kernels.tpu_pages import paged_tokens
+from lowrank_kv_jax.pallas_kernels.tpu_softmax import Step
+from lowrank_kv_jax.pallas_kernels.tpu_tiled import tiled_tokens
 
 
 def attend_slots(
@@ -23,8 +26,8 @@ def attend_slots(
         size: most tokens that a row sees, from the tile of its first one on: the grid has steps for no more.
         owner: see `owned_slots.Rows`.
     """
-    keys, values = (tpu_softmax.lane_tokens(getattr(tokens, x), x) for x in ("keys", "values"))
-    packed = pack(q, max(keys.data.shape[1], values.data.shape[1]), begin, end)
+    keys, values = (_stored(getattr(tokens, x), x) for x in ("keys", "values"))
+    packed = pack(q, max(keys.heads, values.heads), begin, end)
     rows = packed.q.shape[2]
     packed = packed._replace(q=keys.spread(packed.q))
     part = attend_packed(
@@ -33,31 +36,36 @@ def attend_slots(
     return unpack(AttnPartial(part.out[:, :, :rows], part.lse[:, :, :rows]), q.shape[1])
 
 
+def _stored(tokens: Any, name: str) -> Any:
+    """Keys or values as a kernel reads them; `Unsupported` where none does."""
+    return tiled_tokens(tokens) or paged_tokens(tokens) or tpu_softmax.lane_tokens(tokens, name)
+
+
 def attend_packed(
-    packed, keys: LaneTokens, values: LaneTokens, *, scale: float, size: int, interpret: bool,
-    owner: jax.Array | None = None,
+    packed, keys: Any, values: Any, *, scale: float, size: int, interpret: bool, owner: jax.Array | None = None
 ) -> AttnPartial:
-    """Partial `[B, H, M, Rv]`, lse `EMPTY` where a row sees nothing; `packed` padded."""
+    """Partial `[B, H, M, Rv]`, lse `EMPTY` where a row sees nothing; `packed` padded, tokens as of `_stored`."""
     (batch, heads, rows, _), width = packed.q.shape, values.width
     tile = tpu_softmax.tile_of(size, keys, values)
     # fewer than all slots may begin within a tile and end in another
-    tiles = pl.cdiv(size, tile) + (size < keys.data.shape[3])
+    tiles = pl.cdiv(size, tile) + (size < keys.slots)
+    table, (keys, values) = _told(packed.span, owner, keys, values)
 
-    def near(i, b, span):  # a step beyond the valid tokens repeats the last tile, which is not read again
-        first = span[b, 0] // tile
-        return jnp.minimum(first + i, jnp.maximum(pl.cdiv(span[b, 1], tile) - 1, first))
+    def near(i, b, table):  # a step beyond the valid tokens repeats the last tile, which is not read again
+        first = table[b, 0] // tile
+        return jnp.minimum(first + i, jnp.maximum(pl.cdiv(table[b, 1], tile) - 1, first))
 
-    per_row = pl.BlockSpec((None, rows, 1), lambda b, h, i, span: (b, 0, 0))
+    per_row = pl.BlockSpec((None, rows, 1), lambda b, h, i, table: (b, 0, 0))
 
     def per_head(lanes):
-        return pl.BlockSpec((None, None, rows, lanes), lambda b, h, i, span: (b, h, 0, 0))
+        return pl.BlockSpec((None, None, rows, lanes), lambda b, h, i, table: (b, h, 0, 0))
 
-    span, owners, owned = packed.span, [], []
+    owners, owned = [], []
     if owner is not None:
-        span = jnp.concatenate([span, numbers(batch, owner)], axis=1)
         share, owners = batch // owner.shape[0], [owner]
-        owned = [pl.BlockSpec((None, 1, tile), lambda b, h, i, span: (b // share, 0, near(i, b, span)))]
-    specs = [spec for x in (keys, values) for spec in tpu_softmax.stored_specs(x, batch, heads, tile, near)]
+        owned = [pl.BlockSpec((None, 1, tile), lambda b, h, i, table: (b // share, 0, near(i, b, table)))]
+    specs = [spec for x in (keys, values) for spec in x.specs(batch, heads, tile, near)]
+    arrays = [array for x in (keys, values) for array in x.arrays(tile)]
     out, lse = pl.pallas_call(
         functools.partial(_kernel, stored=(keys, values), tile=tile, scale=scale, owned=owner is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -71,25 +79,41 @@ def attend_packed(
         compiler_params=tpu_softmax.TILES_IN_ORDER,
         interpret=tpu_softmax.interpreter(interpret),
         name="coefficient_attention",
-    )(span, packed.begin, packed.end, packed.q, *owners, *tpu_softmax.given(keys), *tpu_softmax.given(values))
+    )(table, packed.begin, packed.end, packed.q, *owners, *tpu_softmax.where_they_lie(arrays, interpret))
     return AttnPartial(values.collected(out), lse[..., 0])
 
 
-def _kernel(span_ref, begin_ref, end_ref, q_ref, *refs, stored, tile: int, scale: float, owned: bool):
-    (owner_ref, *refs) = refs if owned else (None, *refs)
-    (keys, values), (out_ref, lse_ref, *state) = tpu_softmax.split_refs(refs, *stored)
-    row, i = pl.program_id(0), pl.program_id(2)
-    low, high = span_ref[row, 0], span_ref[row, 1]
+def _told(span: jax.Array, owner: jax.Array | None, *stored: Any) -> tuple[jax.Array, list[Any]]:
+    """What a kernel is told of each row, int32 `[B, n]`: its span, the head that it is, and what storages ask for.
+
+    Returns:
+        The table, and the storages, which know the column where their own numbers begin.
+    """
+    rows, column, placed = span.shape[0], 3, []
+    parts = [span, jnp.zeros((rows, 1), jnp.int32) if owner is None else numbers(rows, owner)]
+    for x in stored:
+        placed.append(x._replace(column=column))
+        parts.append(x.numbers(rows))
+        column += parts[-1].shape[1]
+    return jnp.concatenate(parts, axis=1), placed
+
+
+def _kernel(table_ref, begin_ref, end_ref, q_ref, *refs, stored, tile: int, scale: float, owned: bool):
+    refs, row, i = list(refs), pl.program_id(0), pl.program_id(2)
+    owner_ref = refs.pop(0) if owned else None
+    low, high = table_ref[row, 0], table_ref[row, 1]
     this = low // tile + i
+    step = Step(this, tile, tpu_softmax.slots_of(this, tile), high, lambda column: table_ref[row, column])
+    keys, values = (x.tile(refs, tile).at(step) for x in stored)
+    out_ref, lse_ref, *state = refs
     pl.when(i == 0)(lambda: tpu_softmax.start(*state))
 
     @pl.when(this * tile < high)
     def _():
-        slots = tpu_softmax.slots_of(this, tile)
-        inside = slots < high
-        visible = (slots >= begin_ref[...]) & (slots < end_ref[...])
+        inside = step.slots < high
+        visible = (step.slots >= begin_ref[...]) & (step.slots < end_ref[...])
         if owner_ref is not None:
-            visible &= owner_ref[...].astype(jnp.int32) == span_ref[row, 2]
+            visible &= owner_ref[...].astype(jnp.int32) == table_ref[row, 2]
         logits = keys.of_tokens(q_ref[...], inside) * scale
         tpu_softmax.add_tile(logits, visible, values, inside, q_ref.dtype, *state)
 

@@ -5,6 +5,7 @@ positions is visited once for each run of consecutive ones.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ from lowrank_kv_jax.pallas_kernels import tpu_softmax
 from lowrank_kv_jax.pallas_kernels.packing import unpack
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import channel_pairs, position_angle, turn
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary, prepare, read_run, visits
-from lowrank_kv_jax.pallas_kernels.tpu_softmax import LaneTokens
+from lowrank_kv_jax.pallas_kernels.tpu_softmax import Step
+from lowrank_kv_jax.pallas_kernels.tpu_tiled import tiled_tokens
 from lowrank_kv_jax.storage.basis import expand_values
 
 MOST_TOKENS = 512  # of a tile: rebuilt keys and their angles are float32, head_dim numbers a token
@@ -28,19 +30,23 @@ def rotary_coefficient_attention(
     interpret=False,
 ) -> AttnPartial:
     """The op of `api.rotary_coefficient_attention`; `Unsupported` where the kernel does not cover a case."""
-    keys, values = (tpu_softmax.lane_tokens(getattr(tokens, x), x) for x in ("keys", "values"))
+    keys, values = (_stored(getattr(tokens, x), x) for x in ("keys", "values"))
     rotary = prepare(
         q, tokens, key_basis, rope=rope, kv_heads=kv_heads, q_positions=q_positions, causal=causal, window=window,
         key_mean=key_mean,
     )
     rows = rotary.packed.q.shape[2]
     rotary = rotary._replace(packed=tpu_softmax.padded(rotary.packed), basis=keys.spread(rotary.basis))
-    tile = tpu_softmax.tile_of(keys.data.shape[3], keys, values)
-    tile = min(tile, MOST_TOKENS if keys.scales is None and values.scales is None else tpu_softmax.LEAST_SCALED)
+    tile = min(tpu_softmax.tile_of(keys.slots, keys, values), max(MOST_TOKENS, keys.least, values.least))
     angles = _tile_angles(rope, q.shape[-1], tile) if rope is not None else None
     out, lse = attend_packed(rotary, keys, values, angles, tile=tile, scale=scale, interpret=interpret)
     part = unpack(AttnPartial(out[:, :, :rows], lse[:, :, :rows]), q.shape[1])
     return part if value_basis is None else AttnPartial(expand_values(value_basis, part.out, kv_heads), part.lse)
+
+
+def _stored(tokens: Any, name: str) -> Any:
+    """Keys or values as a kernel reads them; `Unsupported` where none does."""
+    return tiled_tokens(tokens) or tpu_softmax.lane_tokens(tokens, name)
 
 
 def _tile_angles(rope, head_dim: int, tile: int) -> tuple[jax.Array, jax.Array]:
@@ -52,11 +58,11 @@ def _tile_angles(rope, head_dim: int, tile: int) -> tuple[jax.Array, jax.Array]:
 
 
 def attend_packed(
-    rotary: Rotary, keys: LaneTokens, values: LaneTokens, angles, *, tile: int, scale: float, interpret: bool
+    rotary: Rotary, keys: Any, values: Any, angles, *, tile: int, scale: float, interpret: bool
 ) -> AttnPartial:
     """Partial `[B, K, M, Rv]`, lse `EMPTY` where a row sees nothing; `rotary` padded."""
     packed, runs = rotary.packed, rotary.first.shape[1]
-    (batch, heads, rows, _), size, width = packed.q.shape, keys.data.shape[3], values.width
+    (batch, heads, rows, _), size, width = packed.q.shape, keys.slots, values.width
     steps = pl.cdiv(size, tile) + runs - 1
     most = pl.cdiv(size, tile) - 1
 
@@ -78,7 +84,8 @@ def attend_packed(
 
     of_bases = [rotary.basis] if rotary.mean is None else [rotary.basis, rotary.mean[..., None]]
     tables = () if angles is None else (*angles, rotary.cos, rotary.sin)
-    specs = [spec for x in (keys, values) for spec in tpu_softmax.stored_specs(x, batch, heads, tile, near)]
+    specs = [spec for x in (keys, values) for spec in x.specs(batch, heads, tile, near)]
+    arrays = [array for x in (keys, values) for array in x.arrays(tile)]
     out, lse = pl.pallas_call(
         functools.partial(
             _kernel, stored=(keys, values), tile=tile, runs=runs, scale=scale, rotate=angles is not None,
@@ -98,8 +105,8 @@ def attend_packed(
         interpret=tpu_softmax.interpreter(interpret),
         name="rotary_coefficient_attention",
     )(
-        visits(rotary, tile), packed.begin, packed.end, packed.q, *of_bases, *tpu_softmax.given(keys),
-        *tpu_softmax.given(values), *tables,
+        visits(rotary, tile), packed.begin, packed.end, packed.q, *of_bases,
+        *tpu_softmax.where_they_lie(arrays, interpret), *tables,
     )
     return AttnPartial(values.collected(out), lse[..., 0])
 
@@ -108,8 +115,9 @@ def _kernel(
     table_ref, begin_ref, end_ref, q_ref, basis_ref, *refs, stored, tile: int, runs: int, scale: float, rotate: bool,
     centred: bool,
 ):
-    mean_ref, refs = (refs[0], refs[1:]) if centred else (None, refs)
-    (stored_keys, values), refs = tpu_softmax.split_refs(refs, *stored)
+    refs = list(refs)
+    mean_ref = refs.pop(0) if centred else None
+    stored_keys, stored_values = (x.tile(refs, tile) for x in stored)
     *tables, out_ref, lse_ref, top_ref, total_ref, acc_ref = refs
     state, dtype, half = (top_ref, total_ref, acc_ref), q_ref.dtype, basis_ref.shape[0] // 2
     row, i = pl.program_id(0), pl.program_id(2)
@@ -120,8 +128,10 @@ def _kernel(
         run = read_run(lambda at: table_ref[row, at], runs, i)
         slots = tpu_softmax.slots_of(run.tile, tile)
         mine = (slots >= run.low) & (slots < run.high)
+        step = Step(run.tile, tile, slots, run.high, lambda column: table_ref[row, column])
+        codes, values = stored_keys.at(step), stored_values.at(step)
         sides = [slice(side * half, (side + 1) * half) for side in range(2)]
-        keys = tuple(stored_keys.of_tokens(basis_ref[side], mine) for side in sides)
+        keys = tuple(codes.of_tokens(basis_ref[side], mine) for side in sides)
         if mean_ref is not None:
             keys = tuple(x + mean_ref[side] for x, side in zip(keys, sides, strict=True))
         query = tuple(q_ref[:, side].astype(jnp.float32) for side in sides)

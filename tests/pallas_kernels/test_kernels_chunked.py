@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import softmax_attention
-from kernel_cases import check, lanes
+from kernel_cases import check, lanes, rotated
 
+from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels.chunked_attention import chunked_attention, pages
 from lowrank_kv_jax.pallas_kernels.chunked_attention.by_kernel import chunk_slots
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
@@ -39,6 +40,34 @@ def inputs():
     q, *bases = (jnp.asarray(x, jnp.float32) for x in (q, k_bases, v_bases))
     tokens = CachedTokens(k, v, jnp.asarray(lengths), runs)
     return q, tokens, jnp.asarray(owner), [store_bases(u, "float32", by_rows) for u, by_rows in zip(bases, (False, True), strict=True)], oracle
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend, dtype, jump", [("xla", "float32", 9), ("tpu", "float32", 100000), ("tpu", "bfloat16", 9)])
+def test_chunks_before_rope(backend, dtype, jump):
+    """Ten pages of two grid steps, and two gaps in their positions, one of them within a page."""
+    rng, page, rope = np.random.default_rng(0), 128, RopeSpec(10000.0, D)
+    size, lengths = 10 * page, np.array([10 * page - 5, 301, 0], np.int32)
+    owner = np.array([[0] * 2 + [1] * 5 + [3] * 3, [0] * 3 + [1] * 7, [0] * 10], np.int32)
+    k, v = (rng.normal(size=(3, K, size, r)) for r in RANKS)
+    bases = [rng.normal(size=(3, C, K, D, r)) / np.sqrt(r) for r in RANKS]
+    q = rng.normal(size=(3, 1, N, D))
+    q, k, v, *bases = (np.asarray(jnp.asarray(x, dtype), np.float64) for x in (q, k, v, *bases))
+    of = np.repeat(owner, page, axis=1)[:, :, None, None, None]
+    keys, values = (np.einsum("bjsr,bsjwr->bsjw", x, np.take_along_axis(u, of, axis=1)) for x, u in zip((k, v), bases, strict=True))
+    runs = Runs(jnp.asarray([[0, 300]] * 3), jnp.asarray([[4, jump]] * 3))
+    keys = rotated(keys, np.asarray(runs.at(jnp.arange(size))), rope)
+    there = np.arange(size) < lengths[:, None]
+    oracle = softmax_attention(q, keys, values, there[:, None], SCALE)
+    k, v = (jnp.asarray(np.where(there[:, None, :, None], x, 0.0 if backend == "xla" else np.nan), dtype) for x in (k, v))
+    tokens = CachedTokens(k, v, jnp.asarray(lengths), runs)
+    tokens = lanes(tokens) if backend == "tpu" else tokens
+    attend = functools.partial(
+        chunked_attention, page=page, rope=rope, kv_heads=K, scale=SCALE, window=None, backend=backend
+    )
+    stored = [store_bases(jnp.asarray(u), dtype, by_rows) for u, by_rows in zip(bases, (False, True), strict=True)]
+    part = jax.jit(attend)(jnp.asarray(q, dtype), tokens, jnp.asarray(owner), *stored, q_positions=tokens.lengths[:, None])
+    check(part, oracle, dtype)
 
 
 def test_chunks_lie_where_their_pages_are():

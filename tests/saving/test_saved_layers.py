@@ -56,8 +56,10 @@ def test_restored_layers_continue_as_the_saved_ones(method, compress, tmp_path):
         chex.assert_trees_all_equal(*(continued(plan, cache) for cache in pair))
 
 
-def test_rows_and_layout_are_those_of_the_save(tmp_path):
-    plans, caches = made(PCA)
+@pytest.mark.parametrize("method", [PCA, *(pytest.param(spec, marks=pytest.mark.slow) for spec in (
+    "kivi:group=8,recent=4", "kivi:group=8,recent=4+adakv:budget=12,recent=4", "quest:page=16,keep=0.5,sinks=2,recent=4,dense_layers=0"))])
+def test_rows_and_layout_are_those_of_the_save(method, tmp_path):
+    plans, caches = made(method)
     one = [lkv.with_token_layout(lkv.take_rows(cache, [1]), "lanes") for cache in caches]
     lkv.save_layers(tmp_path / "own", plans, one, "v1")
     chex.assert_trees_all_equal(lkv.load_layers(tmp_path / "own", plans, "v1"), one)

@@ -16,8 +16,9 @@ from lowrank_kv_jax.models.decoder import init_params
 from lowrank_kv_jax.saving.saved_cache import abstract_cache
 from lowrank_kv_jax.storage.block_reads import slice_block
 from lowrank_kv_jax.storage.lanes import LANES, EndsOnLanes, QuantisedOnLanes, TokensOnLanes, WaterFilledOnLanes
-from lowrank_kv_jax.storage.quantised import QuantisedTokens
+from lowrank_kv_jax.storage.pages_in_rows import ExactPages, FlatPages
 from lowrank_kv_jax.storage.state import walk
+from lowrank_kv_jax.storage.tiles_on_lanes import PackedOnLanes, TiledOnLanes
 
 METHOD = parse_method("ojakv:rank=0.5,sinks=4,recent=8")
 SHORT = dataclasses.replace(PLAIN, num_layers=1, windows=(None,))
@@ -73,31 +74,36 @@ def more_bytes(lanes, rows):
     return {name for name, (a, b) in kinds.items() if a > b}
 
 
-def decoded_on_both(spec):
+def decoded_on_both(spec, config=SHORT):
     """The caches in rows and on lanes after the same steps, whose logits were equal; and their bases."""
-    method = parse_method(spec)
-    cache, bases, params = prefilled(method=method)
+    method, params = parse_method(spec), None if config is SHORT else init_params(config, jax.random.key(0))
+    cache, bases, params = prefilled(config, method, params)
     lanes = with_token_layout(fork(cache), "lanes")
-    rows, expected = decode(cache, bases, params, SHORT, method, BLOCK + 2)
-    lanes, found = decode(lanes, bases, params, SHORT, method, BLOCK + 2)
+    rows, expected = decode(cache, bases, params, config, method, BLOCK + 2)
+    lanes, found = decode(lanes, bases, params, config, method, BLOCK + 2)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     return rows, lanes, bases
 
 
 @pytest.mark.parametrize(
-    "spec, stored",
+    "spec, stored, more",
     [
-        pytest.param("ojakv:rank=0.5,sinks=4,recent=8", TokensOnLanes, marks=pytest.mark.slow),
-        ("ojakv:rank=0.5,sinks=4,recent=8,bits=8", QuantisedOnLanes),
-        pytest.param("osp:rank=0.5,bits=8,chunks=1", QuantisedOnLanes, marks=pytest.mark.slow),
-        pytest.param("ojakv:rank=0.5,sinks=4,recent=8,bits=4", QuantisedTokens, marks=pytest.mark.slow),
+        pytest.param("ojakv:rank=0.5,sinks=4,recent=8", TokensOnLanes, {"coefficients"}, marks=pytest.mark.slow),
+        ("ojakv:rank=0.5,sinks=4,recent=8,bits=8", QuantisedOnLanes, set()),
+        pytest.param("osp:rank=0.5,bits=8,chunks=1", QuantisedOnLanes, set(), marks=pytest.mark.slow),
+        pytest.param("ojakv:rank=0.5,sinks=4,recent=8,bits=4", TiledOnLanes, set(), marks=pytest.mark.slow),
+        pytest.param("kivi:group=8,recent=8", TiledOnLanes, {"coefficients", "scales"}, marks=pytest.mark.slow),
+        pytest.param(
+            "kivi:bits=4,group=8,recent=8+kvzip:keep=0.5", PackedOnLanes, {"coefficients", "scales"}, marks=pytest.mark.slow
+        ),
     ],
 )
-def test_a_cache_on_lanes_decodes_and_refreshes_as_one_in_rows(spec, stored):
-    rows, lanes, _ = decoded_on_both(spec)
+def test_a_cache_on_lanes_decodes_and_refreshes_as_one_in_rows(spec, stored, more):
+    """Bytes are more where tokens are rounded up to whole registers, or what a token has is."""
+    rows, lanes, bases = decoded_on_both(spec)
     assert isinstance(lanes.groups[0].store.tokens.k, stored)
-    whole = {"exact"} if stored in (QuantisedOnLanes, QuantisedTokens) else {"exact", "coefficients"}
-    assert more_bytes(lanes, rows) == whole
+    chex.assert_trees_all_equal_shapes_and_dtypes(lanes, abstract_cache(parse_method(spec), lanes.layout, bases))
+    assert more_bytes(lanes, rows) == more | {"exact"}
     np.testing.assert_allclose(
         slice_block(lanes.groups[0].store.tokens.k, 0, 32), slice_block(rows.groups[0].store.tokens.k, 0, 32), atol=1e-5
     )
@@ -115,6 +121,25 @@ def test_packed_components_lie_on_lanes_too():
     np.testing.assert_array_equal(np.swapaxes(stored.on_lanes, 2, 3)[:, :, :tokens, :size], held.codes)
     assert stored.on_lanes.shape[2] == -(-size // 8) * 8 and stored.on_lanes.shape[3] == -(-tokens // LANES) * LANES
     chex.assert_trees_all_equal_structs(with_token_layout(lanes, "rows"), rows)
+
+
+@pytest.mark.parametrize("spec, keys, values", [
+    ("quest:budget=16,keep=none,page=8,sinks=4,recent=8,dense_layers=0", ExactPages, ExactPages),
+    pytest.param(
+        "shadowkv:budget=16,keep=none,sinks=4,recent=8,outliers=1,rank=32", FlatPages, ExactPages, marks=pytest.mark.slow
+    ),
+])
+def test_what_is_read_in_pages_stays_in_rows(spec, keys, values):
+    config = dataclasses.replace(SHORT, head_dim=128, q_heads=2, kv_heads=1)
+    rows, lanes, bases = decoded_on_both(spec, config)
+    held, stored = (x.groups[0].store.tokens for x in (rows, lanes))
+    assert type(stored.k) is keys and type(stored.v) is values and isinstance(lanes.groups[0].ends[0].k, EndsOnLanes)
+    np.testing.assert_array_equal(stored.v.rows, held.v)
+    chex.assert_trees_all_equal_shapes_and_dtypes(lanes, abstract_cache(parse_method(spec), lanes.layout, bases))
+    back = with_token_layout(lanes, "rows")
+    chex.assert_trees_all_equal_structs(back, rows)
+    for name, value in leaves(back).items():
+        np.testing.assert_allclose(value, leaves(rows)[name], atol=1e-5)
 
 
 @pytest.mark.parametrize("spec", [
