@@ -21,7 +21,9 @@ def without(x: Float[jax.Array, "B T J W"], mean: Float[jax.Array, "B J W"] | No
 
 
 def of_heads(
-    mean: Float[jax.Array, "B J W"] | None, kv_heads: int, begin: int = 0, end: int | None = None
+    mean: Float[jax.Array, "B J W"] | None, kv_heads: int, begin: int | jax.Array = 0, width: int | None = None
 ) -> Float[jax.Array, "B K D"] | None:
-    """Head by head, of the channels from `begin` to `end`: those of one layer of several."""
-    return None if mean is None else mean[..., begin:end].reshape(len(mean), kv_heads, -1)
+    """Head by head; of so many channels from `begin` on, those of one layer of several."""
+    if mean is not None and width is not None:
+        mean = jax.lax.dynamic_slice_in_dim(mean, begin, width, axis=-1)
+    return None if mean is None else mean.reshape(len(mean), kv_heads, -1)

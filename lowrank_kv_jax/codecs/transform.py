@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
@@ -205,6 +206,9 @@ class Transform(TokenCodec):
     def ends(self, layout, bases):
         return Ends(self.sinks, self.recent, asked=(self.sinks, self.recent))
 
+    def layers_alike(self, spec):
+        return True
+
     def settled(self, layout, bases, weigh):
         """The bits of `smaller`: the same rung for every group, found by what a token takes on average.
 
@@ -228,7 +232,7 @@ class Transform(TokenCodec):
             store = with_means_of(store, taps, self.keys, weight)
         return with_steps_of(bases, store, taps, self.keys, weight)
 
-    def frame(self, bases: TransformBases, store: Transformed, layer: int) -> Frame:
+    def frame(self, bases: TransformBases, store: Transformed, layer: int | jax.Array) -> Frame:
         """What that layer of the group reads the codes of `store` in: calibrated steps are folded in, a row's are not."""
         k, v = (decoder(bases, side, runs_in(store, side), layer) for side in SIDES)
         means = (means_in(bases, store, side) for side in SIDES)

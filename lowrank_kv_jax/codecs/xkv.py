@@ -192,6 +192,9 @@ class XKV(TokenCodec):
     def units(self, spec, bases):
         return 1
 
+    def layers_alike(self, spec):
+        return spec.latent is None  # keys that turn are each layer's own
+
     def settled(self, layout, bases, weigh):
         """The ranks of `smaller`.
 
@@ -314,12 +317,12 @@ class XKV(TokenCodec):
         k, v = codes_of(store)
         return Logits(q, self.decode(layout, bases, store, k, v, store.tokens.positions, place.index)[0])
 
-    def _of_layer(self, layout: Layout, store: XKVStore, index: int) -> Frame:
+    def _of_layer(self, layout: Layout, store: XKVStore, index: int | jax.Array) -> Frame:
         """The frame in which one layer of the group reads what is stored; bases `[B, 1, K * D, R]`."""
         width = layout.spec.kv_heads * layout.spec.head_dim
         begin = index * width
-        k, v = (read_basis(u, begin, begin + width) for u in (store.k_basis, store.v_basis))
-        mean = of_heads(store.k_mean, layout.spec.kv_heads, begin, begin + width)
+        k, v = (read_basis(u, begin, width) for u in (store.k_basis, store.v_basis))
+        mean = of_heads(store.k_mean, layout.spec.kv_heads, begin, width)
         return Frame(k, v, mean).of_codes(store.k_steps, store.v_steps, layout.spec.kv_heads)
 
     def _basis_dtype(self, layout: Layout) -> str:

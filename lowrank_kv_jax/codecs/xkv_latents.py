@@ -177,7 +177,7 @@ def attend(layout: Layout, store: LatentStore, q: jax.Array, positions: jax.Arra
     latent = layout.spec.latent
     assert latent is not None
     begin = place.index * latent.rank
-    basis = read_basis(store.basis, begin, begin + latent.rank)
+    basis = read_basis(store.basis, begin, latent.rank)
     mean = None if store.mean is None else store.mean[..., begin : begin + latent.rank]
     keys: Any = RebuiltKeys(store.rotary[place.index].k, store.codes, basis, latent, store.steps, mean)
     tokens = CachedTokens(keys, keys, store.length, store.positions)

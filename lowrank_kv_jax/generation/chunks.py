@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Float, Int
 
-from lowrank_kv_jax.generation.groups import ingest_group
+from lowrank_kv_jax.generation.groups import given, ingest_group
 from lowrank_kv_jax.generation.layers import embed_tokens, last_hidden, layer_read, layer_read_twice, together
 from lowrank_kv_jax.method import Part, Place, chunk
 from lowrank_kv_jax.method.cache import Cache
@@ -54,10 +55,11 @@ def read_chunk(
     for group, own, state in zip(groups, bases, cache.groups, strict=True):
         taps, seen = [], []
         for index, layer in enumerate(group):
-            place = Place(index, config.windows[layer])
+            shape, place = layout.of_layer(layer), Place(index, config.windows[layer])
+            mine = given(method, shape, place, state, traced=isinstance(x, Tracer))
             x, tap, found = layer_of(
-                configs[layer], method, layout.of_layer(layer), place, params["layers"][layer], own, state, x, positions,
-                counts,
+                configs[layer], method, shape, mine.place, params["layers"][layer], own, mine.state, x, positions, counts,
+                mine.index,
             )
             taps.append(tap)
             seen.append(found)

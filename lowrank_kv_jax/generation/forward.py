@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.generation.chunks import read_chunk, settled
-from lowrank_kv_jax.generation.groups import compress_group, refresh_group
+from lowrank_kv_jax.generation.groups import compress_group, given, refresh_group, taken_back
 from lowrank_kv_jax.generation.layers import (
     embed_tokens,
     last_hidden,
@@ -237,11 +237,13 @@ def extend(
     states = []
     for group, group_bases, state in zip(method.layer_groups(config.attention), bases, cache.groups, strict=True):
         for index, layer in enumerate(group):
-            place = Place(index, config.windows[layer])
-            x, state = layer_extend(
-                configs[layer], method, layout.of_layer(layer), place, params["layers"][layer], group_bases,
-                state, x, block.positions, block.counts,
+            shape, place = layout.of_layer(layer), Place(index, config.windows[layer])
+            own = given(method, shape, place, state, traced=isinstance(x, Tracer))
+            x, after = layer_extend(
+                configs[layer], method, shape, own.place, params["layers"][layer], group_bases, own.state, x,
+                block.positions, block.counts, own.index,
             )
+            state = taken_back(state, place, own, after)
         states.append(state)
     logits = logits_of(config, params, x) if all_logits else last_logits(config, params, x, block.counts)
     return dataclasses.replace(with_block(cache, block), groups=tuple(states)), guard(block, logits)

@@ -1,9 +1,11 @@
 """A group of layers and its cache: compressed, appended to, refreshed. Whose decoder it is does not matter here."""
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jaxtyping import Int
 
 from lowrank_kv_jax.attention.partial import AttnPartial
@@ -30,6 +32,31 @@ def compress_group(
     with over_mesh(layout.mesh):
         held = hold(method.compress(layout, bases, empty, taps, lengths), layout.mesh)
     return constrain(layout.mesh, lay_out(held, layout.tokens))
+
+
+class Given(NamedTuple):
+    """What a layer's program is given of its group, outside of a trace.
+
+    Where layers are alike one program serves them all: the state is then the layer's alone, and its index, int32, no part
+    of the static place. Elsewhere the index is None.
+    """
+
+    place: Place
+    state: Any
+    index: np.int32 | None
+
+
+def given(method: Part, layout: Layout, place: Place, state: Any, *, traced: bool) -> Given:
+    """Of the layer at a place, from the state of its group; `traced`: a whole model becomes one program anyway."""
+    if traced or len(state.ends) == 1 or not machine_of(method).codec.layers_alike(layout.spec):
+        return Given(place, state, None)
+    own = dataclasses.replace(place, index=0, alone=True)
+    return Given(own, state.of_layer(place.index), np.int32(place.index))
+
+
+def taken_back(before: Any, place: Place, own: Given, after: Any) -> Any:
+    """The state of the group, which was `before`, when that of `given` has become `after`."""
+    return after if own.index is None else before.with_layer(place.index, after)
 
 
 def step_group(

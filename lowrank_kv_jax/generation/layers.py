@@ -1,5 +1,6 @@
 """One layer of a model as a compiled program, which all of its layers share, and what surrounds them."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,7 +11,7 @@ from jaxtyping import Float, Int
 
 from lowrank_kv_jax.generation.groups import read_chunk, step_group
 from lowrank_kv_jax.generation.rereading import read_chunk_twice
-from lowrank_kv_jax.method import Layout, Part
+from lowrank_kv_jax.method import Layout, Part, Place
 from lowrank_kv_jax.method.coded_prompt import as_coded
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.models.config import ModelConfig
@@ -72,12 +73,22 @@ def layer_prefill_coded(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "method", "layout", "place"), donate_argnames=("state",))
-def layer_extend(config, method, layout, place, layer, bases, state, x, positions, counts):
-    """Append T tokens to one layer's cache and attend through it."""
+def layer_extend(config, method, layout, place, layer, bases, state, x, positions, counts, index=None):
+    """Append T tokens to one layer's cache and attend through it.
+
+    Args:
+        place, state, index: see `groups.Given`.
+    """
+    place = indexed(place, index)
     rows, x = len(x), _enough_rows(layer, x)
     taps = block_taps(config, layer, x, _as_many(positions, len(x))).rows(rows)
     state, partial = step_group(method, layout, place, bases, state, taps, positions, counts)
     return block_output(config, layer, x, _as_many(partial.out, len(x)))[:rows], state
+
+
+def indexed(place: Place, index: jax.Array | None) -> Place:
+    """A place with the index that came with it, if one did."""
+    return place if index is None else dataclasses.replace(place, index=index)
 
 
 def _enough_rows(layer: Any, x: jax.Array) -> jax.Array:
@@ -99,22 +110,22 @@ def _as_many(x: jax.Array, rows: int) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("config", "method", "layout", "place"))
-def layer_read(config, method, layout, place, layer, bases, state, x, positions, counts):
+def layer_read(config, method, layout, place, layer, bases, state, x, positions, counts, index=None):
     """A layer over a chunk of T tokens, which attends to itself exactly and to the layer's cache as it is.
 
     Returns:
         The residual stream, the chunk's taps and what its queries say of the tokens, both for `ingest_group`.
     """
     taps = block_taps(config, layer, x, positions)
-    partial, seen = read_chunk(method, layout, place, bases, state, taps, positions, counts)
+    partial, seen = read_chunk(method, layout, indexed(place, index), bases, state, taps, positions, counts)
     return block_output(config, layer, x, partial.out), taps._replace(q=taps.q[..., :0], x=None), seen
 
 
 @functools.partial(jax.jit, static_argnames=("config", "method", "layout", "place"))
-def layer_read_twice(config, method, layout, place, layer, bases, state, x, positions, counts):
+def layer_read_twice(config, method, layout, place, layer, bases, state, x, positions, counts, index=None):
     """The same for a chunk `[B, T, H]` with a copy behind it, `[B, 2 T, H]`; taps of the chunk."""
     taps = block_taps(config, layer, x, positions)
-    out, taps, seen = read_chunk_twice(method, layout, place, bases, state, taps, positions, counts)
+    out, taps, seen = read_chunk_twice(method, layout, indexed(place, index), bases, state, taps, positions, counts)
     return block_output(config, layer, x, out), taps._replace(q=taps.q[..., :0], x=None), seen
 
 

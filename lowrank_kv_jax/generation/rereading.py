@@ -54,7 +54,7 @@ def _sinks(machine: Any, layout: Layout, bases: Any, state: Any, q: jax.Array, p
     count = min(machine.ends_of(layout, machine.of_group(bases)).sinks, SINKS)
     if not count:
         return jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
-    first = exact_tokens.part(state.ends[place.index], 0, count)
+    first = exact_tokens.part(state.ends[place.held], 0, count)
     q = half_split_channels(layout.spec.rope, q)
     found: AttnPartial = exact_tokens.attend(first, q, positions, **layout.spec.logits, window=place.window)
     return found.lse

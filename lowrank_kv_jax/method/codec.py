@@ -134,6 +134,11 @@ class Codec(Part):
         del store
         return None
 
+    def layers_alike(self, spec: AttentionSpec) -> bool:
+        """Whether one program serves all layers of a group: reading the store, `Place.index` may be traced."""
+        del spec
+        return False
+
     def settled(self, layout: Layout, bases: Any, weigh: Callable[[Layout, Any], Any]) -> Any:
         """The bases with everything settled that follows from a wanted size.
 
@@ -233,7 +238,7 @@ class TokenCodec(Codec):
     @abc.abstractmethod
     def decode(
         self, layout: Layout, bases: Any, store: Any, k: Float[jax.Array, "B J S Rk"], v: Float[jax.Array, "B J S Rv"],
-        positions: PerHead, index: int,
+        positions: PerHead, index: int | jax.Array,
     ) -> tuple[Float[jax.Array, "B _K S D"], Float[jax.Array, "B _K S D"]]:
         """Keys after RoPE and values `[B, K, S, D]` of one layer from codes `[B, J, S, R]`.
 

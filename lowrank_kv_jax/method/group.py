@@ -30,6 +30,19 @@ class GroupState:
     gone: tuple[moment_summary.EvictedMoments, ...]
     marks: tuple[Any, ...] = ()
 
+    def of_layer(self, index: int) -> "GroupState":
+        """What one layer reads and appends to: of all that there is for each layer, its own."""
+        own = slice(index, index + 1)
+        return dataclasses.replace(self, ends=self.ends[own], gone=self.gone[own], marks=self.marks[own])
+
+    def with_layer(self, index: int, own: "GroupState") -> "GroupState":
+        """This state, after what `of_layer` gave has become `own`."""
+        ends, gone, marks = (
+            (*before[:index], *now, *before[index + 1 :])
+            for before, now in ((self.ends, own.ends), (self.gone, own.gone), (self.marks, own.marks))
+        )
+        return dataclasses.replace(own, ends=ends, gone=gone, marks=marks)
+
     @property
     def store_page(self) -> int | None:
         """Tokens of a page where steps read a few pages of the store; None where they read all of it."""

@@ -107,10 +107,25 @@ def layout_of(
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a layer stands: its index within its group, and its sliding window."""
+    """Where a layer stands.
 
-    index: int = 0
+    Attributes:
+        index: within its group; traced where a codec says that it may be (`Codec.layers_alike`).
+        window: its sliding window.
+        alone: whether the state that comes with it is that of this layer alone (`GroupState.of_layer`).
+    """
+
+    index: int | jax.Array = 0
     window: int | None = None
+    alone: bool = False
+
+    @property
+    def held(self) -> int:
+        """Index of what the state has of this layer among what it has of each layer."""
+        if self.alone:
+            return 0
+        assert isinstance(self.index, int)
+        return self.index
 
 
 def tail_limit(layout: Layout, lengths: Int[jax.Array, " B"], ends: int) -> Int[jax.Array, " B"]:

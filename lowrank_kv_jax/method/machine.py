@@ -302,7 +302,7 @@ class Machine(KVMethod):
 
     def append(self, layout, bases, state, taps, counts, positions, place):
         ends, taps = list(state.ends), half_split(layout.spec, taps)
-        ends[place.index] = exact_tokens.append(ends[place.index], taps.k, taps.v, counts)
+        ends[place.held] = exact_tokens.append(ends[place.held], taps.k, taps.v, counts)
         state = dataclasses.replace(state, ends=tuple(ends))
         if self.selection is not None and self.selection.schedule == "paper" and taps.k.shape[1] == 1:
             return evict_one(self, layout, self.of_group(bases), state, taps, counts)
@@ -315,7 +315,7 @@ class Machine(KVMethod):
     def _parts(self, layout, bases, state, q, positions, place, whole=False):
         parts = self._retained(layout, bases, state, q, positions, place, whole)
         if self.standing is not None and place.window is None:  # moments do not know which left a sliding window
-            parts.append(moment_summary.partial(state.gone[place.index], q, layout.spec.scale))
+            parts.append(moment_summary.partial(state.gone[place.held], q, layout.spec.scale))
         return parts
 
     def retained(self, layout, bases, state, q, positions, place):
@@ -324,7 +324,7 @@ class Machine(KVMethod):
         return merge(self._retained(layout, self.of_group(bases), state, q, positions, place))
 
     def _retained(self, layout, bases, state, q, positions, place, whole=False):
-        rule, ends = self.selection, state.ends[place.index]
+        rule, ends = self.selection, state.ends[place.held]
         window = place.window
         if rule is not None and rule.keeps_none and self.standing is None and not whole:
             window = min(self.ends_of(layout, bases).recent, window or layout.capacity)

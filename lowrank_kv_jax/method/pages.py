@@ -17,7 +17,7 @@ def read(machine: Any, layout: Layout, state: Any, q: jax.Array, place: Place) -
     """The store of a group's state with the pages alone that the queries of one layer need."""
     if not state.marks or place.window is not None:  # a sliding window is one run of tokens
         return state.store
-    reading, marks, tokens = machine.standing_reading, state.marks[place.index], state.store.tokens
+    reading, marks, tokens = machine.standing_reading, state.marks[place.held], state.store.tokens
     there, apart = jax.tree.leaves(marks)[0].shape[2], machine.codec.apart(state.store)
     count = min(reading.pages(layout, there), there)
     if count == there and apart is None:

@@ -25,7 +25,7 @@ def attend_by_index(
     Args:
         window: of recent tokens; the layer's sliding window, or what a selection lets a query see at the most.
     """
-    spec, exact = layout.spec, state.ends[place.index]
+    spec, exact = layout.spec, state.ends[place.held]
     sinks = method.ends_of(layout, bases).sinks
     near = exact_tokens.part(exact, sinks, exact.k.shape[2]) if sinks else exact
     parts = [exact_tokens.attend(near, q, positions, **spec.logits, window=window)]

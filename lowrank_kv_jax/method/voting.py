@@ -25,7 +25,7 @@ def of_prompt(exact: exact_tokens.Exact, votes: jax.Array) -> jax.Array:
 
 def observe(method: Any, layout, bases, state, q: jax.Array, lse: jax.Array, positions: jax.Array, place):
     """The state after a layer's queries `[B, T, N, D]`, whose total log-sum-exp is `lse`, have voted."""
-    exact = state.ends[place.index]
+    exact = state.ends[place.held]
     slots = jnp.arange(exact.k.shape[2])
     last = jnp.max(jnp.where(slots[None] < exact.length[:, None], exact.positions.at(slots), -1), axis=1)
     there = positions <= last[:, None]  # rows may be padded, or have ended
@@ -78,7 +78,7 @@ class Voters(NamedTuple):
 
 def _for_held(method, layout, bases, state, voters: Voters, place) -> tuple[jax.Array, jax.Array | None]:
     """Votes for the exact tokens `[B, K, E]`, and `[B, U, S]` for the stored ones, if there is a store."""
-    near = voters.in_blocks(lambda part: _for_exact(method, layout, state.ends[place.index], part, place))
+    near = voters.in_blocks(lambda part: _for_exact(method, layout, state.ends[place.held], part, place))
     if state.store is None:
         return near, None
 

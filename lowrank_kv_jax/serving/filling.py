@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Float, Int
 
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.generation.forward import Coding, last_logits, layer_extend, read_layer, start_reading
-from lowrank_kv_jax.generation.groups import compress_group, refresh_group
+from lowrank_kv_jax.generation.groups import compress_group, given, refresh_group, taken_back
 from lowrank_kv_jax.method import Layout, Part, Place
 from lowrank_kv_jax.method.cache import Cache
 from lowrank_kv_jax.method.filling import Block, guard, next_block, with_block
@@ -103,10 +104,12 @@ def extend_rows(
         shape = layout.of_layer(group[0])
         for index, layer in enumerate(group):
             place = Place(index, config.windows[layer])
-            x, state = _extend(
-                configs[layer], method, shape, place, params["layers"][layer], own, state, rows, x, block.positions,
-                block.counts,
+            mine = given(method, shape, place, state, traced=isinstance(x, Tracer))
+            x, after = _extend(
+                configs[layer], method, shape, mine.place, params["layers"][layer], own, mine.state, rows, x,
+                block.positions, block.counts, mine.index,
             )
+            state = taken_back(state, place, mine, after)
         states.append(_refresh(method, shape, own, state, rows))
     logits = guard(block, last_logits(config, params, x, block.counts))
     return dataclasses.replace(cache, groups=tuple(states), length=length), logits
@@ -121,9 +124,9 @@ def _next(config, params, counters: Cache, rows, tokens, counts) -> tuple[jax.Ar
 
 
 @functools.partial(jax.jit, static_argnames=("config", "method", "layout", "place"), donate_argnames=("state",))
-def _extend(config, method, layout, place, layer, bases, state, rows, x, positions, counts):
+def _extend(config, method, layout, place, layer, bases, state, rows, x, positions, counts, index):
     own = constrain(layout.mesh, taken(state, rows))
-    x, own = layer_extend(config, method, layout, place, layer, bases, own, x, positions, counts)
+    x, own = layer_extend(config, method, layout, place, layer, bases, own, x, positions, counts, index)
     return x, constrain(layout.mesh, put(state, own, rows))
 
 

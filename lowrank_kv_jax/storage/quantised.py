@@ -357,10 +357,13 @@ def store_basis(basis: Float[jax.Array, "B J W R"], dtype: str) -> "jax.Array | 
 
 
 def read_basis(
-    stored: "jax.Array | ScaledBasis", begin: int = 0, end: int | None = None
+    stored: "jax.Array | ScaledBasis", begin: int | jax.Array = 0, width: int | None = None
 ) -> Float32[jax.Array, "B J W R"]:
-    """Rows `begin` to `end` of the width, widened to float32 `[B, J, end - begin, R]`."""
+    """So many rows of the width from `begin` on, widened to float32 `[B, J, width, R]`; by default all of them."""
+    def rows(x: jax.Array) -> jax.Array:
+        found = x if width is None else jax.lax.dynamic_slice_in_dim(x, begin, width, axis=2)
+        return found.astype(jnp.float32)
+
     if isinstance(stored, ScaledBasis):
-        codes = stored.codes[:, :, begin:end].astype(jnp.float32)
-        return codes * stored.scales.astype(jnp.float32)
-    return stored[:, :, begin:end].astype(jnp.float32)
+        return rows(stored.codes) * stored.scales.astype(jnp.float32)
+    return rows(stored)
