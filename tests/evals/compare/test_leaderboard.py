@@ -11,6 +11,7 @@ from suites import Loaded, questions
 from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.evals.asking.methods import parse_methods
 from lowrank_kv_jax.evals.asking.suite import Suite
+from lowrank_kv_jax.evals.compare import leaderboard
 from lowrank_kv_jax.evals.compare.leaderboard import ASKED, leaderboard_table, method_specs, peer_specs, run_leaderboard
 from lowrank_kv_jax.evals.peers import kvpress_run
 from lowrank_kv_jax.evals.peers.kvpress_presses import PRESSES, parse_press, require_kvpress
@@ -27,7 +28,8 @@ def test_every_method_stands_at_the_ratios_it_reaches():
     assert len(peer_specs()) == 1 + 3 * len(PRESSES)
 
 
-def test_it_goes_on_and_prints_a_table(tmp_path):
+def test_it_goes_on_and_prints_a_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(leaderboard, "ROWS", 1)
     path = tmp_path / "r.jsonl"
     one_layer = dataclasses.replace(PLAIN, context=2048, num_layers=1, windows=(None,))
     model = Loaded(one_layer, tiny(one_layer).params)
