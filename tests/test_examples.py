@@ -113,10 +113,12 @@ def parts(file):
 
 
 def of_both_decoders():
-    """Every method with the one; with its twin in Flax NNX the representatives, the others under -m slow."""
+    """With the one what is representative and what has few exact tokens, with its twin in Flax NNX the full cache; all
+    others are run under -m slow."""
     for file in ("own_model.py", "own_model_nnx.py"):
         for method in (*EVERY_ONE, *BESIDES):
-            quick = file == "own_model.py" or method.split(":")[0] in REPRESENTATIVES
+            quick = method in BESIDES or method.split(":")[0] in REPRESENTATIVES
+            quick = quick if file == "own_model.py" else method == "full"
             yield pytest.param(file, method, marks=[] if quick else [pytest.mark.slow])
 
 

@@ -91,6 +91,7 @@ class Transform(TokenCodec):
     exact_at: ClassVar[Mapping[str, Any] | None] = {"bits": None, "sinks": 4, "recent": 8}
     small: ClassVar[Mapping[str, Any]] = {"sinks": 4, "recent": 8}
     calibrated: ClassVar[bool] = True
+    layers_alike: ClassVar[bool] = True
     bases_type: ClassVar[type | None] = TransformBases
     without: ClassVar[Mapping[str, str]] = {"sensitivity": "metric=attention", "sampled": "sampled=False"}
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {  # of arXiv 2511.01815, in these widths, before entropy coding
@@ -205,9 +206,6 @@ class Transform(TokenCodec):
 
     def ends(self, layout, bases):
         return Ends(self.sinks, self.recent, asked=(self.sinks, self.recent))
-
-    def layers_alike(self, spec):
-        return True
 
     def settled(self, layout, bases, weigh):
         """The bits of `smaller`: the same rung for every group, found by what a token takes on average.

@@ -107,6 +107,7 @@ class XKV(TokenCodec):
     exact_at: ClassVar[Mapping[str, Any] | None] = {"rank": 1.0, "sinks": 4, "recent": 8}
     small: ClassVar[Mapping[str, Any]] = {"sinks": 4, "recent": 8}
     latents: ClassVar[bool] = True
+    layers_alike: ClassVar[bool] = True
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {  # 512 and 768 of the 4,096 columns of four Llama layers
         "paper": {"group": 4, "rank_k": 0.125, "rank_v": 0.1875, "sinks": 0, "recent": 0},
     }
@@ -191,9 +192,6 @@ class XKV(TokenCodec):
 
     def units(self, spec, bases):
         return 1
-
-    def layers_alike(self, spec):
-        return spec.latent is None  # keys that turn are each layer's own
 
     def settled(self, layout, bases, weigh):
         """The ranks of `smaller`.

@@ -48,7 +48,8 @@ class Given(NamedTuple):
 
 def given(method: Part, layout: Layout, place: Place, state: Any, *, traced: bool) -> Given:
     """Of the layer at a place, from the state of its group; `traced`: a whole model becomes one program anyway."""
-    if traced or len(state.ends) == 1 or not machine_of(method).codec.layers_alike(layout.spec):
+    alike = machine_of(method).codec.layers_alike and layout.spec.latent is None
+    if traced or len(state.ends) == 1 or not alike:
         return Given(place, state, None)
     own = dataclasses.replace(place, index=0, alone=True)
     return Given(own, state.of_layer(place.index), np.int32(place.index))

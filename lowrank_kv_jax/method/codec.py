@@ -113,6 +113,10 @@ class Codec(Part):
     spreads: ClassVar[bool] = True
     """Whether the slots of its store may be cut over devices; see `method.spread`."""
 
+    layers_alike: ClassVar[bool] = False
+    """Whether one program may serve all layers of a group: `attend` and `logits` take a `Place.index` that is traced.
+    Of latents none does, since each layer has rotary keys of its own."""
+
     implied: ClassVar[bool] = False
     """Whether a composition without a codec means this one."""
 
@@ -133,11 +137,6 @@ class Codec(Part):
         """
         del store
         return None
-
-    def layers_alike(self, spec: AttentionSpec) -> bool:
-        """Whether one program serves all layers of a group: reading the store, `Place.index` may be traced."""
-        del spec
-        return False
 
     def settled(self, layout: Layout, bases: Any, weigh: Callable[[Layout, Any], Any]) -> Any:
         """The bases with everything settled that follows from a wanted size.
