@@ -28,10 +28,12 @@ class ProgressBar:
             self._task = self._bar.add_task(self._title, total=self._total)
         return self
 
-    def advance(self, done: float = 1):
+    def advance(self, done: float = 1, title: str | None = None):
+        """Some work is done; from now on the bar has another title, if one is given."""
         self._done += done
+        self._title = title or self._title
         if self._bar is not None:
-            self._bar.advance(self._task, done)
+            self._bar.update(self._task, advance=done, description=self._title)
         elif self._shown and time.monotonic() - self._told >= LINE_EVERY_S:
             self._told = time.monotonic()
             line = f"{self._title}: {self._done / self._total:.0%} after {self._told - self._begin:.0f} s"

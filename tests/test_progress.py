@@ -14,6 +14,14 @@ def test_a_log_gets_a_line_a_minute(monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines() == ["calibrating: 25% after 61 s", "calibrating: 50% after 122 s"]
 
 
+def test_a_line_says_what_is_done_now(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0)
+    with progress.ProgressBar("compare", 4, shown=True) as bar:
+        bar.advance(1, "compare, needles")
+        bar.advance(1)
+    assert capsys.readouterr().err == "compare, needles: 25% after 0 s\ncompare, needles: 50% after 0 s\n"
+
+
 def test_nothing_is_said_where_it_is_not_shown(monkeypatch, capsys):
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0)
     with progress.ProgressBar("calibrating", 8, shown=False) as bar:

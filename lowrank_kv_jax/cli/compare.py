@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.evals.asking.methods import parse_methods
     from lowrank_kv_jax.evals.compare.run import Settings, compare, records, work
     from lowrank_kv_jax.evals.results.records import append_record
+    from lowrank_kv_jax.progress import ProgressBar
 
     methods = parse_methods(args.methods)
     settings = Settings(
@@ -60,11 +61,8 @@ def run(args: argparse.Namespace) -> int:
     )
     check_outputs(args)
     model = load_from(args)
-    with _progress() as progress:
-        task = progress.add_task("start", total=work(methods, settings))
-        results = compare(
-            model, methods, settings, lambda name, done: progress.update(task, advance=done, description=name)
-        )
+    with ProgressBar("compare", work(methods, settings), shown=True) as bar:
+        results = compare(model, methods, settings, lambda name, done: bar.advance(done, f"compare, {name}"))
     _print(model, results, settings)
     if args.json:
         for record in records(model, results, settings):
@@ -74,15 +72,6 @@ def run(args: argparse.Namespace) -> int:
 
         plot_results(results, args.plot, f"{model.name}: quality against the bytes of the cache")
     return 0
-
-
-def _progress():
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("elapsed, left"), TimeRemainingColumn(),
-               TextColumn("{task.description}"))
-    return Progress(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=120)
 
 
 def _print(model, results, settings) -> None:

@@ -152,8 +152,7 @@ def encoder(bases: TransformBases, side: str, runs: WidthRuns | None) -> jax.Arr
     return basis / columns
 
 
-def decoder(bases: TransformBases, side: str, runs: WidthRuns | None, layer: int | jax.Array
-) -> jax.Array:
+def decoder(bases: TransformBases, side: str, runs: WidthRuns | None, layer: int | jax.Array) -> jax.Array:
     """`[J, (K / J) * D, R]`, float32: what takes a code to a token of that layer of the group, its transpose to the
     right."""
     basis, columns = _columns(bases, side, runs)
