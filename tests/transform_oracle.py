@@ -44,13 +44,20 @@ def around_of(bases, side, means=None):
     return means.reshape(-1, *shape), np.ones(shape) if weight is None else np.asarray(weight, np.float64)
 
 
-def in_basis(bases, side, layers, means=None):
-    """Coefficients `[B, T, J, R]` of tokens `[B, T, K, D]` of every layer, in units of the calibrated deviations."""
+def in_basis(bases, side, layers, means=None, count=None):
+    """Coefficients `[B, T, J, R]` of tokens `[B, T, K, D]` of every layer, in units of the calibrated deviations.
+
+    Args:
+        count: R, of the columns that are read; by default all.
+    """
     means, weight = around_of(bases, side, means)
-    basis = basis_of(bases, side)
+    basis = basis_of(bases, side)[..., :count]
     own = [((np.asarray(x, np.float64) - m[:, None]) * w).reshape(*x.shape[:2], len(basis), -1)
            for x, m, w in zip(layers, means.swapaxes(0, 1), weight, strict=True)]
-    return np.einsum("btjw,jwr->btjr", np.concatenate(own, axis=-1), basis) / np.asarray(getattr(bases, f"{side}_scale"), np.float64)
+    x = np.concatenate(own, axis=-1)
+    found = np.einsum("btjw,jwr->btjr", x, basis)
+    found += np.einsum("btjw,jwr->btjr", x - np.einsum("btjr,jwr->btjw", found, basis), basis)
+    return found / np.asarray(getattr(bases, f"{side}_scale"), np.float64)[:, :count]
 
 
 def oracle(bases, side, layers, runs, means=None, ratios=None):
@@ -60,10 +67,11 @@ def oracle(bases, side, layers, runs, means=None, ratios=None):
         means: of each row `[B, G, K, D]`.
         ratios: of each row's steps to the calibrated ones `[B, J, R]`.
     """
-    c, bits = in_basis(bases, side, layers, means), np.concatenate([np.full(count, bits) for bits, count in runs])
+    bits = np.concatenate([np.full(count, bits) for bits, count in runs])
+    c = in_basis(bases, side, layers, means, len(bits))
     step = np.array([STEP[own] for own in bits]) * (1.0 if ratios is None else np.asarray(ratios, np.float64)[:, None])
     half = 2.0 ** (bits - 1)
-    read = (np.clip(np.floor(c[..., : len(bits)] / step), -half, half - 1) + 0.5) * step
+    read = (np.clip(np.floor(c / step), -half, half - 1) + 0.5) * step
     read *= np.asarray(getattr(bases, f"{side}_scale"), np.float64)[:, : len(bits)]
     out = np.einsum("btjr,jwr->btjw", read, basis_of(bases, side)[..., : len(bits)])
     means, weight = around_of(bases, side, means)
@@ -75,6 +83,6 @@ def oracle(bases, side, layers, runs, means=None, ratios=None):
 def ratios_of(bases, side, layers, runs, weight, means=None):
     """Steps of each row in units of the calibrated ones `[B, J, R]`, of tokens that count by `weight` `[B, T]`."""
     bits, weight = np.concatenate([np.full(count, bits) for bits, count in runs]), np.asarray(weight, np.float64)
-    squares = np.einsum("bt,btjr->bjr", weight, in_basis(bases, side, layers, means)[..., : len(bits)] ** 2)
+    squares = np.einsum("bt,btjr->bjr", weight, in_basis(bases, side, layers, means, len(bits)) ** 2)
     ratios = np.sqrt((32 + squares) / (32 + weight.sum(1))[:, None, None])
     return np.where(bits == 8, 1.0, np.clip(ratios, 0.25, 4.0))

@@ -11,6 +11,7 @@ from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.codecs.widths import Widths, with_restored_widths, with_saved_widths
 from lowrank_kv_jax.estimators.bit_allocation import steps_of
 from lowrank_kv_jax.estimators.moments import Moments
+from lowrank_kv_jax.storage.basis import project
 from lowrank_kv_jax.storage.water_filled import WidthRuns, components_of
 
 LEAST = 1e-5
@@ -20,7 +21,7 @@ LEAST = 1e-5
 class TransformBases(NamedTuple):
     """Of a group of G layers; J bases for its kv heads, W = G * (K / J) * D channels each, layer by layer.
 
-    A token is coded as c = (x - mean) * weight @ U and read as (c @ U^T) / weight + mean.
+    A token is coded as c = (x - mean) * weight @ U (see `encode`) and read as (c @ U^T) / weight + mean.
 
     Attributes:
         k, v: U, orthonormal `[J, W, R]`, columns of falling variance; int8 in units of their own where components have
@@ -143,13 +144,21 @@ def in_8_bits(basis: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # ---- as they are read
 
 
-def encoder(bases: TransformBases, side: str, runs: WidthRuns | None) -> jax.Array:
-    """`[J, W, R]`, float32: takes a token without its mean to its code, in units of the steps where there are `runs`."""
+def encode(bases: TransformBases, side: str, runs: WidthRuns | None, x: jax.Array) -> jax.Array:
+    """Codes `[B, J, T, R]` of tokens without their mean `[B, T, J, W]`, float32, in units of the steps where there are
+    `runs`.
+
+    They are those of least squares in the directions as they are stored. In 8 bits these are no longer orthonormal, by a
+    hundredth: of the largest coefficients that would be more than the codes lose. One step from products with the
+    directions leaves a hundredth of it.
+    """
     basis, columns = _columns(bases, side, runs)
     weight = getattr(bases, f"{side}_weight")
     if weight is not None:
-        basis = basis * by_unit(weight.astype(jnp.float32), basis.shape[0])[..., None]
-    return basis / columns
+        x = x * by_unit(weight.astype(jnp.float32), basis.shape[0])
+    codes = project(basis, x)
+    rest = x - project(basis.swapaxes(-1, -2), codes.swapaxes(1, 2)).swapaxes(1, 2)
+    return (codes + project(basis, rest)) / columns
 
 
 def decoder(bases: TransformBases, side: str, runs: WidthRuns | None, layer: int | jax.Array) -> jax.Array:

@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.spec import Taps
-from lowrank_kv_jax.codecs.transform_bases import TransformBases, by_unit, encoder
+from lowrank_kv_jax.codecs.transform_bases import TransformBases, by_unit, encode
 from lowrank_kv_jax.estimators.bit_allocation import Profile
 from lowrank_kv_jax.estimators.row_steps import PRIOR
 from lowrank_kv_jax.method.layout import Layout
 from lowrank_kv_jax.segments import coded as coded_tokens
-from lowrank_kv_jax.storage.basis import project
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.positions import PerHead
 from lowrank_kv_jax.storage.state import leaf, state, static
@@ -98,8 +97,7 @@ def coefficients(bases: TransformBases, store: Transformed, side: str, layers: S
     x, mean = jnp.stack(layers, axis=2).astype(jnp.float32), means_in(bases, store, side)
     if mean is not None:
         x = x - (mean if mean.ndim == 3 else mean[:, None]).astype(x.dtype)
-    basis = encoder(bases, side, runs_in(store, side))
-    return project(basis, by_unit(x, basis.shape[0]))
+    return encode(bases, side, runs_in(store, side), by_unit(x, getattr(bases, side).shape[0]))
 
 
 def runs_in(store: Transformed, side: str) -> WidthRuns | None:
