@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import PLAIN, bases_for, random_moments, softmax_attention
-from transform_oracle import LAYOUT, SIZE, SPEC, oracle, tokens_like
+from transform_oracle import LAYOUT, SIZE, SPEC, basis_of, oracle, tokens_like
 
 import lowrank_kv_jax as lkv
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
+from lowrank_kv_jax.codecs.transform_bases import encode
+from lowrank_kv_jax.estimators.bit_allocation import STEP
 from lowrank_kv_jax.estimators.moments import Sensitivity
 from lowrank_kv_jax.generation.forward import make_layout
 from lowrank_kv_jax.method import Place
@@ -136,6 +138,27 @@ def test_bits_go_where_errors_raise_the_loss():
     error = (oracle(bases, "v", [tokens.v], bases.widths.rungs[0][1])[0] - np.asarray(tokens.v, np.float64)) ** 2
     relative = error.mean((0, 1, 3)) / np.asarray(tokens.v, np.float64).var((0, 1)).mean(-1)
     assert relative[1] < 0.5 * np.delete(relative, 1).min()
+
+
+def test_directions_in_8_bits_cost_codes_next_to_nothing():
+    """Coefficients are those of least squares in the rounded directions, where products with them are off by a hundredth
+    of the largest one."""
+    moments = random_moments(PLAIN, means=True)
+    bases = Transform(bits=8.0).fit(SPEC, moments)[0]
+    layers = [tokens_like(moments)[1].v]
+    runs, basis, mean = bases.widths.rungs[0][1], basis_of(bases, "v"), np.asarray(bases.v_mean, np.float64)
+    x = ((np.asarray(layers[0], np.float64) - mean[0]) * np.asarray(bases.v_weight[0], np.float64)).reshape(-1, basis.shape[1])
+    x += 100 * basis[0, :, 0]  # a component far above the others
+    store = bases._replace(v_weight=None)
+    codes = encode(store, "v", runs, jnp.asarray(x, jnp.float32)[None, :, None])[0, 0] * _steps(store, runs)
+    wanted = np.linalg.lstsq(basis[0], x.T, rcond=None)[0].T
+    found, products = (np.abs(own - wanted).max() for own in (np.asarray(codes, np.float64), x @ basis[0]))
+    assert found < 0.05 * products
+
+
+def _steps(bases, runs):
+    count = sum(own for _, own in runs)
+    return bases.v_scale[0, :count] * np.concatenate([np.full(own, STEP[bits]) for bits, own in runs])
 
 
 def test_bytes_meet_what_is_asked_for():
