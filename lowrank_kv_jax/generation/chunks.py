@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import Float, Int
 
 from lowrank_kv_jax.generation.groups import given, ingest_group
@@ -56,7 +55,7 @@ def read_chunk(
         taps, seen = [], []
         for index, layer in enumerate(group):
             shape, place = layout.of_layer(layer), Place(index, config.windows[layer])
-            mine = given(method, shape, place, state, traced=isinstance(x, Tracer))
+            mine = given(method, shape, place, state, x)
             x, tap, found = layer_of(
                 configs[layer], method, shape, mine.place, params["layers"][layer], own, mine.state, x, positions, counts,
                 mine.index,

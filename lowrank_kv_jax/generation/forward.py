@@ -238,7 +238,7 @@ def extend(
     for group, group_bases, state in zip(method.layer_groups(config.attention), bases, cache.groups, strict=True):
         for index, layer in enumerate(group):
             shape, place = layout.of_layer(layer), Place(index, config.windows[layer])
-            own = given(method, shape, place, state, traced=isinstance(x, Tracer))
+            own = given(method, shape, place, state, x)
             x, after = layer_extend(
                 configs[layer], method, shape, own.place, params["layers"][layer], group_bases, own.state, x,
                 block.positions, block.counts, own.index,

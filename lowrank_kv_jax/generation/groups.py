@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Int
 
 from lowrank_kv_jax.attention.partial import AttnPartial
@@ -46,10 +47,11 @@ class Given(NamedTuple):
     index: np.int32 | None
 
 
-def given(method: Part, layout: Layout, place: Place, state: Any, *, traced: bool) -> Given:
-    """Of the layer at a place, from the state of its group; `traced`: a whole model becomes one program anyway."""
+def given(method: Part, layout: Layout, place: Place, state: Any, x: jax.Array) -> Given:
+    """Of the layer at a place, from the state of its group; where the layer's input `x` is traced, the whole model
+    becomes one program anyway."""
     alike = machine_of(method).codec.layers_alike and layout.spec.latent is None
-    if traced or len(state.ends) == 1 or not alike:
+    if isinstance(x, Tracer) or len(state.ends) == 1 or not alike:
         return Given(place, state, None)
     own = dataclasses.replace(place, index=0, alone=True)
     return Given(own, state.of_layer(place.index), np.int32(place.index))

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Float, Int
 
 from lowrank_kv_jax.attention.spec import Taps
@@ -104,7 +103,7 @@ def extend_rows(
         shape = layout.of_layer(group[0])
         for index, layer in enumerate(group):
             place = Place(index, config.windows[layer])
-            mine = given(method, shape, place, state, traced=isinstance(x, Tracer))
+            mine = given(method, shape, place, state, x)
             x, after = _extend(
                 configs[layer], method, shape, mine.place, params["layers"][layer], own, mine.state, rows, x,
                 block.positions, block.counts, mine.index,
