@@ -11,7 +11,7 @@ import numpy as np
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.mxfp4 import Mxfp4Tensor
 from lowrank_kv_jax.models.param_info import ParamInfo
-from lowrank_kv_jax.models.parameters import param_table
+from lowrank_kv_jax.models.parameters import Leaf, param_table, stored_arrays
 from lowrank_kv_jax.models.stored import StoredTensor
 
 
@@ -39,7 +39,7 @@ class Checkpoint:
 
 def check_tensors(checkpoint: Checkpoint):
     """Raise one ValueError that lists every missing, extra or misshapen tensor."""
-    present, infos = checkpoint.tensors, jax.tree.leaves(param_table(checkpoint.config))
+    present, infos = checkpoint.tensors, stored_arrays(checkpoint.config)
     count = sum(info.shape[0] if info.stacked else 1 for info in infos)
     if count > 4 * len(present) + 1000:  # of layers times experts a damaged config may ask for more than can be listed
         raise ValueError(f"{checkpoint.source}: its config asks for {count} tensors, and there are {len(present)}")
@@ -72,7 +72,7 @@ def _redundant(name: str, config: ModelConfig) -> bool:
 
 
 def convert(
-    checkpoint: Checkpoint, dtype: np.dtype, place: Callable[[np.ndarray, ParamInfo], jax.Array]
+    checkpoint: Checkpoint, dtype: np.dtype, place: Callable[[np.ndarray, Leaf], jax.Array]
 ) -> tuple[dict, str]:
     """Read every tensor into its final dtype and place.
 
@@ -85,13 +85,14 @@ def convert(
         The parameter tree, and a SHA-256 of the config and the stored bytes: it does not depend on `dtype`
         or on where the weights are placed.
     """
-    infos, treedef = jax.tree.flatten(param_table(checkpoint.config))
-    placed: list[jax.Array | None] = [None] * len(infos)
+    leaves, treedef = jax.tree.flatten(param_table(checkpoint.config))
+    placed: list[jax.Array | None] = [None] * len(leaves)
     digests = {}
     # the largest first: its host copy then stands beside an empty device, not beside all the other weights
-    for i in sorted(range(len(infos)), key=lambda i: -np.prod(infos[i].shape)):
-        host, digests[infos[i].key] = _read(checkpoint.stored(infos[i]), infos[i], dtype)
-        placed[i] = place(host, infos[i])
+    for i in sorted(range(len(leaves)), key=lambda i: -np.prod(leaves[i].shape)):
+        host, found = _converted(checkpoint, leaves[i], dtype)
+        digests |= found
+        placed[i] = place(host, leaves[i])
         del host
     total = hashlib.sha256(_description(checkpoint.config).encode())
     for name in sorted(digests):
@@ -109,9 +110,16 @@ def _description(config: Any) -> str:
     return f"{type(config).__qualname__}({', '.join(told)})"
 
 
-def _read(tensors: list[StoredTensor | Mxfp4Tensor], info: ParamInfo, dtype: np.dtype) -> tuple[np.ndarray, bytes]:
-    """One parameter in its final shape and dtype, and the digest of its stored bytes."""
-    host, digest = np.empty(info.shape, dtype), hashlib.sha256()
+def _converted(checkpoint: Checkpoint, leaf: Leaf, dtype: np.dtype) -> tuple[np.ndarray, dict[str, bytes]]:
+    """One parameter in its final shape and dtype, and the digests of what it was made of by their keys."""
+    host = np.empty(leaf.shape, dtype)
+    views = zip(leaf.pieces, leaf.views(host), strict=True)
+    return host, {info.key: _read(checkpoint.stored(info), info, view) for info, view in views}
+
+
+def _read(tensors: list[StoredTensor | Mxfp4Tensor], info: ParamInfo, host: np.ndarray) -> bytes:
+    """Read one array into `host`, of its shape and the final dtype; the digest of its stored bytes."""
+    digest = hashlib.sha256()
     columns = ... if info.turn is None else (..., slice(info.turn[0], None, info.turn[1]))
     for tensor, part in zip(tensors, host if info.stacked else [host], strict=True):
         rows = part.T if info.transposed else part  # a view with the axes as stored
@@ -120,4 +128,4 @@ def _read(tensors: list[StoredTensor | Mxfp4Tensor], info: ParamInfo, dtype: np.
             rows[order[start : start + len(values)]] = values[columns]
             start += len(values)
             digest.update(raw.data)
-    return host, digest.digest()
+    return digest.digest()

@@ -33,7 +33,7 @@ from lowrank_kv_jax.models.gpt import GPTBlock, LayerNorm
 from lowrank_kv_jax.models.gpt_config import GPTConfig
 from lowrank_kv_jax.models.layers import rms_norm
 from lowrank_kv_jax.models.linear import Linear
-from lowrank_kv_jax.models.parameters import ParamInfo, param_table
+from lowrank_kv_jax.models.parameters import ParamInfo, param_table, params_of, stored_arrays
 
 Attend = Callable[..., jax.Array]
 
@@ -206,9 +206,10 @@ def unembed(config: ModelConfig, params: dict, x: jax.Array) -> jax.Array:
 
 def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> dict:
     """Random weights: matrices normal with deviation 1 / sqrt(fan in), norms of factor 1, biases small, sinks normal."""
-    leaves, treedef = jax.tree.flatten(param_table(config))
+    keys = iter(jax.random.split(key, len(stored_arrays(config))))
 
-    def draw(key: jax.Array, info: ParamInfo) -> jax.Array:
+    def draw(info: ParamInfo) -> jax.Array:
+        key = next(keys)
         if info.hf.endswith("bias"):
             return 0.02 * jax.random.normal(key, info.shape, dtype)
         if len(info.shape) >= 2:
@@ -218,11 +219,9 @@ def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> dict:
             return jax.random.normal(key, info.shape, dtype)
         return jnp.full(info.shape, 1 - config.norm_offset, dtype)
 
-    return treedef.unflatten(
-        [draw(k, info) for k, info in zip(jax.random.split(key, len(leaves)), leaves, strict=True)]
-    )
+    return params_of(config, draw)
 
 
 def param_axes(config: ModelConfig) -> dict:
     """The parameter tree with the logical axis names of each array in its place (see `ParamInfo.axes`)."""
-    return jax.tree.map(lambda info: info.axes, param_table(config))
+    return jax.tree.map(lambda leaf: leaf.axes, param_table(config))

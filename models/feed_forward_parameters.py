@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from lowrank_kv_jax.models.beside import beside
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.param_info import ParamInfo, Size, fused, linear
 
@@ -28,17 +29,16 @@ def feed_forward_table(config: ModelConfig, layer: int) -> dict:
     hidden, inner = (config.hidden_size, "embed"), (config.intermediate_size, "mlp")
     if config.family == "phi3":
         down = linear(inner, hidden, f"{hf}mlp.down_proj", _GGUF)
-        return fused(hidden, {"gate": inner, "up": inner}, f"{hf}mlp.gate_up_proj", _GGUF) | {"down": down}
+        maps = fused(hidden, {"gate": inner, "up": inner}, f"{hf}mlp.gate_up_proj", _GGUF)
+        return {"gate_up": beside(maps["gate"], maps["up"]), "down": down}
     return gated(hidden, inner, f"{hf}mlp.", f"blk.{layer}.ffn_", config.mlp_bias)
 
 
 def gated(hidden: Size, inner: Size, hf: str, gguf: str, bias: bool = False) -> dict:
     """A gated MLP; names without "gate_proj" and "gate"."""
-    return {
-        "gate": linear(hidden, inner, f"{hf}gate_proj", f"{gguf}gate", bias),
-        "up": linear(hidden, inner, f"{hf}up_proj", f"{gguf}up", bias),
-        "down": linear(inner, hidden, f"{hf}down_proj", f"{gguf}down", bias),
-    }
+    gate = linear(hidden, inner, f"{hf}gate_proj", f"{gguf}gate", bias)
+    up = linear(hidden, inner, f"{hf}up_proj", f"{gguf}up", bias)
+    return {"gate_up": beside(gate, up), "down": linear(inner, hidden, f"{hf}down_proj", f"{gguf}down", bias)}
 
 
 def _experts(config: ModelConfig, layer: str) -> dict:

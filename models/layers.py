@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lowrank_kv_jax.models.config import ModelConfig
-from lowrank_kv_jax.models.linear import Linear
+from lowrank_kv_jax.models.linear import Linear, LinearPair
 
 
 class RMSNorm(nnx.Module):
@@ -30,12 +30,11 @@ class MLP(nnx.Module):
     """Gated MLP: down(activation(gate(x)) * up(x)), the activation "silu" or "gelu_tanh"."""
 
     def __init__(self, hidden: int, inner: int, rngs: nnx.Rngs, bias: bool = False, activation: str = "silu"):
-        self.gate = Linear(hidden, inner, use_bias=bias, rngs=rngs)
-        self.up = Linear(hidden, inner, use_bias=bias, rngs=rngs)
+        self.gate_up = LinearPair(hidden, inner, bias)
         self.down = Linear(inner, hidden, use_bias=bias, rngs=rngs)
         self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate = self.gate(x)
+        gate, up = self.gate_up(x)
         gate = jax.nn.silu(gate) if self.activation == "silu" else jax.nn.gelu(gate, approximate=True)
-        return self.down(gate * self.up(x))
+        return self.down(gate * up)

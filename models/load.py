@@ -21,7 +21,7 @@ from lowrank_kv_jax.models.gguf_tokenizer import build_tokenizer
 from lowrank_kv_jax.models.gguf_tokenizer_fields import check_tokenizer
 from lowrank_kv_jax.models.hf_checkpoint import open_hf_directory
 from lowrank_kv_jax.models.parameter_sharding import param_shardings
-from lowrank_kv_jax.models.parameters import ParamInfo, param_table
+from lowrank_kv_jax.models.parameters import Leaf, param_table
 from lowrank_kv_jax.models.transformers_tokenizers import directory_tokenizer, usable_tokenizer
 
 DEMO_MODEL = "smollm2-135m"
@@ -157,15 +157,15 @@ def _open(path: Path) -> tuple[Checkpoint, Any]:
 def _placement(config: ModelConfig, mesh: Mesh | None):
     """How `convert` moves a host array to its device or devices."""
     if mesh is None:
-        return lambda host, info: jax.device_put(host)
+        return lambda host, leaf: jax.device_put(host)
     shardings = jax.tree.leaves(param_shardings(config, mesh))
     by_name = {
-        info.key: sharding
-        for info, sharding in zip(jax.tree.leaves(param_table(config)), shardings, strict=True)
+        leaf.key: sharding
+        for leaf, sharding in zip(jax.tree.leaves(param_table(config)), shardings, strict=True)
     }
 
-    def place(host: np.ndarray, info: ParamInfo) -> jax.Array:
+    def place(host: np.ndarray, leaf: Leaf) -> jax.Array:
         # only the shards of this process are read
-        return jax.make_array_from_callback(host.shape, by_name[info.key], lambda index: host[index])
+        return jax.make_array_from_callback(host.shape, by_name[leaf.key], lambda index: host[index])
 
     return place

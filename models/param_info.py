@@ -1,7 +1,10 @@
 """What is known of one array of a model before it is loaded: shape, axes, and where a checkpoint keeps it."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +51,19 @@ class ParamInfo:
         """A name that no other array of the model has."""
         key = self.hf if self.part is None else f"{self.hf}[{self.part[0]}]"
         return key if self.turn is None else f"{key}[{self.turn[0]}::{self.turn[1]}]"
+
+    @property
+    def pieces(self) -> tuple["ParamInfo", ...]:
+        """What it is made of: itself (see `Beside`)."""
+        return (self,)
+
+    def views(self, host: np.ndarray) -> list[np.ndarray]:
+        """Where its pieces lie in an array of its shape."""
+        return [host]
+
+    def joined(self, pieces: Sequence[jax.Array]) -> jax.Array:
+        """The array of its pieces."""
+        return pieces[0]
 
     def names(self, naming: str) -> list[str]:
         """Of its tensors in a checkpoint; `naming` is "hf" or "gguf"."""

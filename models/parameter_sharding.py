@@ -4,7 +4,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowrank_kv_jax.models.config import ModelConfig
-from lowrank_kv_jax.models.parameters import ParamInfo, param_table
+from lowrank_kv_jax.models.parameters import Leaf, param_table
 from lowrank_kv_jax.storage.sharding import MESH_AXES
 
 
@@ -28,8 +28,8 @@ def param_shardings(config: ModelConfig, mesh: Mesh) -> dict:
         "vocab": config.vocab_size,
     }
 
-    def sharding(info: ParamInfo) -> NamedSharding:
-        cut = [axis in units and units[axis] % size == 0 and size > 1 for axis in info.axes]
+    def sharding(leaf: Leaf) -> NamedSharding:
+        cut = [axis in units and units[axis] % size == 0 and size > 1 for axis in leaf.axes]
         return NamedSharding(mesh, PartitionSpec(*("model" if here else None for here in cut)))
 
     return jax.tree.map(sharding, param_table(config))

@@ -3,6 +3,11 @@
 Initialisation, sharding and conversion all derive from this one table.
 """
 
+from collections.abc import Callable
+
+import jax
+
+from lowrank_kv_jax.models.beside import Leaf
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.deepseek_config import DeepseekConfig
 from lowrank_kv_jax.models.deepseek_parameters import deepseek_layer
@@ -11,11 +16,11 @@ from lowrank_kv_jax.models.gpt_config import GPTConfig
 from lowrank_kv_jax.models.gpt_parameters import gpt_table
 from lowrank_kv_jax.models.param_info import ParamInfo, fused, linear, norm
 
-__all__ = ["ParamInfo", "param_table"]
+__all__ = ["Leaf", "ParamInfo", "param_table", "params_of", "stored_arrays"]
 
 
 def param_table(config: ModelConfig) -> dict:
-    """The parameter tree of `config` with a `ParamInfo` in the place of each array."""
+    """The parameter tree of `config` with a `ParamInfo` in the place of each array, or a `Beside` of several."""
     if isinstance(config, GPTConfig):
         return gpt_table(config)
     hidden, vocab = config.hidden_size, config.vocab_size
@@ -35,6 +40,16 @@ def param_table(config: ModelConfig) -> dict:
             )
         }
     return table
+
+
+def stored_arrays(config: ModelConfig) -> list[ParamInfo]:
+    """The arrays that checkpoints know, in the order of the parameter tree; the decoder may hold several as one."""
+    return [piece for leaf in jax.tree.leaves(param_table(config)) for piece in leaf.pieces]
+
+
+def params_of(config: ModelConfig, make: Callable[[ParamInfo], jax.Array]) -> dict:
+    """The parameter tree of what `make` gives for each of `stored_arrays`, in their order."""
+    return jax.tree.map(lambda leaf: leaf.joined([make(piece) for piece in leaf.pieces]), param_table(config))
 
 
 def _layer_table(config: ModelConfig, layer: int) -> dict:

@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from safetensors.numpy import save_file
 
 from lowrank_kv_jax.models import read_config
-from lowrank_kv_jax.models.parameters import param_table
+from lowrank_kv_jax.models.parameters import stored_arrays
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -35,7 +34,7 @@ def write_model(path: Path, config: Mapping[str, Any] = CONFIG):
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     rng, tensors = np.random.default_rng(0), {}
-    for info in jax.tree.leaves(param_table(read_config(dict(config)))):
+    for info in stored_arrays(read_config(dict(config))):
         normal = rng.normal(size=info.stored_shape) * info.stored_shape[-1] ** -0.5
         tensors[info.hf] = (normal if len(info.stored_shape) > 1 else np.ones(info.stored_shape)).astype(np.float32)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})

@@ -7,13 +7,12 @@ import json
 import zlib
 from pathlib import Path
 
-import jax
 import numpy as np
 from goldens.tiny_models import random_tensor
 from safetensors.numpy import save_file
 
 from lowrank_kv_jax import models
-from lowrank_kv_jax.models.parameters import param_table
+from lowrank_kv_jax.models.parameters import stored_arrays
 
 _BASE = {
     "vocab_size": 96, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -62,7 +61,7 @@ COLUMNS = slice(0, 96, 4)
 
 def tensors_of(config: dict) -> dict[str, np.ndarray]:
     """float32 tensors by their published names."""
-    infos = jax.tree.leaves(param_table(models.read_config(config)))
+    infos = stored_arrays(models.read_config(config))
     shapes = {name: info.tensor_shape for info in infos for name in info.names("hf")}
     return {name: random_tensor(name, shape) for name, shape in shapes.items()}
 

@@ -2,12 +2,11 @@
 
 import struct
 
-import jax
 import numpy as np
 from goldens.tiny_models import CONFIGS, random_tensor
 
 from lowrank_kv_jax import models
-from lowrank_kv_jax.models.parameters import param_table
+from lowrank_kv_jax.models.parameters import stored_arrays
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY, INT, FLOAT, FLAG = 8, 9, 4, 6, 7
@@ -65,7 +64,7 @@ def tiny_fields():
 def tiny_tensors():
     """Of the same model: the entries of the directory, and the bytes behind it."""
     entries, data = [], b""
-    for info in jax.tree.leaves(param_table(models.read_config(CONFIG))):
+    for info in stored_arrays(models.read_config(CONFIG)):
         values = random_tensor(info.hf, info.stored_shape)
         entries.append((info.gguf, info.stored_shape[::-1], 0, len(data)))
         data += values.astype(np.float32).tobytes()

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from lowrank_kv_jax import models
 from lowrank_kv_jax.models.hf_checkpoint import open_hf_directory
 from lowrank_kv_jax.models.load import load_model
-from lowrank_kv_jax.models.parameters import param_table
+from lowrank_kv_jax.models.parameters import param_table, stored_arrays
 
 FAMILIES = CONFIGS | GPT_CONFIGS | DEEPSEEK
 
@@ -52,7 +52,7 @@ def directory(tmp_path_factory):
     config = CONFIGS["llama3.1"] | {"num_hidden_layers": 1}
     (path / "config.json").write_text(json.dumps(config))
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
-    infos = jax.tree.leaves(param_table(models.read_config(config)))
+    infos = stored_arrays(models.read_config(config))
     tensors = {info.hf: random_tensor(info.hf, info.stored_shape) for info in infos}
     shards = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(tensors)}
     for shard in set(shards.values()):

@@ -21,7 +21,7 @@ from lowrank_kv_jax.generation.forward import extend, prefill, refresh
 from lowrank_kv_jax.method.accounting import cache_bytes, full_cache_bytes
 from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.models.experts import Experts
-from lowrank_kv_jax.models.parameters import param_table
+from lowrank_kv_jax.models.parameters import params_of, stored_arrays
 
 
 @functools.cache
@@ -33,7 +33,7 @@ def tiny(family):
         drawn = [x.T if info.transposed else x for x in drawn]
         return jnp.asarray(np.stack(drawn) if info.stacked else drawn[0])
 
-    return config, jax.tree.map(draw, param_table(config))
+    return config, params_of(config, draw)
 
 
 @functools.cache
@@ -261,7 +261,7 @@ def test_a_checkpoint_s_experts_are_stacked(tmp_path):
     config, params = tiny("deepseek_v2")
     tensors = {
         name: random_tensor(name, info.stored_shape)
-        for info in jax.tree.leaves(param_table(config))
+        for info in stored_arrays(config)
         for name in info.names("hf")
     }
     save_file(tensors, tmp_path / "model.safetensors")

@@ -19,7 +19,7 @@ from lowrank_kv_jax.generation.forward import extend, layer_prefill, prefill, re
 from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.models.decoder import embed, init_params, unembed
 from lowrank_kv_jax.models.load import LoadedModel
-from lowrank_kv_jax.models.parameters import param_table
+from lowrank_kv_jax.models.parameters import params_of, stored_arrays
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "gpt.npz"
 every_model = pytest.mark.parametrize("name", sorted(GPT_CONFIGS))
@@ -34,7 +34,7 @@ def tiny(name):
         value = random_tensor(info.hf, info.stored_shape)
         return jnp.asarray(value.T if info.transposed else value)
 
-    return config, jax.tree.map(draw, param_table(config))
+    return config, params_of(config, draw)
 
 
 def forward(config, params, tokens):
@@ -90,7 +90,7 @@ def test_decoding_through_a_cache_equals_the_whole_text(name, spec):
 def test_directories_load(name, prefix, tmp_path):
     """With and without the prefix of language models, with the masks and the tied heads that old checkpoints carry."""
     config, params = tiny(name)
-    tensors = {prefix + info.hf: random_tensor(info.hf, info.stored_shape) for info in jax.tree.leaves(param_table(config))}
+    tensors = {prefix + info.hf: random_tensor(info.hf, info.stored_shape) for info in stored_arrays(config)}
     layer = f"{prefix}h.0.attn" if config.family == "gpt2" else "gpt_neox.layers.0.attention"
     tensors |= {f"{layer}.bias": np.ones((1, 1, 4, 4), np.float32), f"{layer}.masked_bias": np.ones(1, np.float32)}
     if config.tie_embeddings:

@@ -17,14 +17,14 @@ from safetensors.numpy import save_file
 
 from lowrank_kv_jax import models
 from lowrank_kv_jax.models.load import demo_model_path
-from lowrank_kv_jax.models.parameters import param_table
+from lowrank_kv_jax.models.parameters import params_of, stored_arrays
 
 ROOT = Path(__file__).parents[2]
 
 
 def state_dict(name):
     """float32 HF tensors of a tiny model."""
-    infos = jax.tree.leaves(param_table(models.read_config(CONFIGS[name])))
+    infos = stored_arrays(models.read_config(CONFIGS[name]))
     return {info.hf: random_tensor(info.hf, info.stored_shape) for info in infos}
 
 
@@ -53,7 +53,7 @@ def expected_params(name):
         stored = random_tensor(info.hf, info.stored_shape)
         return stored.T if info.transposed else stored
 
-    return jax.tree.map(draw, param_table(models.read_config(CONFIGS[name])))
+    return params_of(models.read_config(CONFIGS[name]), draw)
 
 
 def assert_same(params, expected):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import chex
 import gguf
-import jax
 import numpy as np
 import pytest
 from goldens.texts import TEXTS, sentencepiece_vocabulary
@@ -17,7 +16,7 @@ from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.models.gguf_file import GgufFile, read_gguf
 from lowrank_kv_jax.models.gguf_tokenizer import build_tokenizer
 from lowrank_kv_jax.models.load import demo_model_path
-from lowrank_kv_jax.models.parameters import param_table
+from lowrank_kv_jax.models.parameters import params_of, stored_arrays
 from lowrank_kv_jax.models.stored import StoredTensor
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -59,7 +58,7 @@ def write_gguf(path, name, kind=None, drop=(), keys=(), extra=(), **changes):
     writer.add_token_types(types)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    for info in jax.tree.leaves(param_table(config)):
+    for info in stored_arrays(config):
         if info.gguf in drop:
             continue
         values = random_tensor(info.hf, info.stored_shape)
@@ -86,7 +85,7 @@ def expected(name, through=lambda values: values, **changes):
         stored = through(stored) if stored.ndim == 2 else stored
         return stored.T if info.transposed else stored
 
-    return jax.tree.map(draw, param_table(models.read_config(CONFIGS[name] | changes)))
+    return params_of(models.read_config(CONFIGS[name] | changes), draw)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from goldens.tiny_models import CONFIGS, random_tensor
 from jax.sharding import PartitionSpec as P
 
 from lowrank_kv_jax import models
-from lowrank_kv_jax.models.parameters import param_table
+from lowrank_kv_jax.models.parameters import params_of
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SMALL = {
@@ -41,7 +41,7 @@ def tiny_params(config):
         stored = random_tensor(info.hf, info.stored_shape)
         return jnp.asarray(stored.T if info.transposed else stored)
 
-    return jax.tree.map(draw, param_table(config))
+    return params_of(config, draw)
 
 
 OPTIMISED = {"xla_backend_optimization_level": 3}
@@ -201,6 +201,7 @@ def test_shardings_cut_heads_only_where_whole(small):
     layer = two["layers"][0]
     assert layer["attention"]["q_proj"]["kernel"].spec == P(None, "model")
     assert layer["attention"]["o_proj"]["kernel"].spec == P("model", None)
+    assert layer["mlp"]["gate_up"]["kernel"].spec == P(None, None, "model")
     assert layer["attention"]["q_norm"]["scale"].spec == P(None)
     assert two["embed"]["embedding"].spec == P("model", None)
 

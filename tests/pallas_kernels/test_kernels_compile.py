@@ -168,14 +168,14 @@ def test_a_step_over_four_devices_exchanges_no_tokens(target):
     steps = [r for r in results if r["name"].startswith("step")]
     assert not [r for r in steps if r["moved"] > (0 if target == "sm_90" else 1 << 19) or r["loops"] or r["said"]]
     assert not [name for r in results for name in r["libraries"] if any(x in name for x in SERIAL)]
-    if target == "sm_90":  # 17 of the layer, one that repeats its row, one that takes it out again
-        assert steps[0]["kernels"] <= 19 and steps[0]["temporaries"] < 1 << 22
+    if target == "sm_90":  # 16 of the layer, one that repeats its row, one that takes it out again
+        assert steps[0]["kernels"] <= 18 and steps[0]["temporaries"] < 1 << 22
 
 
 @pytest.mark.slow
 def test_one_layer_more_is_few_programs_more():
     full, more, palu, palu_more = compiled(DEPTHS, "sm_90")
-    assert more["kernels"] - full["kernels"] <= 17 and palu_more["kernels"] - palu["kernels"] <= 22
+    assert more["kernels"] - full["kernels"] <= 16 and palu_more["kernels"] - palu["kernels"] <= 21
     assert max(full["temporaries"], palu_more["temporaries"]) < 1 << 21
 
 
