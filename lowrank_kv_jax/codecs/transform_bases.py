@@ -156,9 +156,9 @@ def encode(bases: TransformBases, side: str, runs: WidthRuns | None, x: jax.Arra
     weight = getattr(bases, f"{side}_weight")
     if weight is not None:
         x = x * by_unit(weight.astype(jnp.float32), basis.shape[0])
-    codes = project(basis, x)
-    rest = x - project(basis.swapaxes(-1, -2), codes.swapaxes(1, 2)).swapaxes(1, 2)
-    return (codes + project(basis, rest)) / columns
+    there, back = basis / columns, basis * columns
+    read = project(back.swapaxes(-1, -2), project(there, x).swapaxes(1, 2)).swapaxes(1, 2)
+    return project(there, 2 * x - read)  # of x, and of what its codes leave of it
 
 
 def decoder(bases: TransformBases, side: str, runs: WidthRuns | None, layer: int | jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from transform_oracle import LAYOUT, SIZE, SPEC, basis_of, oracle, tokens_like
 import lowrank_kv_jax as lkv
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.codecs.transform_bases import encode
-from lowrank_kv_jax.estimators.bit_allocation import STEP
+from lowrank_kv_jax.estimators.bit_allocation import steps_of
 from lowrank_kv_jax.estimators.moments import Sensitivity
 from lowrank_kv_jax.generation.forward import make_layout
 from lowrank_kv_jax.method import Place
@@ -150,15 +150,11 @@ def test_directions_in_8_bits_cost_codes_next_to_nothing():
     x = ((np.asarray(layers[0], np.float64) - mean[0]) * np.asarray(bases.v_weight[0], np.float64)).reshape(-1, basis.shape[1])
     x += 100 * basis[0, :, 0]  # a component far above the others
     store = bases._replace(v_weight=None)
-    codes = encode(store, "v", runs, jnp.asarray(x, jnp.float32)[None, :, None])[0, 0] * _steps(store, runs)
+    codes = encode(store, "v", runs, jnp.asarray(x, jnp.float32)[None, :, None])[0, 0]
+    codes *= bases.v_scale[0, : codes.shape[1]] * jnp.asarray(steps_of(runs))
     wanted = np.linalg.lstsq(basis[0], x.T, rcond=None)[0].T
     found, products = (np.abs(own - wanted).max() for own in (np.asarray(codes, np.float64), x @ basis[0]))
     assert found < 0.05 * products
-
-
-def _steps(bases, runs):
-    count = sum(own for _, own in runs)
-    return bases.v_scale[0, :count] * np.concatenate([np.full(own, STEP[bits]) for bits, own in runs])
 
 
 def test_bytes_meet_what_is_asked_for():

@@ -106,7 +106,7 @@ def test_a_refresh_appends_codes_where_they_lie():
     made = made_of_whole_buffers(compiled.as_text(), cache, where.shape[2])
     assert not made, made
     memory, held = compiled.memory_analysis(), sum(math.prod(x.shape) * x.dtype.itemsize for _, x, _ in walk(cache.groups[0]))
-    assert memory.alias_size_in_bytes >= held and memory.temp_size_in_bytes < held / 16  # a block, its codes, what these leave
+    assert memory.alias_size_in_bytes >= held and memory.temp_size_in_bytes < held / 20
 
 
 def test_the_measure_sees_arrays_of_bfloat16_widened(monkeypatch):
