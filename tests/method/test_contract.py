@@ -43,6 +43,7 @@ from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.accounting import cache_bytes, full_cache_bytes
 from lowrank_kv_jax.methods import REGISTRY, machine_of
 from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.storage.held import hold
 from lowrank_kv_jax.storage.state import walk
 from lowrank_kv_jax.testing.promises import (
     PROMISES,
@@ -84,6 +85,12 @@ def small_run(name, seed=0):
 @on_a_model
 def test_the_contract(promise, name):
     promise(small_configuration(REGISTRY[name]), SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
+def test_the_contract_of_tokens_in_two_kinds_of_codes(promise):
+    promise(parse_method("transform:fine=0.25,sinks=4,recent=8"), SMALL)
 
 
 # ---- exactness -------------------------------------------------------------------------------------
@@ -166,7 +173,7 @@ def test_init_has_the_shapes_of_every_later_state(name):
     method, layout = cache.method, cache.layout
     machine = machine_of(method)
     for group, bases in zip(cache.groups, machine.group_bases(SMALL.attention, bases_for(method, SMALL)), strict=True):
-        abstract = jax.eval_shape(functools.partial(machine.init, layout), bases)
+        abstract = jax.eval_shape(lambda own: hold(machine.init(layout, own), None), bases)
         chex.assert_trees_all_equal_structs(abstract, group)
         for x, y in zip(jax.tree.leaves(abstract), jax.tree.leaves(group), strict=True):
             assert (x.shape, x.dtype) == (y.shape, y.dtype)
@@ -355,10 +362,10 @@ def test_one_program_decodes_in_place(name):
     more, block = temporary[0] - temporary[1], 4 * 2 * 2048 * SMALL.kv_heads * SMALL.head_dim
     assert more <= max(0.17 * (held[0] - held[1]), 3 * block), f"{more} bytes of {held[0] - held[1]}"
 
-    start, shapes = cache, jax.tree.map(lambda x: (x.shape, x.dtype), cache)
+    start, shapes = cache, jax.eval_shape(lambda x: x, cache)
     for _ in range(4):
         cache, progress, _ = programs[-1](params, cache, progress, keys, steps, bases=bases)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), cache) == shapes
+    chex.assert_trees_all_equal_shapes_and_dtypes(cache, shapes)
     assert all(x.is_deleted() for x in jax.tree.leaves(start))
 
 
