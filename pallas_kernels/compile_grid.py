@@ -23,7 +23,8 @@ HEADS, KV_HEADS = 32, 8
 @dataclasses.dataclass(frozen=True)
 class Program:
     """One op at one shape; `joint` has one basis and one set of coefficients for all heads, `dtype="mixed"` packed ones
-    of several widths, keys before RoPE around a mean, `"tiles2"` 2 bits with scales as KIVI has them, `chosen` positions in no order of each stored head's own tokens."""
+    of several widths, keys before RoPE around a mean, `"tiles2"` 2 bits with scales as KIVI has them, `chosen` tokens at
+    positions in no order, those of each stored head its own."""
 
     op: str
     rank_k: int

@@ -81,7 +81,8 @@ def attend_packed(
     if values.runs is None:
         token_bytes, rebuilt = bytes_of_token(keys) + bytes_of_token(values), 2 * half * packed.q.dtype.itemsize
         grid = decode_grid(rows, batch * heads, keys.codes.shape[2], token_bytes, rebuilt)
-        grid = rotary_grid(grid, keys, values, packed.q.dtype.itemsize, 2 * half)
+        by_slot = rotary.positions is not None
+        grid = rotary_grid(grid, keys, values, packed.q.dtype.itemsize, 2 * half, by_slot)
     else:
         grid = packed_grid(rows, batch * heads, keys.codes.shape[2], PACKED_TILE)
         check_packed(rows, MOST_COLUMNS, keys, values)
