@@ -1,8 +1,8 @@
 """How TPU kernels rotate the rebuilt keys of a tile: by runs of consecutive positions, or slot by slot.
 
-Either way has arrays that a kernel takes, their specs, and `rotated`, which is called within the kernel with references
-to them and gives both halves of keys `[H, tile]` and queries `[M, H]`, float32, such that their products are those of keys
-at their positions.
+Either way has arrays that a kernel takes, their specs (`at` gives the tile of a step), and `rotated`, which is called
+within the kernel with references to them and gives both halves of keys `[H, tile]` and queries `[M, H]`, float32, such
+that their products are those of keys at their positions.
 """
 
 from typing import Any, NamedTuple
@@ -69,6 +69,9 @@ class BySlot(NamedTuple):
         return stored if stored % SUBLANES else SUBLANES
 
     def arrays(self, interpret: bool) -> list[jax.Array]:
+        stored = self.positions.shape[1]
+        if SUBLANES % stored and stored % SUBLANES:  # held in main memory they would be laid anew for it
+            return [self.positions, self.steps]
         return [*where_they_lie([self.positions], interpret), self.steps]
 
     def specs(self, at) -> list[pl.BlockSpec]:
