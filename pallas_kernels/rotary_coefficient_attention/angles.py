@@ -110,7 +110,8 @@ def slot_angles(position: jax.Array, step: jax.Array, behind: jax.Array) -> tupl
         step, behind: of `steps_of_pairs`, int32 `[1, pairs]`, or `[pairs, 1]`.
     """
     phase = position * step + jax.lax.shift_right_logical(position * behind, BEHIND)
-    opposite = (phase + (1 << TURN - 2)) >> TURN - 1  # -1 in the half of the circle around half a turn, else 0
+    # -1 where half a turn is nearer than none: the angle is counted from there, and both results change their sign
+    opposite = (phase + (1 << TURN - 2)) >> TURN - 1
     angle = (phase - (opposite << TURN - 1)).astype(jnp.float32) * (2 * math.pi / 2**TURN)
     sign, square = (1 + 2 * opposite).astype(jnp.float32), angle * angle
     return sign * _series(square, 0), sign * angle * _series(square, 1)
