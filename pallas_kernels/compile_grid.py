@@ -13,7 +13,7 @@ from lowrank_kv_jax.pallas_kernels.coefficient_attention import by_kernel
 from lowrank_kv_jax.pallas_kernels.compile_only import NoCompiler, compile_for, device, gpu_facts, mosaic_facts
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.lanes import tokens_on_lanes
-from lowrank_kv_jax.storage.positions import Runs
+from lowrank_kv_jax.storage.positions import PerHead, Runs
 from lowrank_kv_jax.storage.quantised import Tile, store_tokens
 from lowrank_kv_jax.storage.water_filled import WidthRuns, empty_water_filled
 
@@ -23,7 +23,8 @@ HEADS, KV_HEADS = 32, 8
 @dataclasses.dataclass(frozen=True)
 class Program:
     """One op at one shape; `joint` has one basis and one set of coefficients for all heads, `dtype="mixed"` packed ones
-    of several widths, keys before RoPE around a mean, `"tiles2"` 2 bits with scales as KIVI has them."""
+    of several widths, keys before RoPE around a mean, `"tiles2"` 2 bits with scales as KIVI has them, `chosen` tokens at
+    positions in no order, those of each stored head its own."""
 
     op: str
     rank_k: int
@@ -35,10 +36,12 @@ class Program:
     joint: bool = False
     queries: int = 1
     mosaic: bool = False  # on a GPU the kernel in the Mosaic dialect instead of Triton's
+    chosen: bool = False
 
     def __str__(self) -> str:
         op = {"coefficient_attention": "coefficients", "rotary_coefficient_attention": "pre-RoPE"}[self.op]
         op, heads = ("Mosaic " if self.mosaic else "") + op, ", joint" if self.joint else ""
+        heads += ", chosen" if self.chosen else ""
         return (f"{op} {self.rank_k}/{self.rank_v}{heads}, D={self.head_dim}, {self.dtype}, B={self.batch}, "
                 f"S={self.size}, T={self.queries}")
 
@@ -61,6 +64,10 @@ PROGRAMS = (
     *(Program(ROTARY, r, r, dtype="mixed") for r in (64, 128)),
     Program(ROTARY, 160, 152, dtype="mixed", joint=True, head_dim=64),
     *(Program(ROTARY, r, r, dtype="mixed", joint=True) for r in (256, 512)),
+    *(Program(ROTARY, r, r, chosen=True) for r in (32, 64, 128)), Program(ROTARY, 64, 64, dtype="int8", chosen=True),
+    Program(ROTARY, 64, 64, head_dim=256, chosen=True), Program(ROTARY, 48, 32, head_dim=64, chosen=True),
+    Program(ROTARY, 256, 384, joint=True, chosen=True), Program(ROTARY, 64, 64, dtype="mixed", chosen=True),
+    *(Program(ROTARY, r, r, dtype="mixed", joint=True, chosen=True) for r in (256, 512)),
     *(Program(PLAIN, r, r, mosaic=True) for r in (16, 32, 48, 64, 96, 128)), Program(PLAIN, 64, 96, mosaic=True),
     Program(PLAIN, 256, 192, head_dim=256, mosaic=True), Program(PLAIN, 64, 64, dtype="float16", size=1000, mosaic=True),
 )
@@ -170,7 +177,9 @@ def arguments(program: Program, target: str) -> tuple[Callable[..., Any], tuple[
     gaps = shape((program.batch, 2), jnp.int32)
     rows = shape((program.batch,), jnp.int32)
     sides = side(program.rank_k, Tile(32, 1)), side(program.rank_v, Tile(1, 32))
-    tokens = CachedTokens(*sides, rows, Runs(gaps, gaps))
+    each = shape((program.batch, stored, program.size), jnp.int32)
+    where = PerHead(each, None, heads) if program.chosen else Runs(gaps, gaps)
+    tokens = CachedTokens(*sides, rows, where)
     positions = shape((program.batch, program.queries), jnp.int32)
     common = dict(scale=program.head_dim**-0.5, causal=False, window=None)
     if program.op == PLAIN:

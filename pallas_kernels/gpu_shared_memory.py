@@ -43,17 +43,20 @@ def coefficient_grid(grid: Grid, keys: Stored, values: Stored, query_bytes: int)
     return _fitting(grid, keys, values, lambda some: _tiles(some, keys, values, multiplied) + queries, stages=2)
 
 
-def rotary_grid(grid: Grid, keys: Stored, values: Stored, query_bytes: int, head_dim: int) -> Grid:
+def rotary_grid(grid: Grid, keys: Stored, values: Stored, query_bytes: int, head_dim: int, by_slot: bool) -> Grid:
     """The same of `rotary_coefficient_attention`, whose key basis lies beside the tiles as a whole.
 
     Args:
         grid, keys, values, query_bytes: as above.
         head_dim: of the padded queries.
+        by_slot: keys are rotated slot by slot, so that the queries are the same for all tiles: where products are
+            asynchronous they lie there, too.
 
     Raises:
         Unsupported: the GPU has too little for that.
     """
-    beside = head_dim * (_columns(keys) + BETWEEN_LAYOUTS) * query_bytes
+    queries = grid.rows if by_slot and grid.rows >= WGMMA_ROWS else 0
+    beside = head_dim * (_columns(keys) + BETWEEN_LAYOUTS + queries) * query_bytes
     # a tile of the coefficients' kernel that is smaller spills registers, and scales are of whole tiles
     last = dict(tile=LEAST_TILE) if grid.rows < WGMMA_ROWS and keys.scales is None else dict(stages=2)
     multiplied = _multiplied(grid, values)

@@ -20,7 +20,7 @@ SCALE = 0.3
 store = jax.jit(store_tokens, static_argnums=(1, 2, 3))
 read = jax.jit(read_tokens)
 pack_codes, unpack_codes = (jax.jit(f, static_argnums=1) for f in (pack, unpack))
-positions_at = jax.jit(lambda runs, slots: runs.at(slots))
+positions_at = jax.jit(lambda where, slots: where.at(slots))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Case:
     mean: bool = False
     gaps: tuple[int, int] = (0, 100)
     jumps: tuple[int, int] = (3, 5)
+    own: int | None = None  # stored heads that have positions of their own each, in no order, instead of runs
     per_row: bool = False
     poison: bool = True
 
@@ -77,16 +78,26 @@ def make(case: Case, seed: int = 0) -> Inputs:
     )
     stale = np.arange(S)[None, None, :, None] >= lengths[:, None, None, None]
     k, v = (np.where(stale, 0.0, x) for x in (k, v))
-    runs = Runs(*(jnp.asarray([x] * batch, jnp.int32) for x in (case.gaps, case.jumps)))
+    where = Runs(*(jnp.asarray([x] * batch, jnp.int32) for x in (case.gaps, case.jumps)))
+    if case.own is not None:
+        where = _without_order(case, lengths)
     if case.runs is not None:
-        return _packed(case, rng, (k, v), lengths, runs)
+        return _packed(case, rng, (k, v), lengths, where)
     keys, values = (store(x.astype(np.float32), case.bits, dtype, t) for x, t in zip((k, v), case.tiles, strict=True))
     exact = [np.asarray(read(x), np.float64) for x in (keys, values)]
     if case.bits is None and case.poison:
         keys, values = (jnp.where(stale, jnp.nan, x) for x in (keys, values))
     elif case.poison:  # tiles beyond the length: their scales, the bits of bfloat16 numbers, are NaN
         keys, values = (_poisoned(x, lengths) for x in (keys, values))
-    return _inputs(case, rng, exact, CachedTokens(keys, values, jnp.asarray(lengths), runs), lengths)
+    return _inputs(case, rng, exact, CachedTokens(keys, values, jnp.asarray(lengths), where), lengths)
+
+
+def _without_order(case, lengths):
+    """Positions of each head, in 21 bits; any number beyond the length."""
+    rng, shape = np.random.default_rng(1), (len(lengths), case.own, case.S)
+    stale = np.arange(case.S) >= lengths[:, None, None]
+    chosen = np.where(stale, rng.integers(-(2**31), 2**31, shape), rng.integers(0, 2**21, shape))
+    return PerHead(jnp.asarray(chosen, jnp.int32), None, case.K)
 
 
 def _poisoned(x, lengths):
@@ -96,7 +107,7 @@ def _poisoned(x, lengths):
         x, **{name: jnp.where(tiles, jnp.uint16(0x7FC0), y) for name, y in sides.items() if y is not None})
 
 
-def _packed(case, rng, sides, lengths, runs):
+def _packed(case, rng, sides, lengths, where):
     """Inputs of packed tokens, whose bytes beyond the length are as large as bytes are: no bits of theirs are NaN."""
     stored, exact = [], []
     for x, own in zip(sides, case.runs, strict=True):
@@ -105,20 +116,20 @@ def _packed(case, rng, sides, lengths, runs):
         exact.append(np.asarray(unpack_codes(codes, own), np.float64))
         stale = np.arange(case.S)[None, None, :, None] >= lengths[:, None, None, None]
         stored.append(WaterFilled(jnp.where(stale, jnp.uint8(255), codes), own))
-    return _inputs(case, rng, exact, CachedTokens(*stored, jnp.asarray(lengths), runs), lengths)
+    return _inputs(case, rng, exact, CachedTokens(*stored, jnp.asarray(lengths), where), lengths)
 
 
 def _inputs(case, rng, exact, tokens, lengths):
     S, dtype = case.S, jnp.dtype(case.dtype)
     positions = np.asarray(positions_at(tokens.positions, np.arange(S, dtype=np.int32)))
     index = np.clip(lengths[:, None] - case.T + np.arange(case.T), 0, S - 1)
-    at = np.take_along_axis(positions, index, axis=1).astype(np.int32)
+    at = index if case.own else np.take_along_axis(positions, index, axis=1).astype(np.int32)
     mask = np.broadcast_to((np.arange(S) < lengths[:, None])[:, None], (len(lengths), case.T, S)).copy()
     if case.causal:
         mask &= positions[:, None] <= at[:, :, None]
     if case.window is not None:
         mask &= positions[:, None] > at[:, :, None] - case.window
-    options = dict(scale=SCALE, q_positions=jnp.asarray(at), causal=case.causal, window=case.window)
+    options = dict(scale=SCALE, q_positions=jnp.asarray(at, jnp.int32), causal=case.causal, window=case.window)
     return Inputs(*_queries(case, rng, exact, positions, mask, dtype, tokens, options))
 
 
@@ -160,9 +171,11 @@ def _queries(case, rng, exact, positions, mask, dtype, tokens, options):
 
 
 def rotated(x, positions, rope):
-    """float64 rotation of `[B, S, K, D]` by complex multiplication."""
-    half = rope.rotary_dim // 2
-    turn = np.exp(1j * positions[:, :, None, None] * rope.inverse_frequencies())
+    """float64 rotation of `[B, S, K, D]` at `[B, S]` or `[B, J, S]` by complex multiplication."""
+    half, heads = rope.rotary_dim // 2, x.shape[2]
+    each = positions[:, None] if positions.ndim == 2 else positions
+    each = np.repeat(each, heads // each.shape[1], axis=1).swapaxes(1, 2)
+    turn = np.exp(1j * each[..., None] * rope.inverse_frequencies())
     z = (x[..., :half] + 1j * x[..., half : 2 * half]) * turn
     return np.concatenate([z.real, z.imag, x[..., 2 * half :]], axis=-1)
 

@@ -2,7 +2,7 @@
 
 Keys of a tile are rebuilt, K^ = C U^T, and rotated by their place within the tile; the *query* is turned back by the
 position at which the tile begins, q . R(t0 + i) k = (R(-t0) q) . (R(i) k). A tile with a gap in its positions is
-visited once for each run of consecutive ones.
+visited once for each run of consecutive ones. Where positions follow no order, keys are rotated each by its own.
 """
 
 import functools
@@ -45,7 +45,7 @@ from lowrank_kv_jax.pallas_kernels.packing import (
     stored_arrays,
     unpack,
 )
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import position_angle, turn
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_rotation import rotation
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary, prepare, read_run, visits
 from lowrank_kv_jax.storage.basis import expand_values
 
@@ -81,22 +81,23 @@ def attend_packed(
     if values.runs is None:
         token_bytes, rebuilt = bytes_of_token(keys) + bytes_of_token(values), 2 * half * packed.q.dtype.itemsize
         grid = decode_grid(rows, batch * heads, keys.codes.shape[2], token_bytes, rebuilt)
-        grid = rotary_grid(grid, keys, values, packed.q.dtype.itemsize, 2 * half)
+        by_slot = rotary.positions is not None
+        grid = rotary_grid(grid, keys, values, packed.q.dtype.itemsize, 2 * half, by_slot)
     else:
         grid = packed_grid(rows, batch * heads, keys.codes.shape[2], PACKED_TILE)
         check_packed(rows, MOST_COLUMNS, keys, values)
     basis_bytes = 2 * half * rotary.basis.shape[-1] * packed.q.dtype.itemsize
+    way, angles = rotation(rotary, rotate)
     kernel = functools.partial(
-        _kernel, grid=grid, runs=rotary.first.shape[1], scale=scale, rotate=rotate, quantised=keys.scales is not None,
+        _kernel, grid=grid, runs=rotary.first.shape[1], scale=scale, way=way, quantised=keys.scales is not None,
         centred=rotary.mean is not None, resident=basis_bytes <= RESIDENT_BYTES, key_runs=keys.runs,
         value_runs=values.runs,
     )
     query = packed.q if keys.runs is None else with_rows(packed.q, grid.rows)
-    whole = pl.BlockSpec(rotary.cos.shape, lambda s, h, b: (0, 0, 0))
     of_bases = [(x, basis_spec(x, batch)) for x in (rotary.basis, rotary.mean) if x is not None]
     part = launch(
         "rotary_coefficient_attention", kernel, grid, packed, visits(rotary, grid.tile),
-        [(rotary.cos, whole), (rotary.sin, whole), *by_head(packed, query), *of_bases,
+        [*angles, *by_head(packed, query), *of_bases,
          *by_head(packed, keys.codes, keys.scales, values.codes, values.scales)],
         columns_of(values), interpret=interpret,
     )
@@ -110,9 +111,11 @@ def basis_spec(x: jax.Array, rows: int) -> pl.BlockSpec:
 
 
 def _kernel(
-    limits_ref, cos_ref, sin_ref, q_ref, basis_ref, *refs, grid: Grid, runs: int, scale: float,
-    rotate: bool, quantised: bool, centred: bool, resident: bool, key_runs, value_runs,
+    limits_ref, *refs, grid: Grid, runs: int, scale: float, way, quantised: bool, centred: bool, resident: bool, key_runs,
+    value_runs,
 ):
+    angle_refs, (q_ref, basis_ref, *refs) = refs[: 2 * bool(way)], refs[2 * bool(way) :]
+    rotating = functools.partial(way, *angle_refs, grid.tile) if way else None
     mean_ref, refs = (refs[0], refs[1:]) if centred else (None, refs)
     if quantised:
         k_ref, ks_ref, v_ref, vs_ref, out_ref, lse_ref = refs
@@ -122,11 +125,10 @@ def _kernel(
     value_pieces = pieces_of(v_ref.shape[-1], value_runs)
     begin, end = load_ranges(limits_ref, grid.rows, there)
     start, stop = split_range(limits_ref[5 * runs], grid)
-    angles = (cos_ref, sin_ref) if rotate else None
     if key_runs is None:
-        logits_of = whole_keys(k_ref, ks_ref, basis_ref, mean_ref, q_ref, angles, grid=grid, resident=resident)
+        logits_of = whole_keys(k_ref, ks_ref, basis_ref, mean_ref, q_ref, rotating, grid=grid, resident=resident)
     else:
-        logits_of = keys_in_parts(k_ref, basis_ref, mean_ref, q_ref, angles, grid=grid, key_runs=key_runs)
+        logits_of = keys_in_parts(k_ref, basis_ref, mean_ref, q_ref, rotating, grid=grid, key_runs=key_runs)
 
     def body(visit, carry):
         top, total, accs = carry
@@ -146,7 +148,7 @@ def _kernel(
     write_partial(out_ref, lse_ref, grid.rows, accs, value_pieces, top, total)
 
 
-def whole_keys(k_ref, ks_ref, basis_ref, mean_ref, q_ref, angles, *, grid: Grid, resident: bool):
+def whole_keys(k_ref, ks_ref, basis_ref, mean_ref, q_ref, rotating, *, grid: Grid, resident: bool):
     """`logits(first slot, slots that count, offset of positions)` `[rows, tile]` of keys that are rebuilt at once."""
     dtype, key_pieces, half = q_ref.dtype, columns(k_ref.shape[-1]), basis_ref.shape[0] // 2
     there, all_half = jnp.arange(grid.rows) < q_ref.shape[0], jnp.full((half,), True)
@@ -156,7 +158,7 @@ def whole_keys(k_ref, ks_ref, basis_ref, mean_ref, q_ref, angles, *, grid: Grid,
         return [load_block(basis_ref, side * half, all_half, piece) for piece in key_pieces]
 
     held = [basis(side) for side in range(2)] if resident else None
-    local = [table[0, : grid.tile] for table in angles or ()]
+    rotated = rotating() if rotating else None
     means = None if mean_ref is None else [mean_ref[pl.ds(side * half, half)][None] for side in range(2)]
 
     def rebuild(coefficients):
@@ -175,15 +177,14 @@ def whole_keys(k_ref, ks_ref, basis_ref, mean_ref, q_ref, angles, *, grid: Grid,
                 x = x.astype(jnp.float32) * load_scale(ks_ref, at // TILE_OF_SCALES, piece)
             coefficients.append(x.astype(dtype))
         keys, turned = rebuild(coefficients), query
-        if angles is not None:
-            cos, sin = position_angle(*angles, at + offset)
-            keys, turned = turn(*keys, *local), turn(*query, cos, -sin)
+        if rotated is not None:
+            keys, turned = rotated(keys, query, at, mine, offset)
         return sum(dot(x.astype(dtype), k.astype(dtype).T) for x, k in zip(turned, keys, strict=True))
 
     return logits
 
 
-def keys_in_parts(k_ref, basis_ref, mean_ref, q_ref, angles, *, grid: Grid, key_runs):
+def keys_in_parts(k_ref, basis_ref, mean_ref, q_ref, rotating, *, grid: Grid, key_runs):
     """The same of packed keys, rebuilt `PART` channel pairs at a time: of whole ones the registers would overflow."""
     dtype, half = q_ref.dtype, basis_ref.shape[0] // 2
     width = min(half, PART)
@@ -201,11 +202,9 @@ def keys_in_parts(k_ref, basis_ref, mean_ref, q_ref, angles, *, grid: Grid, key_
             if mean_ref is not None:
                 keys = [x + plgpu.load(mean_ref.at[side])[None] for x, side in zip(keys, sides, strict=True)]
             query = [plgpu.load(q_ref.at[:, side]).astype(jnp.float32) for side in sides]
-            if angles is not None:
-                pairs = pl.ds(number * width, width)
-                local = [table[0, : grid.tile, pairs] for table in angles]
-                cos, sin = position_angle(*angles, at + offset, pairs)
-                keys, query = turn(*keys, *local), turn(*query, cos, -sin)
+            if rotating is not None:
+                rotated = rotating(pl.ds(number * width, width))
+                keys, query = rotated(keys, query, at, mine, offset)
             return total + sum(dot(x.astype(dtype), k.astype(dtype).T) for x, k in zip(query, keys, strict=True))
 
         return jax.lax.fori_loop(0, half // width, part, jnp.zeros((grid.rows, grid.tile), jnp.float32))

@@ -1,4 +1,4 @@
-"""What the kernels of this op share: queries and bases as channel pairs, and runs of consecutive positions."""
+"""What the kernels of this op share: queries and bases as channel pairs, and positions, in runs or slot by slot."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.packing import Packed, pack, visible_range
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import (
     Pairs,
     channel_pairs,
     digit_tables,
     split_pairs,
+    steps_of_pairs,
 )
 
 
@@ -25,8 +25,11 @@ class Rotary(NamedTuple):
             a power of two.
         basis: key basis of each kv head `[B or 1, K, 2 H, R]`, its channels in the same order, in the queries' dtype.
         mean: of the keys of each kv head `[B or 1, K, 2 H]`, float32, as above; None where they have none.
-        first, offset: int32 `[B, P]`, runs of consecutive positions: first slot, and position minus slot.
-        cos, sin: `digit_tables`.
+        first, offset: int32 `[B, P]`, runs of consecutive positions: first slot, and position minus slot. One run of all
+            slots where positions do not count, or are those of each slot.
+        positions: int32 `[B, J, S]`, of slots that follow no order; None where they are runs.
+        cos, sin: `digit_tables`, for runs.
+        steps: `steps_of_pairs`, for `positions`.
     """
 
     packed: Packed
@@ -34,32 +37,34 @@ class Rotary(NamedTuple):
     mean: jax.Array | None
     first: jax.Array
     offset: jax.Array
+    positions: jax.Array | None
     cos: jax.Array
     sin: jax.Array
+    steps: jax.Array
 
 
 def prepare(q, tokens, key_basis, *, rope, kv_heads, q_positions, causal, window, key_mean=None) -> Rotary:
     """Arrange the op's arguments.
 
     Raises:
-        Unsupported: positions that are no runs of consecutive tokens, or what `pack` and `visible_range` refuse.
+        Unsupported: what `pack` and `visible_range` refuse, so that heads packed in one buffer never come here.
     """
     head_dim = q.shape[-1]
     pairs = channel_pairs(rope, head_dim)
     packed = pack(q, kv_heads, *visible_range(tokens, q_positions, causal, window))
-    if rope is None:
-        first = offset = jnp.zeros((q.shape[0], 1), jnp.int32)
-    elif hasattr(tokens.positions, "pieces"):
-        first, offset = tokens.positions.pieces()
-    else:
-        raise Unsupported(f"rotation at {type(tokens.positions).__name__} positions, which are no runs of tokens")
+    where, first, positions = tokens.positions, jnp.zeros((q.shape[0], 1), jnp.int32), None
+    offset = first
+    if rope is not None and hasattr(where, "pieces"):
+        first, offset = where.pieces()
+    elif rope is not None:
+        positions = where.position
     rows = key_basis if key_basis.ndim == 4 else key_basis[None]
     by_head = rows.reshape(rows.shape[0], kv_heads, head_dim, -1).swapaxes(2, 3)
     basis = jnp.moveaxis(split_pairs(by_head, pairs), 2, -1).reshape(*rows.shape[:1], kv_heads, 2 * pairs.padded, -1)
-    cos, sin = (jnp.asarray(table) for table in digit_tables(rope, head_dim))
+    cos, sin, steps = (jnp.asarray(x) for x in (*digit_tables(rope, head_dim), steps_of_pairs(rope, head_dim)))
     turned = split_pairs(packed.q, pairs)
     packed = packed._replace(q=turned.reshape(*turned.shape[:3], -1))
-    return Rotary(packed, basis.astype(q.dtype), _mean(key_mean, pairs), first, offset, cos, sin)
+    return Rotary(packed, basis.astype(q.dtype), _mean(key_mean, pairs), first, offset, positions, cos, sin, steps)
 
 
 def _mean(key_mean: jax.Array | None, pairs: Pairs) -> jax.Array | None:

@@ -1,23 +1,22 @@
 """Decode attention over pre-RoPE coefficients for TPUs: keys of a tile rebuilt, and rotated by their place within it.
 
 As in `gpu_triton`, the query is turned back by the position at which a tile begins, and a tile with a gap in its
-positions is visited once for each run of consecutive ones.
+positions is visited once for each run of consecutive ones. Where positions follow no order, keys are rotated each by its
+own.
 """
 
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels import tpu_softmax
 from lowrank_kv_jax.pallas_kernels.packing import unpack
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import channel_pairs, position_angle, turn
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary, prepare, read_run, visits
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.tpu_rotation import rotation
 from lowrank_kv_jax.pallas_kernels.tpu_softmax import Step
 from lowrank_kv_jax.pallas_kernels.tpu_tiled import tiled_tokens
 from lowrank_kv_jax.storage.basis import expand_values
@@ -38,8 +37,8 @@ def rotary_coefficient_attention(
     rows = rotary.packed.q.shape[2]
     rotary = rotary._replace(packed=tpu_softmax.padded(rotary.packed), basis=keys.spread(rotary.basis))
     tile = min(tpu_softmax.tile_of(keys.slots, keys, values), max(MOST_TOKENS, keys.least, values.least))
-    angles = _tile_angles(rope, q.shape[-1], tile) if rope is not None else None
-    out, lse = attend_packed(rotary, keys, values, angles, tile=tile, scale=scale, interpret=interpret)
+    way = rotation(rotary, rope, q.shape[-1], tile)
+    out, lse = attend_packed(rotary, keys, values, way, tile=tile, scale=scale, interpret=interpret)
     part = unpack(AttnPartial(out[:, :, :rows], lse[:, :, :rows]), q.shape[1])
     return part if value_basis is None else AttnPartial(expand_values(value_basis, part.out, kv_heads), part.lse)
 
@@ -49,18 +48,10 @@ def _stored(tokens: Any, name: str) -> Any:
     return tiled_tokens(tokens) or tpu_softmax.lane_tokens(tokens, name)
 
 
-def _tile_angles(rope, head_dim: int, tile: int) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of the places within a tile, each float32 `[H, tile]`, from float64."""
-    pairs = channel_pairs(rope, head_dim)
-    turns = np.zeros((pairs.padded, tile))
-    turns[: pairs.first.size] = pairs.frequency[:, None] * np.arange(tile)
-    return jnp.asarray(np.cos(turns), jnp.float32), jnp.asarray(np.sin(turns), jnp.float32)
-
-
 def attend_packed(
-    rotary: Rotary, keys: Any, values: Any, angles, *, tile: int, scale: float, interpret: bool
+    rotary: Rotary, keys: Any, values: Any, way: Any, *, tile: int, scale: float, interpret: bool
 ) -> AttnPartial:
-    """Partial `[B, K, M, Rv]`, lse `EMPTY` where a row sees nothing; `rotary` padded."""
+    """Partial `[B, K, M, Rv]`, lse `EMPTY` where a row sees nothing; `rotary` padded, `way` of `rotation`."""
     packed, runs = rotary.packed, rotary.first.shape[1]
     (batch, heads, rows, _), size, width = packed.q.shape, keys.slots, values.width
     steps = pl.cdiv(size, tile) + runs - 1
@@ -69,9 +60,6 @@ def attend_packed(
     def near(i, b, table):  # a step beyond the last visit repeats its tile, which is not read again
         visit = jnp.minimum(i, jnp.maximum(table[b, 5 * runs] - 1, 0))
         return jnp.minimum(read_run(lambda at: table[b, at], runs, visit).tile, most)
-
-    def whole(x):
-        return pl.BlockSpec(x.shape, lambda b, h, i, table: (0,) * x.ndim)
 
     def per_head(lanes):
         return pl.BlockSpec((None, None, rows, lanes), lambda b, h, i, table: (b, h, 0, 0))
@@ -83,19 +71,19 @@ def attend_packed(
         return pl.BlockSpec((None, None, *x.shape[2:]), lambda b, h, i, table: (0 if shared else b, h, 0, 0))
 
     of_bases = [rotary.basis] if rotary.mean is None else [rotary.basis, rotary.mean[..., None]]
-    tables = () if angles is None else (*angles, rotary.cos, rotary.sin)
+    tables, of_tables = ([], []) if way is None else (way.arrays(interpret), way.specs(near))
     specs = [spec for x in (keys, values) for spec in x.specs(batch, heads, tile, near)]
     arrays = [array for x in (keys, values) for array in x.arrays(tile)]
     out, lse = pl.pallas_call(
         functools.partial(
-            _kernel, stored=(keys, values), tile=tile, runs=runs, scale=scale, rotate=angles is not None,
+            _kernel, stored=(keys, values), tile=tile, runs=runs, scale=scale, way=way,
             centred=rotary.mean is not None,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(batch, heads, steps),
             in_specs=[
-                per_row, per_row, per_head(packed.q.shape[3]), *map(of_head, of_bases), *specs, *map(whole, tables),
+                per_row, per_row, per_head(packed.q.shape[3]), *map(of_head, of_bases), *specs, *of_tables,
             ],
             out_specs=[per_head(width), per_head(1)],
             scratch_shapes=tpu_softmax.scratch(rows, width),
@@ -112,7 +100,7 @@ def attend_packed(
 
 
 def _kernel(
-    table_ref, begin_ref, end_ref, q_ref, basis_ref, *refs, stored, tile: int, runs: int, scale: float, rotate: bool,
+    table_ref, begin_ref, end_ref, q_ref, basis_ref, *refs, stored, tile: int, runs: int, scale: float, way: Any,
     centred: bool,
 ):
     refs = list(refs)
@@ -135,10 +123,8 @@ def _kernel(
         if mean_ref is not None:
             keys = tuple(x + mean_ref[side] for x, side in zip(keys, sides, strict=True))
         query = tuple(q_ref[:, side].astype(jnp.float32) for side in sides)
-        if rotate:
-            place_cos, place_sin, cos_ref, sin_ref = tables
-            cos, sin = position_angle(cos_ref, sin_ref, run.tile * tile + run.offset)
-            keys, query = turn(*keys, place_cos[...], place_sin[...]), turn(*query, cos, -sin)
+        if way is not None:
+            keys, query = way.rotated(tables, keys, query, run.tile * tile + run.offset)
         logits = sum(tpu_softmax.dot(x.astype(dtype), k.astype(dtype), (1, 0)) for x, k in zip(query, keys, strict=True))
         visible = mine & (slots >= begin_ref[...]) & (slots < end_ref[...])
         tpu_softmax.add_tile(logits * scale, visible, values, mine, dtype, *state)

@@ -60,7 +60,8 @@ def test_no_collective_moves_the_cache(name):
 KERNELS = ("palu:rank=0.5,sinks=4,recent=8",)  # rebuilt from coefficients that heads share
 MORE = ("full", "ojakv:rank=0.5,sinks=4,recent=8,heads=joint", "ojakv:rank=0.5,rope=pre,sinks=4,recent=8", "minicache", "adakv",
         "osp:rank=0.5,sinks=4,recent=8", "osp:rank=0.5,heads=joint,sinks=4,recent=8", "snapkv:keep=0.5,sinks=4,recent=8",
-        "ojakv:bits=8,rank=0.5,sinks=4,recent=8", "transform:bits=3,sampled=False,sinks=4,recent=8")
+        "ojakv:bits=8,rank=0.5,sinks=4,recent=8", "transform:bits=3,sampled=False,sinks=4,recent=8",
+        "transform:bits=3,heads=per_head,sampled=False,sinks=4,recent=8+snapkv:keep=0.5")
 
 
 @pytest.mark.parametrize("names", [KERNELS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["quick", "more"])

@@ -105,10 +105,11 @@ EDGES = """
 import json, sys
 from lowrank_kv_jax.pallas_kernels import gpu_shared_memory
 from lowrank_kv_jax.pallas_kernels.compile_grid import PLAIN, ROTARY, Program, compile_all
-def at(rank):
-    return [Program(op, rank[i], rank[i], batch=1, joint=True, queries=queries)
-            for i, (op, queries) in enumerate(((ROTARY, 1), (ROTARY, 16), (PLAIN, 1), (PLAIN, 2)))]
-largest, beyond = at((576, 480, 1152, 576)), at((608, 512, 1216, 608))
+cases = (ROTARY, 1, False), (ROTARY, 16, False), (ROTARY, 1, True), (ROTARY, 16, True), (PLAIN, 1, False), (PLAIN, 2, False)
+def at(*ranks):
+    return [Program(op, rank, rank, batch=1, joint=True, queries=queries, chosen=chosen)
+            for rank, (op, queries, chosen) in zip(ranks, cases)]
+largest, beyond = at(576, 480, 576, 448, 1152, 576), at(608, 512, 608, 480, 1216, 608)
 results, missing = compile_all(sys.argv[1:], (*largest, *beyond))
 gpu_shared_memory._check = lambda *_: None
 results += compile_all(sys.argv[1:], beyond)[0]
@@ -193,10 +194,10 @@ def test_no_refresh_decomposes():
 def test_what_shared_memory_cannot_hold_is_refused_before_the_compiler_refuses_it():
     """For each kernel, with few and with many query rows: the largest rank that is admitted (they go by 32, or 64 beyond 512), the next."""
     answers = compiled(EDGES, "sm_90")
-    largest, foretold, tried = answers[:4], answers[4:8], answers[8:]
-    assert largest == [None] * 4
+    largest, foretold, tried = answers[:6], answers[6:12], answers[12:]
+    assert largest == [None] * 6
     assert all("bytes of shared memory, the GPU has 232448" in x for x in foretold)
-    assert len(tried) == 4 and all("Shared memory size limit exceeded" in x for x in tried)
+    assert len(tried) == 6 and all("Shared memory size limit exceeded" in x for x in tried)
 
 
 @pytest.mark.slow
@@ -207,7 +208,7 @@ def test_every_method_decodes_on_sm_90_by_default():
     passes_the_gate(results, "method")
     refused = {r["method"]: r["said"] for r in results if any("shared memory" in x for x in r["said"])}
     assert set(refused) == {"xkv"}
-    assert {r["method"] for r in results if r["said"]} == {"xkv", "transform", "shadowkv", "osp"}
+    assert {r["method"] for r in results if r["said"]} == {"xkv", "transform", "osp"}
 
 
 @pytest.mark.slow
@@ -219,6 +220,17 @@ def test_no_step_loops_or_copies_a_cache_on_v5e():
     assert not [(r["method"], r["moved"]) for r in results if r["moved"] > (1 << 20 if r["method"] == "xkv" else 1 << 17)]
     assert {r["method"] for r in results if r["said"]} == {"shadowkv"}
     assert not [(r["method"], r["temporaries"]) for r in results if r["temporaries"] > 1 << 21]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target, specs", [
+    ("sm_90", ("ojakv:rank=0.5,rope=pre+kvzip:keep=0.5", "shadowkv")),
+    ("v5e", ("ojakv:rank=0.5,rope=pre+kvzip:keep=0.5", "transform:bits=3+kvzip:keep=0.5")),
+])
+def test_tokens_that_were_selected_before_rope_are_read_by_kernels(target, specs):
+    results = compiled(DOCUMENTED, target, *specs)
+    assert len(results) == len(specs) and not [r for r in results if r["failure"] or r["said"] or r["loops"]]
+    assert not [(r["spec"], r["moved"]) for r in results if r["moved"] > 1 << 17]
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Who runs an op, what falls back to XLA, and what XLA makes of it on a CPU."""
 
+import dataclasses
 import functools
 import re
 import warnings
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import Case, check, make
+from kernel_cases import Case, check, lanes, make
 
 from lowrank_kv_jax.attention.partial import AttnPartial, merge
 from lowrank_kv_jax.attention.rope import RopeSpec
@@ -44,6 +45,19 @@ def test_an_unsupported_case_runs_on_xla_with_one_warning_that_says_why():
         coefficient_attention(x.q, x.tokens, **x.options, backend="triton")
     with pytest.warns(RuntimeWarning, match="tpu: keys lie as .tokens, rank.*with_token_layout"):
         coefficient_attention(x.q, x.tokens, **x.options, backend="tpu")
+
+
+@pytest.mark.parametrize("backend", ["triton", "tpu"])
+def test_tokens_in_no_order_are_not_read_through_a_mask_nor_by_owner(backend):
+    x = make(Case(rope=RopeSpec(10000.0, 64), own=1, J=1, Jv=1, lengths=(60,), S=64, poison=False))
+    where = x.tokens.positions
+    packed = x.tokens._replace(positions=dataclasses.replace(where, owner=jnp.zeros((1, 1, 64), jnp.int8)))
+    masked = x.options | {"causal": True}
+    for tokens, options, reason in (x.tokens, masked, "windowed attention over PerHead"), (packed, x.options, "packed in one buffer"):
+        dispatch.warn_anew()
+        tokens = lanes(tokens) if backend == "tpu" else tokens
+        with pytest.warns(RuntimeWarning, match=reason):
+            rotary_coefficient_attention(x.q, tokens, x.basis, **options, backend=backend)
 
 
 @pytest.mark.parametrize("case", [

@@ -69,6 +69,11 @@ def test_coefficients(case):
         slow(Case(rope=ROPE, bits=4, rank_k=40, lengths=(1, 300), gaps=(0, 130), jumps=(100000, 9))),
         slow(Case(rope=ROPE, bits=2, tiles=KIVI, lengths=(1100, 513), S=1100, gaps=(0, 600), jumps=(100000, 9))),
         slow(Case(rope=None, per_row=True, rank_k=16, dtype="bfloat16", lengths=(300, 5))),
+        Case(rope=ROPE, own=2, mean=True, lengths=(0, 1, 511, 600), S=600),
+        slow(Case(rope=RopeSpec(500000.0, 48), own=1, J=1, Jv=1, runs=MANY, mean=True, per_row=True, T=2, lengths=(130, 300))),
+        slow(Case(rope=ROPE, own=2, bits=8, lengths=(1, 300))),
+        slow(Case(rope=ROPE, own=8, J=8, Jv=4, N=32, K=16, lengths=(300, 2), dtype="bfloat16")),  # each for two heads
+        slow(Case(rope=ROPE, own=16, J=1, Jv=1, N=16, K=16, lengths=(140,))),  # positions in two registers
     ],
     ids=str,
 )

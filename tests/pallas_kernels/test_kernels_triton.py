@@ -71,6 +71,12 @@ def test_coefficients(case):
         slow(Case(rope=ROPE, D=128, mean=True, runs=(SOME[0], ((2, 12), (1, 9))), dtype="bfloat16", lengths=(140,), T=2)),
         slow(Case(rope=None, per_row=True, rank_k=20, dtype="bfloat16", lengths=(300, 5))),
         slow(Case(rope=ROPE, D=128, rank_k=256, J=1, rank_v=384, Jv=1, lengths=(140,))),  # a joint basis, in pieces
+        Case(rope=LLAMA3, own=2, rank_k=20, mean=True, lengths=(0, 1, 129, 300)),
+        Case(rope=ROPE, own=1, runs=SOME, D=96, mean=True, per_row=True, T=2, lengths=(0, 64, 65, 300)),
+        slow(Case(rope=ROPE, own=2, bits=8, rank_k=64, lengths=(1, 300))),
+        slow(Case(rope=ROPE, own=4, J=1, Jv=1, N=8, K=4, rank_k=96, lengths=(140, 2), dtype="bfloat16")),
+        slow(Case(rope=LLAMA3, own=1, J=1, Jv=1, runs=MANY, N=8, K=4, lengths=(130,))),
+        slow(Case(rope=ROPE, own=2, J=2, Jv=4, K=4, S=1300, lengths=(1300, 513), D=128)),  # each for two heads; splits
     ],
     ids=str,
 )

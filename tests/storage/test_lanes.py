@@ -156,18 +156,24 @@ def test_an_unknown_layout_is_refused():
         with_token_layout(cache, "columns")
 
 
+POST = "ojakv:rank=0.5,sinks=4,recent=8"
+PRE = "ojakv:rank=0.5,sinks=4,recent=8,rope=pre"
+SELECTED = "ojakv:rank=0.5,sinks=4,recent=8,rope=pre+snapkv:keep=0.5"
+MIXED = "transform:bits=3,sinks=4,recent=8+snapkv:keep=0.5"
+PAGES = "shadowkv:budget=16,keep=none,sinks=4,recent=8,outliers=1,rank=8"
+
+
 @pytest.mark.parametrize(
-    "backend, layout, rope",
+    "backend, layout, spec",
     [
-        ("triton", "rows", "post"),
-        pytest.param("triton", "rows", "pre", marks=pytest.mark.slow),
-        pytest.param("tpu", "lanes", "post", marks=pytest.mark.slow),
-        pytest.param("tpu", "lanes", "pre", marks=pytest.mark.slow),
+        ("triton", "rows", POST),
+        *(pytest.param("triton", "rows", spec, marks=pytest.mark.slow) for spec in (PRE, SELECTED, MIXED, PAGES)),
+        *(pytest.param("tpu", "lanes", spec, marks=pytest.mark.slow) for spec in (POST, PRE, SELECTED, MIXED)),
     ],
 )
-def test_the_core_decodes_through_kernels_as_through_xla(monkeypatch, backend, layout, rope):
-    config = dataclasses.replace(SHORT, q_heads=2, kv_heads=1)
-    method = dataclasses.replace(METHOD, rope=rope)
+def test_the_core_decodes_through_kernels_as_through_xla(monkeypatch, backend, layout, spec):
+    """Each of them: that one gives way to XLA would be a warning."""
+    config, method = dataclasses.replace(SHORT, q_heads=2, kv_heads=1), parse_method(spec)
     cache, bases, params = prefilled(config, method, init_params(config, jax.random.key(0)))
     cache = with_token_layout(cache, layout)
     token = np.array([[5], [6]], np.int32)

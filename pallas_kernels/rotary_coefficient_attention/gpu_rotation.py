@@ -1,0 +1,50 @@
+"""How Triton kernels rotate the rebuilt keys of a tile: by runs of consecutive positions, or slot by slot.
+
+Each way takes references to its two arrays, the tokens of a tile, and the channel pairs that are rotated, and gives
+`rotated(keys, query, at, mine, offset)`: both halves of keys `[tile, pairs]` and queries `[rows, pairs]`, float32, such
+that their products are those of keys at their positions. `at` is the first slot of the tile, `mine` bool `[tile]` those
+that count, `offset` their positions minus slots where they are a run.
+"""
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from lowrank_kv_jax.pallas_kernels.gpu_launch import Operand, by_head
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import position_angle, slot_angles, turn
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary
+
+
+def by_run(cos_ref, sin_ref, tile: int, pairs=slice(None)):
+    """Keys by their place within the tile; the query back by the position at which the tile begins."""
+    local = [table[0, :tile, pairs] for table in (cos_ref, sin_ref)]
+
+    def rotated(keys, query, at, mine, offset):
+        cos, sin = position_angle(cos_ref, sin_ref, at + offset, pairs)
+        return turn(*keys, *local), turn(*query, cos, -sin)
+
+    return rotated
+
+
+def by_slot(position_ref, steps_ref, tile: int, pairs=slice(None)):
+    """Keys by the positions of their slots; the query stays as it is."""
+    steps = [steps_ref[number, pairs][None] for number in range(2)]
+
+    def rotated(keys, query, at, mine, offset):
+        position = plgpu.load(position_ref.at[pl.ds(at, tile)], mask=mine, other=0)
+        return turn(*keys, *slot_angles(position[:, None], *steps)), query
+
+    return rotated
+
+
+def rotation(rotary: Rotary, rotate: bool):
+    """The way in which a kernel rotates, None where it does not, and the operands that it takes for it."""
+
+    def whole(x) -> Operand:
+        return x, pl.BlockSpec(x.shape, lambda s, h, b: (0,) * x.ndim)
+
+    if not rotate:
+        return None, []
+    if rotary.positions is None:
+        return by_run, [whole(rotary.cos), whole(rotary.sin)]
+    return by_slot, [*by_head(rotary.packed, rotary.positions), whole(jnp.asarray(rotary.steps))]
