@@ -1,12 +1,10 @@
 """Rotation angles for kernels. Computed as float32 position times frequency they err by 1e-2 radians at 100K tokens.
 
 Of one position, by the addition theorem: it is written in base `DIGIT`, and R(p) = R(high) R(middle) R(low), products of
-entries of small tables from float64. Of many that follow no order, in fractions of a turn: integers wrap as angles do,
-so that position times step errs by its last bit alone, and a short series gives cos and sin of what is left.
+entries of small tables from float64. Of many that follow no order, in fractions of a turn (`turns`).
 """
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -17,12 +15,10 @@ from jax.experimental import pallas as pl
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.packing import power_of_two
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.turns import steps_of
 
 DIGIT = 128
 DIGITS = 3  # positions up to 2 ** 21
-TURN = 32  # bits of a fraction of a turn
-BEHIND = 11  # and of a step behind them: times a position of at most 2 ** 21 they fit as many bits
-TERMS = 7  # of the series, up to a quarter of a turn: the next one of the sine is 7e-10, of the cosine 6e-9
 
 
 class Pairs(NamedTuple):
@@ -94,33 +90,6 @@ def position_angle(cos_ref, sin_ref, position, pairs=slice(None)):
 
 @functools.lru_cache
 def steps_of_pairs(rope: RopeSpec | None, head_dim: int) -> np.ndarray:
-    """What every pair turns by from one position to the next, int32 `[2, padded]`: the first `TURN` bits of its fraction
-    of a turn, and the `BEHIND` bits behind them."""
+    """What every pair turns by from one position to the next, int32 `[2, padded]`; see `steps_of`."""
     pairs = channel_pairs(rope, head_dim)
-    turns = np.pad(pairs.frequency / (2 * math.pi), (0, pairs.padded - pairs.first.size))
-    bits = np.round(turns * 2.0 ** (TURN + BEHIND)).astype(np.int64) % 2 ** (TURN + BEHIND)
-    return np.stack([(bits >> BEHIND).astype(np.uint32).view(np.int32), bits % 2**BEHIND]).astype(np.int32)
-
-
-def slot_angles(position: jax.Array, step: jax.Array, behind: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of int32 positions, float32 within 1e-6 up to position 2 ** 21, finite whatever the position.
-
-    Args:
-        position: `[tokens, 1]`, or `[1, tokens]`.
-        step, behind: of `steps_of_pairs`, int32 `[1, pairs]`, or `[pairs, 1]`.
-    """
-    phase = position * step + jax.lax.shift_right_logical(position * behind, BEHIND)
-    # -1 where half a turn is nearer than none: the angle is counted from there, and both results change their sign
-    opposite = (phase + (1 << TURN - 2)) >> TURN - 1
-    angle = (phase - (opposite << TURN - 1)).astype(jnp.float32) * (2 * math.pi / 2**TURN)
-    sign, square = (1 + 2 * opposite).astype(jnp.float32), angle * angle
-    return sign * _series(square, 0), sign * angle * _series(square, 1)
-
-
-def _series(square: jax.Array, first: int) -> jax.Array:
-    """cos x of x squared, or with `first` 1 sin x / x."""
-    factors = [(-1) ** i / math.factorial(2 * i + first) for i in range(TERMS)]
-    total = jnp.full_like(square, factors[-1])
-    for factor in factors[-2::-1]:
-        total = total * square + factor
-    return total
+    return steps_of(np.pad(pairs.frequency, (0, pairs.padded - pairs.first.size)))

@@ -11,8 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.pallas_kernels.gpu_launch import Operand, by_head
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import position_angle, slot_angles, turn
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import position_angle, turn
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.turns import slot_angles
 
 
 def by_run(cos_ref, sin_ref, tile: int, pairs=slice(None)):

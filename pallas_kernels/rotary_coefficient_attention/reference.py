@@ -12,6 +12,7 @@ import numpy as np
 from lowrank_kv_jax.attention.blockwise import blockwise_attention, spread_heads
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.rope import RopeSpec, rope_angles
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.turns import slot_angles, steps_of
 from lowrank_kv_jax.storage.basis import reconstruct
 from lowrank_kv_jax.storage.block_reads import (
     block_for,
@@ -81,20 +82,19 @@ def block_angles(rope: RopeSpec, where, positions: jax.Array, start) -> tuple[ja
     """cos and sin of a block's tokens, float32 `[B, 1 or J, half, S]`.
 
     Within runs of consecutive positions by the addition theorem, from a table of places and the angle at which the block
-    begins: XLA's sines on a CPU take as long as all other work on a block.
+    begins, elsewhere in fractions of a turn: XLA's sines on a CPU take as long as all other work on a block.
 
     Args:
         where: the positions of the whole buffer.
         positions: those of the block's tokens, int32 `[B, 1 or J, S]`.
         start: slot at which the block begins.
     """
-    if not isinstance(where, Runs):
-        cos, sin = rope_angles(rope, positions)
-        return cos.swapaxes(-1, -2), sin.swapaxes(-1, -2)
-    size = positions.shape[-1]
-    first, offset = where.pieces()
     # rounded as the model's own frequencies are: over thousands of tokens the difference would show
     frequency = rope.inverse_frequencies().astype(np.float32).astype(np.float64)
+    if not isinstance(where, Runs):
+        return slot_angles(positions[..., None, :], *(jnp.asarray(x)[:, None] for x in steps_of(frequency)))
+    size = positions.shape[-1]
+    first, offset = where.pieces()
     place = frequency[:, None] * np.arange(size)
     place_cos, place_sin = (jnp.asarray(f(place), jnp.float32) for f in (np.cos, np.sin))
     base_cos, base_sin = (x[..., None] for x in rope_angles(rope, start + offset))  # [B, P + 1, half, 1]

@@ -13,13 +13,9 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from lowrank_kv_jax.attention.rope import RopeSpec
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import (
-    channel_pairs,
-    position_angle,
-    slot_angles,
-    turn,
-)
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import channel_pairs, position_angle, turn
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.turns import slot_angles
 from lowrank_kv_jax.pallas_kernels.tpu_softmax import where_they_lie
 
 SUBLANES = 8  # rows of int32 that a register holds

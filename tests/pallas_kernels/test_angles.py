@@ -4,11 +4,8 @@ import numpy as np
 import pytest
 
 from lowrank_kv_jax.attention.rope import RopeSpec
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import (
-    channel_pairs,
-    slot_angles,
-    steps_of_pairs,
-)
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import channel_pairs, steps_of_pairs
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.turns import slot_angles
 
 
 @pytest.mark.parametrize("rope", [
