@@ -18,11 +18,7 @@ from lowrank_kv_jax.method.choice import compact, ranks
 from lowrank_kv_jax.method.codec import Tokens
 from lowrank_kv_jax.method.layout import Layout
 from lowrank_kv_jax.segments import coded as coded_tokens
-from lowrank_kv_jax.selections.window_scores import pooled
 from lowrank_kv_jax.storage.positions import PerHead
-
-NEIGHBOURS = 9
-"""What is seldom comes in spans: a number is long, and not each of its digits stands out."""
 
 
 def classes(store: Transformed) -> tuple[Transformed, ...]:
@@ -58,7 +54,6 @@ def take_in(
         if (runs := runs_in(common, side)) is not None
     )
     there = jnp.arange(size) < counts[:, None]
-    left = among_neighbours(left, there)
     wanted = (store.tokens.length + held.length + counts) // every - held.length
     chosen = there & (ranks(jnp.where(there, left, -jnp.inf)) < wanted[:, None])
     others = compact(there & ~chosen, min(size, store.tokens.k.shape[2]))
@@ -76,13 +71,6 @@ def take_in(
     return dataclasses.replace(
         store, tokens=put(store.tokens, codes, others, counts - wanted), fine=put(held, fine_codes, some, wanted)
     )
-
-
-def among_neighbours(errors: jax.Array, there: jax.Array) -> jax.Array:
-    """Errors `[B, T]` as the means of their logarithms over `NEIGHBOURS` tokens, of those that are `there`,
-    bool `[B, T]`."""
-    shared = (pooled(jnp.where(there, x, 0.0), "avg", NEIGHBOURS) for x in (jnp.log(errors + 1e-30), 1.0))
-    return next(shared) / jnp.maximum(next(shared), 1 / NEIGHBOURS)
 
 
 def _at(tokens: Tokens, slots: jax.Array) -> Tokens:
