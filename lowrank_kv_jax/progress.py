@@ -8,7 +8,12 @@ LINE_EVERY_S = 60
 
 
 class ProgressBar:
-    """A bar on standard error, a line a minute where that is a file or a pipe, or nothing."""
+    """A bar on standard error, a line a minute where that is a file or a pipe, or nothing.
+
+    Within another bar's work there are lines alone: a terminal has room for one.
+    """
+
+    _drawn = 0
 
     def __init__(self, title: str, total: float, shown: bool):
         self._title, self._total, self._shown = title, total, shown
@@ -16,7 +21,8 @@ class ProgressBar:
 
     def __enter__(self):
         self._begin = self._told = time.monotonic()
-        if self._shown and sys.stderr.isatty():
+        if self._shown and sys.stderr.isatty() and not ProgressBar._drawn:
+            ProgressBar._drawn += 1
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -34,7 +40,7 @@ class ProgressBar:
         self._title = title or self._title
         if self._bar is not None:
             self._bar.update(self._task, advance=done, description=self._title)
-        elif self._shown and time.monotonic() - self._told >= LINE_EVERY_S:
+        elif self._shown and not ProgressBar._drawn and time.monotonic() - self._told >= LINE_EVERY_S:
             self._told = time.monotonic()
             line = f"{self._title}: {self._done / self._total:.0%} after {self._told - self._begin:.0f} s"
             print(line, file=sys.stderr, flush=True)
@@ -42,3 +48,4 @@ class ProgressBar:
     def __exit__(self, *error):
         if self._bar is not None:
             self._bar.stop()
+            ProgressBar._drawn -= 1

@@ -1,5 +1,7 @@
 """Progress of long work where nobody watches a terminal."""
 
+import io
+import sys
 import types
 
 from lowrank_kv_jax import progress
@@ -27,3 +29,18 @@ def test_nothing_is_said_where_it_is_not_shown(monkeypatch, capsys):
     with progress.ProgressBar("calibrating", 8, shown=False) as bar:
         bar.advance()
     assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_shows_one_bar_at_a_time(monkeypatch):
+    """Work within other work, as calibration is within `compare`: its bar would be drawn into the other."""
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with progress.ProgressBar("compare", 2, shown=True) as bar, progress.ProgressBar("calibrating", 2, shown=True) as inner:
+        inner.advance(1)
+        assert bar._bar is not None and inner._bar is None
+    with progress.ProgressBar("calibrating", 2, shown=True) as again:
+        assert again._bar is not None
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True

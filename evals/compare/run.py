@@ -127,7 +127,7 @@ class Result:
 
 def compare(
     model: Any, methods: Mapping[str, Part], settings: Settings = Settings(),
-    on_step: Step = lambda name, done: None,
+    on_step: Step = lambda name, done: None, progress: bool = False,
 ) -> list[Result]:
     """Measure every method on one model.
 
@@ -135,6 +135,7 @@ def compare(
         model: a `LoadedModel` with a tokenizer.
         methods: by spec, of `asking.methods.parse_methods`.
         on_step: for a progress bar; the shares add up to `work(methods, settings)`.
+        progress: whether calibration tells its own in a log.
 
     Raises:
         ValueError: lengths beyond the model's context or too short for a needle, a method that does not suit
@@ -144,7 +145,7 @@ def compare(
     corpus = load_corpus(settings.calibrate)
     bases = bases_of(
         model, methods, corpus, length=max(settings.lengths), windows=settings.calibration_windows,
-        seed=settings.seed, dtype=settings.dtype,
+        seed=settings.seed, dtype=settings.dtype, progress=progress,
     )
     if bases:
         on_step("calibrated", _calibration_work(settings))

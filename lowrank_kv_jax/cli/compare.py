@@ -62,7 +62,10 @@ def run(args: argparse.Namespace) -> int:
     check_outputs(args)
     model = load_from(args)
     with ProgressBar("compare", work(methods, settings), shown=True) as bar:
-        results = compare(model, methods, settings, lambda name, done: bar.advance(done, f"compare, {name}"))
+        def step(name: str, done: float) -> None:
+            bar.advance(done, f"compare, {name}")
+
+        results = compare(model, methods, settings, step, progress=True)
     _print(model, results, settings)
     if args.json:
         for record in records(model, results, settings):

@@ -1,7 +1,7 @@
 """Rotation angles of positions that follow no order, in fractions of a turn.
 
-Integers wrap as angles do, so that position times step errs by its last bit alone, and a short series gives cos and sin of
-what is left: no table, and no sine, which takes XLA on a CPU ten times as long.
+Integers wrap as angles do, so that position times step errs by its last bit alone, and a short series gives cos and sin
+of what is left: no table, and no sine, which takes XLA on a CPU ten times as long.
 """
 
 import math
