@@ -10,9 +10,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from lowrank_kv_jax.attention.partial import merge
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.codecs.frame import Frame
 from lowrank_kv_jax.codecs.frame_attention import attend
@@ -25,7 +23,6 @@ from lowrank_kv_jax.codecs.transform_bases import (
     group_bases,
     principal,
 )
-from lowrank_kv_jax.codecs.transform_fine import classes, take_in
 from lowrank_kv_jax.codecs.transform_metrics import METRICS, Metric
 from lowrank_kv_jax.codecs.transform_rungs import largest_rung
 from lowrank_kv_jax.codecs.transform_steps import of_each_row, with_steps_of
@@ -39,13 +36,12 @@ from lowrank_kv_jax.codecs.transform_store import (
     with_means_of,
 )
 from lowrank_kv_jax.codecs.widths import Widths, total_bytes
-from lowrank_kv_jax.estimators.bit_allocation import FINER, Profile, Spectra, allocate, ladder
+from lowrank_kv_jax.estimators.bit_allocation import allocate, ladder
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, codes_of
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.storage.basis import fold_query
-from lowrank_kv_jax.storage.water_filled import components_of
 
 
 @register("transform")
@@ -75,8 +71,6 @@ class Transform(TokenCodec):
         smaller: instead of `bits`: as many as leave the bytes of a request (exact ends and positions too, room for new
             tokens in both caches, but not the bases, which all requests share) so many times below a 16-bit full cache.
         profiles: different widths that the layers of a model may have, each a program of its own.
-        fine: share of the tokens that have more bits, one in so many: those that the common widths leave the most of. 0:
-            all have the same; so do those before which a selection or a reading stands.
     """
 
     bits: float | None = 2.0
@@ -93,12 +87,10 @@ class Transform(TokenCodec):
     recent: int = 8
     smaller: float | None = None
     profiles: int = 8
-    fine: float = 0.0
 
     exact_at: ClassVar[Mapping[str, Any] | None] = {"bits": None, "sinks": 4, "recent": 8}
     small: ClassVar[Mapping[str, Any]] = {"sinks": 4, "recent": 8}
     calibrated: ClassVar[bool] = True
-    composed: ClassVar[Mapping[str, Any]] = {"fine": 0.0}
     layers_alike: ClassVar[bool] = True
     bases_type: ClassVar[type | None] = TransformBases
     without: ClassVar[Mapping[str, str]] = {"sensitivity": "metric=attention", "sampled": "sampled=False"}
@@ -122,8 +114,6 @@ class Transform(TokenCodec):
             value = getattr(self, field)
             if (type(value) is not int or value < least) and not (field == "group" and value is None):
                 raise ValueError(f"{field}={value!r}: must be an int of at least {least}")
-        if not 0 <= self.fine <= 0.5:
-            raise ValueError(f"fine={self.fine!r}: must lie in 0..0.5")
         if self.bits is None and (self.bits_k is None) != (self.bits_v is None):
             raise ValueError("bits=None: give bits_k and bits_v, or neither")
 
@@ -131,11 +121,6 @@ class Transform(TokenCodec):
     def keys(self) -> str:
         """The tap that is coded as keys."""
         return "k_pre" if self.rope == "pre" else "k"
-
-    @property
-    def every(self) -> int | None:
-        """Of so many tokens one is fine; None: none is."""
-        return round(1 / self.fine) if self.fine else None
 
     # ---- calibration --------------------------------------------------------------------------------------------
 
@@ -166,37 +151,18 @@ class Transform(TokenCodec):
         return frozenset({"moments"} | more | (set() if self.group == 1 else {"across"}))
 
     def _widths(self, spec: AttentionSpec, metric: Metric, k: list[Side], v: list[Side]) -> list[Widths]:
-        """Of each group. Fine tokens are asked for as groups of their own, whose errors count `FINER` times, in the
-        directions that bases hold without them."""
-        groups = self.layer_groups(spec)
+        """Of each group."""
+        groups, bits = self.layer_groups(spec), self.mean_bits
         spectra = errors_of(k, groups, metric.k_counts), errors_of(v, groups, metric.v_counts)
-        rungs, fine = self._rungs(spec, spectra), self.every is not None
-        if fine and rungs:
-            columns = np.array([tuple(map(components_of, profile)) for profile in rungs[0]])
-            finer = (FINER * np.where(np.arange(side.shape[1]) < most[:, None], side, 0)
-                     for side, most in zip(spectra, columns.T, strict=True))
-            rungs = self._rungs(spec, tuple(map(np.concatenate, zip(spectra, finer, strict=True))), self.every)
-
-        def of_class(begin: int) -> list[Widths]:
-            own = [rung[begin : begin + len(groups)] for rung in rungs]
-            total = tuple(map(total_bytes, own))
-            return [Widths(len(layers), tuple(rung[i] for rung in own), total) for i, layers in enumerate(groups)]
-
-        if not (fine and rungs):
-            return of_class(0)
-        return [dataclasses.replace(own, fine=fine)
-                for own, fine in zip(of_class(0), of_class(len(groups)), strict=True)]
-
-    def _rungs(self, spec: AttentionSpec, spectra: Spectra, every: int | None = None) -> list[list[Profile]]:
-        """Profiles of each group, the most bits first, and behind them those of their fine tokens, one of `every`."""
         components = spec.num_layers * spec.kv_heads * spec.head_dim // self.units(spec, None)
-        shares, count, half = None, self.profiles, len(spectra[0]) // 2
-        if every is not None:
-            shares, count = half * [1 - 1 / every] + half * [1 / every], 2 * count
-        if self.smaller is not None:  # no token takes more than its share
-            return ladder(spectra, 16 / self.smaller, count, components, shares)
-        bits = self.mean_bits
-        return [] if bits is None else [allocate(spectra, bits, count, self.pooled, components, shares)]
+        if self.smaller is not None:
+            rungs = ladder(spectra, 16 / self.smaller, self.profiles, components)  # no token takes more than its share
+        elif bits is None:
+            rungs = []
+        else:
+            rungs = [allocate(spectra, bits, self.profiles, self.pooled, components)]
+        total = tuple(map(total_bytes, rungs))
+        return [Widths(len(layers), tuple(rung[i] for rung in rungs), total) for i, layers in enumerate(groups)]
 
     @property
     def mean_bits(self) -> tuple[float, float] | None:
@@ -212,7 +178,6 @@ class Transform(TokenCodec):
     def fit_key(self, spec):
         key: dict[str, Any] = {"fit": "water-filled pca", "rope": self.rope, "heads": self.heads, "group": self.group,
                                "metric": self.metric, "sampled": self.sampled}
-        key |= {"fine": self.every} if self.every else {}
         if self.smaller is not None:
             return key | {"smaller": self.smaller, "profiles": self.profiles}
         if self.mean_bits is None:
@@ -233,9 +198,6 @@ class Transform(TokenCodec):
                 raise ValueError(f"bases.{side} is {getattr(bases, side).dtype}: must be int8 with bases.{side}_unit, or "
                                  "floats without; calibrate again")
         found = len(bases.widths.rungs)
-        if found and (bases.widths.fine is None) == (self.every is not None):
-            raise ValueError(f"bases {'without' if self.every else 'with'} widths of fine tokens: {self.name} has "
-                             f"fine={self.fine}; calibrate for it")
         if not (found > 0 if self.smaller is not None else found == (self.mean_bits is not None)):
             raise ValueError(f"bases with {found} sets of widths: {self.name} with these settings takes none for floats, "
                              "one where bits are given, some for smaller; calibrate for it")
@@ -261,7 +223,7 @@ class Transform(TokenCodec):
     def empty(self, layout, bases, size, positions=None):
         heads = self.units(layout.spec, bases) if positions is None or positions.owner is None else 1
         return empty_store(layout, bases, heads, size, positions, own_means=self.means == "prompt",
-                           own_steps=self.steps == "prompt", every=None if positions is not None else self.every)
+                           own_steps=self.steps == "prompt")
 
     def learn(self, layout, bases, store, taps, lengths, weight):
         if self.means == "prompt":
@@ -282,21 +244,12 @@ class Transform(TokenCodec):
 
         return code("k", self.keys), code("v", "v")
 
-    def take_in(self, layout, bases, store, tokens, counts, seen, positions=None, of_prompt=False):
-        if store.fine is None:
-            return super().take_in(layout, bases, store, tokens, counts, seen, positions, of_prompt)
-        return take_in(self, layout, bases, store, tokens, counts, self.every, begins=positions is not None)
-
     def decode(self, layout, bases, store, k, v, positions, index):
         frame, (k, v) = of_each_row(self.frame(bases, store, index), store), (x.astype(jnp.float32) for x in (k, v))
         keys = frame.keys(layout.spec, self.rope, k, positions)
         return keys, frame.at(positions).rebuild("v", v, layout.spec.kv_heads)
 
     def attend(self, layout, bases, store, q, positions, place):
-        return merge([self._attend(layout, bases, one, q, positions, place) for one in classes(store)])
-
-    def _attend(self, layout, bases, store, q, positions, place):
-        """Over tokens of one class."""
         frame = of_each_row(self.frame(bases, store, place.index), store)
         folds = self.rope == "post" or layout.spec.rope is None
         tokens = coded_tokens.cached_tokens(store.tokens)

@@ -12,7 +12,7 @@ from lowrank_kv_jax.codecs.widths import Widths, with_restored_widths, with_save
 from lowrank_kv_jax.estimators.bit_allocation import steps_of
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.storage.basis import project
-from lowrank_kv_jax.storage.water_filled import WidthRuns, components_of, pack, unpack
+from lowrank_kv_jax.storage.water_filled import WidthRuns, components_of
 
 LEAST = 1e-5
 """Deviations below this share of a basis' largest count as much: a step must not be zero."""
@@ -121,7 +121,7 @@ def group_bases(k: Side, v: Side, widths: Widths) -> TransformBases:
     arrays: dict[str, Any] = {}
     for name, side, index in (("k", k, 0), ("v", v, 1)):
         width = side.vectors.shape[-1]
-        most = widths.most(index) if widths.rungs else width
+        most = max((components_of(profile[index]) for profile in widths.rungs), default=width)
         more = ((0, 0), (0, max(most - width, 0)))  # a profile that larger groups chose, too
         deviation = np.pad(np.sqrt(side.variances), more)
         floor = np.maximum(deviation.max(-1, keepdims=True) * LEAST, np.finfo(np.float32).tiny * 1e6)
@@ -159,19 +159,6 @@ def encode(bases: TransformBases, side: str, runs: WidthRuns | None, x: jax.Arra
     there, back = basis / columns, basis * columns
     read = project(back.swapaxes(-1, -2), project(there, x).swapaxes(1, 2)).swapaxes(1, 2)
     return project(there, 2 * x - read)  # of x, and of what its codes leave of it
-
-
-def errors(bases: TransformBases, side: str, runs: WidthRuns, x: jax.Array, codes: jax.Array) -> jax.Array:
-    """What stored codes `[B, J, T, R]` leave of tokens without their mean `[B, T, J, W]`: squared, weighted errors,
-    float32 `[B, T]`; relative to the variance of the components where channels have no weight."""
-    basis, columns = _columns(bases, side, runs)
-    weight, scale = getattr(bases, f"{side}_weight"), 1.0
-    if weight is not None:
-        x = x * by_unit(weight.astype(jnp.float32), basis.shape[0])
-    else:
-        scale = 1 / jnp.sum(jnp.square(getattr(bases, f"{side}_scale").astype(jnp.float32)))
-    read = project((basis * columns).swapaxes(-1, -2), unpack(pack(codes, runs), runs).swapaxes(1, 2))
-    return scale * jnp.sum(jnp.square(x.swapaxes(1, 2) - read), axis=(1, 3))
 
 
 def decoder(bases: TransformBases, side: str, runs: WidthRuns | None, layer: int | jax.Array) -> jax.Array:

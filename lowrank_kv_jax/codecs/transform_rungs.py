@@ -1,7 +1,6 @@
 """The bits at which a cache has a wanted size: all of its bytes but those of the bases, which all requests share."""
 
 import bisect
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -27,21 +26,18 @@ def largest_rung(layout: Layout, bases: TransformBases, weigh: Callable[[Layout,
     widths, spec, share = bases.widths, layout.spec, bases.layers / layout.spec.num_layers
     target = full_cache_bytes(spec, layout.batch * layout.capacity) * share / smaller
 
-    def with_runs(common: tuple[int, int], fine: tuple[int, int] = (8, 1)) -> int:  # of a token's keys, as of its values
-        only = [Widths(bases.layers, ((((own,),) * 2),), ((0, 0),)) for own in (common, fine)]
-        first = only[0] if widths.fine is None else dataclasses.replace(only[0], fine=only[1])
-        return state_bytes(weigh(layout, bases._replace(widths=first)))
+    def with_run(bits: int, count: int) -> int:  # of a token's keys, as of its values
+        runs = ((bits, count),)
+        return state_bytes(weigh(layout, bases._replace(widths=Widths(bases.layers, ((runs, runs),), ((0, 0),)))))
 
-    one, two, eight = with_runs((8, 1)), with_runs((8, 2)), with_runs((1, 8))  # components; in one byte, two, one
-    component = (eight - one) / 14
-    byte, fine_byte = (two - one) / 2 - component, (with_runs((8, 1), (8, 2)) - one) / 2
-    none = one - 2 * (byte + component + fine_byte)
+    one, two, eight = with_run(8, 1), with_run(8, 2), with_run(1, 8)  # components; in one byte, two, one
+    none, component = 2 * one - two, (eight - one) / 14
+    byte = (two - one) / 2 - component
     most = spec.num_layers * spec.kv_heads * spec.head_dim // bases.k.shape[0]
 
     def spent(rung: int) -> float:
-        total, of_fine = widths.total[rung], (0, 0) if widths.fine is None else widths.fine.total[rung]
-        of_codes = byte * sum(total) + fine_byte * sum(of_fine)
-        return none + share * (of_codes + component * sum(min(8 * side, most) for side in total))
+        total = widths.total[rung]
+        return none + share * (byte * sum(total) + component * sum(min(8 * side, most) for side in total))
 
     rung = bisect.bisect_left(range(len(widths.rungs)), True, key=lambda i: spent(i) <= target)
     if rung == len(widths.rungs):

@@ -31,9 +31,6 @@ class Transformed:
         k_step, v_step: of each row's components `[B, J, R]`, in units of the calibrated steps; None where these are read,
             and of floats.
         profile: widths of keys and values, also of pages that were taken alone and are widened; None of floats.
-        fine: the tokens that have more bits than those, around the same means and in calibrated steps; None: there are
-            none.
-        fine_profile: their widths.
     """
 
     tokens: coded_tokens.Coded
@@ -42,33 +39,20 @@ class Transformed:
     k_step: jax.Array | None = leaf("batch", "kv_heads", "rank", kind="bases")
     v_step: jax.Array | None = leaf("batch", "kv_heads", "rank", kind="bases")
     profile: Profile | None = static()
-    fine: coded_tokens.Coded | None = None
-    fine_profile: Profile | None = static(default=None)
 
 
 def empty_store(
     layout: Layout, bases: TransformBases, heads: int, size: int, positions: PerHead | None, own_means: bool,
-    own_steps: bool, every: int | None = None,
+    own_steps: bool,
 ) -> Transformed:
-    """Room for `size` tokens of each of so many heads; means and steps of its own, if any, begin as the calibration's.
+    """Room for `size` tokens of each of so many heads; means and steps of its own, if any, begin as the calibration's."""
+    profile = bases.widths.rungs[0] if bases.widths.rungs else None
 
-    Args:
-        every: of so many tokens one may be fine; None: none are.
-    """
-    widths = bases.widths
-    profile = widths.rungs[0] if widths.rungs else None
-
-    def side(index: int, profile: Profile | None, size: int) -> Any:
+    def side(index: int) -> Any:
         if profile is None:
             shape = (layout.batch, heads, size, getattr(bases, SIDES[index]).shape[-1])
             return jnp.zeros(shape, jnp.dtype(layout.dtype))
         return empty_water_filled(layout.batch, heads, size, profile[index])
-
-    def tokens(profile: Profile | None, size: int, positions: PerHead | None) -> coded_tokens.Coded:
-        return coded_tokens.without_tokens(side(0, profile, size), side(1, profile, size), positions)
-
-    def one_by_one(slots: int) -> PerHead:
-        return PerHead(jnp.zeros((layout.batch, 1, slots), jnp.int32), None, layout.spec.kv_heads)
 
     def mean(of_bases: jax.Array | None) -> jax.Array | None:
         if not own_means:
@@ -81,14 +65,8 @@ def empty_store(
             return None
         return jnp.ones((layout.batch, bases.k.shape[0], components_of(profile[index])), layout.dtype)
 
-    rest = mean(bases.k_mean), mean(bases.v_mean), step(0), step(1), profile
-    if widths.fine is None or every is None or size < every:
-        return Transformed(tokens(profile, size, positions), *rest)
-    some, others = (layout.whole_slots(slots) for slots in (size // every, size - size // every))
-    fine_profile = widths.fine.rungs[0]
-    return Transformed(
-        tokens(profile, others, one_by_one(others)), *rest, tokens(fine_profile, some, one_by_one(some)), fine_profile
-    )
+    tokens = coded_tokens.without_tokens(side(0), side(1), positions)
+    return Transformed(tokens, mean(bases.k_mean), mean(bases.v_mean), step(0), step(1), profile)
 
 
 def with_means_of(store: Transformed, taps: tuple[Taps, ...], keys: str, weight: jax.Array) -> Transformed:
@@ -116,15 +94,10 @@ def means_in(bases: TransformBases, store: Transformed, side: str) -> jax.Array 
 
 def coefficients(bases: TransformBases, store: Transformed, side: str, layers: Sequence[jax.Array]) -> jax.Array:
     """Of tokens `[B, T, K, D]` of each layer: float32 `[B, J, T, R]`, in units of the calibrated steps."""
-    return encode(bases, side, runs_in(store, side), centred(bases, store, side, layers))
-
-
-def centred(bases: TransformBases, store: Transformed, side: str, layers: Sequence[jax.Array]) -> jax.Array:
-    """Tokens `[B, T, K, D]` of each layer without what they are coded around, side by side: float32 `[B, T, J, W]`."""
     x, mean = jnp.stack(layers, axis=2).astype(jnp.float32), means_in(bases, store, side)
     if mean is not None:
         x = x - (mean if mean.ndim == 3 else mean[:, None]).astype(x.dtype)
-    return by_unit(x, getattr(bases, side).shape[0])
+    return encode(bases, side, runs_in(store, side), by_unit(x, getattr(bases, side).shape[0]))
 
 
 def runs_in(store: Transformed, side: str) -> WidthRuns | None:

@@ -1,6 +1,5 @@
 """Bits of components, as bases carry them: numbers of the tree structure, and arrays on disk."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from lowrank_kv_jax.estimators.bit_allocation import Profile
 from lowrank_kv_jax.storage.state import state, static
-from lowrank_kv_jax.storage.water_filled import WIDTHS, bytes_of, components_of
+from lowrank_kv_jax.storage.water_filled import WIDTHS, bytes_of
 
 
 @state
@@ -21,23 +20,15 @@ class Widths:
         layers: G, that the bases serve together.
         rungs: profiles of this group, the most bits first; one, but where bytes decide. None: components are floats.
         total: bytes of a token on each rung, keys and values, of one basis of every group of the model.
-        fine: the same, rung by rung, of those tokens that have more bits than the others; None: there are none.
     """
 
     layers: int = static()
     rungs: tuple[Profile, ...] = static()
     total: tuple[tuple[int, int], ...] = static()
-    fine: "Widths | None" = static(default=None)
 
     def only(self, rung: int) -> "Widths":
         """With one rung."""
-        fine = None if self.fine is None else self.fine.only(rung)
-        return Widths(self.layers, (self.rungs[rung],), (self.total[rung],), fine)
-
-    def most(self, side: int) -> int:
-        """Components of keys (0) or values (1) that any token has bits for."""
-        there = max((components_of(profile[side]) for profile in self.rungs), default=0)
-        return there if self.fine is None else max(there, self.fine.most(side))
+        return Widths(self.layers, (self.rungs[rung],), (self.total[rung],))
 
 
 def total_bytes(profiles: Sequence[Profile]) -> tuple[int, int]:
@@ -54,31 +45,21 @@ def with_saved_widths(bases: Any) -> dict[str, jax.Array]:
     arrays = {name: x for name, x in bases._asdict().items() if name != "widths" and x is not None}
     if bases.widths is None:
         return arrays
-    arrays["widths"] = _as_array(bases.widths)
-    return arrays if bases.widths.fine is None else arrays | {"fine_widths": _as_array(bases.widths.fine)}
+    rungs = [
+        [[dict(runs).get(bits, 0) for bits in WIDTHS] + [total] for runs, total in zip(profile, totals, strict=True)]
+        for profile, totals in zip(bases.widths.rungs, bases.widths.total, strict=True)
+    ]
+    return arrays | {"widths": jnp.asarray(np.array([np.full((2, 5), bases.widths.layers), *rungs], np.float32))}
 
 
 def with_restored_widths(arrays: dict[str, jax.Array]) -> dict[str, Any]:
     """What `with_saved_widths` returned, with the widths as they were."""
     if "widths" not in arrays:
         return dict(arrays)
-    others = {name: x for name, x in arrays.items() if name not in ("widths", "fine_widths")}
-    fine = _of_array(arrays["fine_widths"]) if "fine_widths" in arrays else None
-    return others | {"widths": dataclasses.replace(_of_array(arrays["widths"]), fine=fine)}
-
-
-def _as_array(widths: Widths) -> jax.Array:
-    rungs = [
-        [[dict(runs).get(bits, 0) for bits in WIDTHS] + [total] for runs, total in zip(profile, totals, strict=True)]
-        for profile, totals in zip(widths.rungs, widths.total, strict=True)
-    ]
-    return jnp.asarray(np.array([np.full((2, 5), widths.layers), *rungs], np.float32))
-
-
-def _of_array(saved: jax.Array) -> Widths:
-    first, *rungs = np.asarray(saved).astype(int).tolist()
+    first, *rungs = np.asarray(arrays["widths"]).astype(int).tolist()
 
     def runs(side):
         return tuple((bits, count) for bits, count in zip(WIDTHS, side[:4], strict=True) if count)
 
-    return Widths(first[0][0], tuple((runs(k), runs(v)) for k, v in rungs), tuple((k[4], v[4]) for k, v in rungs))
+    widths = Widths(first[0][0], tuple((runs(k), runs(v)) for k, v in rungs), tuple((k[4], v[4]) for k, v in rungs))
+    return arrays | {"widths": widths}

@@ -5,7 +5,6 @@ price a bit every component takes the width at which error plus price is least; 
 steepest gain a bit arrives at, and no other choice of as many bits errs less.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,6 @@ DISTORTION = {0: 1.0, 1: 0.3634, 2: 0.1188, 4: 0.01154, 8: 0.00073}
 """Mean squared error of a Gaussian component of variance 1 in so many bits."""
 WIDE = 1
 """First components of keys that have 8 bits at any price, because of those tokens."""
-FINER = 64.0
-"""What an error of a fine token counts in errors of a common one: measured by the divergence of answers, tens to a
-hundred are alike."""
 LLOYD = 12  # rounds of sharing profiles among layers
 HALVINGS = 24  # of the interval that holds a price
 PRICES = 512
@@ -37,8 +33,6 @@ Profile = tuple[WidthRuns, WidthRuns]
 Spectra = tuple[np.ndarray, np.ndarray]
 """Variances `[L, W]` of keys and values, of layers (or groups of them) in order, largest first; 0 where a smaller group
 has no component."""
-
-Shares = Sequence[float]
 
 _ALL = (*WIDTHS, 0)
 _ERROR = np.array([DISTORTION[bits] for bits in _ALL])
@@ -96,8 +90,6 @@ def profiles_at(spectra: Spectra, prices: tuple[float, float], count: int) -> li
     """The profile of each layer, of which there are at most `count` (Lloyd's rule: layers choose among profiles, and each
     profile serves the layers that chose it best).
 
-    What is said of layers here holds of anything with spectra of its own: groups of them, or some of their tokens.
-
     Args:
         prices: of a bit of keys, and of values.
     """
@@ -122,16 +114,14 @@ def profiles_at(spectra: Spectra, prices: tuple[float, float], count: int) -> li
     return [found[i] for i in chosen]
 
 
-def ladder(
-    spectra: Spectra, most: float, count: int, components: int | None = None, shares: Shares | None = None
-) -> list[list[Profile]]:
+def ladder(spectra: Spectra, most: float, count: int, components: int | None = None) -> list[list[Profile]]:
     """Profiles of each layer, with a mean of `most` bits, or the fewest there are, and then fewer and fewer; arguments
     as of `allocate`.
 
     Which layers share a profile is the same on every rung, as it is best at three quarters of the most.
     """
     at = min(0.75 * most, 8.0)
-    shared = allocate(spectra, (at, at), count, True, components, shares)
+    shared = allocate(spectra, (at, at), count, True, components)
     members = [np.flatnonzero([own == other for own in shared]) for other in dict.fromkeys(shared)]
     limit = bits = 2 * most * (components or spectra[0].size)
     found: list[list[Profile]] = []
@@ -142,7 +132,7 @@ def ladder(
             profile = _profile(spectra, own, (price, price))
             for layer in own:
                 rung[layer] = profile
-        spent = mean_bits(rung, shares)
+        spent = sum(map(bits_of, rung))
         if spent <= limit:
             found.append(rung)
             limit = spent * (1 - (FINE if spent > bits / 4 else COARSE))
@@ -156,14 +146,8 @@ def _profile(spectra: Spectra, layers: np.ndarray, prices: tuple[float, float]) 
     return k, v
 
 
-def mean_bits(profiles: Sequence[Profile], shares: Shares | None = None) -> float:
-    """Of a token in all layers; `shares` as of `allocate`."""
-    return sum(share * bits_of(own) for own, share in zip(profiles, shares or [1.0] * len(profiles), strict=True))
-
-
 def allocate(
-    spectra: Spectra, bits: tuple[float, float], count: int, pooled: bool, components: int | None = None,
-    shares: Shares | None = None,
+    spectra: Spectra, bits: tuple[float, float], count: int, pooled: bool, components: int | None = None
 ) -> list[Profile]:
     """The profile of each layer, at most `count` different ones, whose mean over all components is at most `bits`.
 
@@ -171,18 +155,17 @@ def allocate(
         bits: of a component of keys, and of values.
         pooled: keys and values share one budget, the sum of both; otherwise each has its own price.
         components: of keys (as of values), over all layers; by default all of the spectra's.
-        shares: of all tokens, those that each of the layers stands for; None: all.
     """
     components = components or spectra[0].size
-    budget, weights = components * sum(bits), np.array(shares or [1.0] * len(spectra[0]))[:, None]
+    budget = components * sum(bits)
     if pooled:
         prices = (1.0, 1.0)
     else:
-        prices = tuple(_price(lambda p, s=side: float((weights * widths_at(s, p)).sum()), own * components, side)
+        prices = tuple(_price(lambda p, s=side: widths_at(s, p).sum(), own * components, side)
                        for side, own in zip(spectra, bits, strict=True))
 
-    def spent(factor: float) -> float:
-        return mean_bits(profiles_at(spectra, (factor * prices[0], factor * prices[1]), count), shares)
+    def spent(factor: float) -> int:
+        return sum(map(bits_of, profiles_at(spectra, (factor * prices[0], factor * prices[1]), count)))
 
     factor = _price(spent, budget, *spectra, unit=max(prices))
     return profiles_at(spectra, (factor * prices[0], factor * prices[1]), count)

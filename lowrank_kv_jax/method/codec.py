@@ -120,9 +120,6 @@ class Codec(Part):
     implied: ClassVar[bool] = False
     """Whether a composition without a codec means this one."""
 
-    composed: ClassVar[Mapping[str, Any]] = {}
-    """Values of fields beside a selection or a reading, which take all tokens to be stored alike and in order."""
-
     reading: ClassVar[Reading | None] = None
     """The reading that belongs to the codec itself."""
 

@@ -54,7 +54,6 @@ def compose(
         raise ValueError("compose needs at least a codec, a selection or a reading")
     if len(given) == 1:
         return given[0]
-    codec = None if codec is None else dataclasses.replace(codec, **codec.composed)
     method = Machine(REGISTRY[VERBATIM]() if codec is None else codec, selection, summary, reading)  # type: ignore[arg-type]
     for impossible in IMPOSSIBLE:
         if impossible.holds(method):

@@ -87,12 +87,6 @@ def test_the_contract(promise, name):
     promise(small_configuration(REGISTRY[name]), SMALL)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
-def test_the_contract_of_tokens_in_two_kinds_of_codes(promise):
-    promise(parse_method("transform:fine=0.25,sinks=4,recent=8"), SMALL)
-
-
 # ---- exactness -------------------------------------------------------------------------------------
 
 
