@@ -10,7 +10,7 @@ LINE_EVERY_S = 60
 class ProgressBar:
     """A bar on standard error, a line a minute where that is a file or a pipe, or nothing.
 
-    Within another bar's work there are lines alone: a terminal has room for one.
+    A terminal has room for one: work within other work shows nothing of its own there, and its lines in a log.
     """
 
     _drawn = 0

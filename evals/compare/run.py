@@ -135,7 +135,7 @@ def compare(
         model: a `LoadedModel` with a tokenizer.
         methods: by spec, of `asking.methods.parse_methods`.
         on_step: for a progress bar; the shares add up to `work(methods, settings)`.
-        progress: whether calibration tells its own in a log.
+        progress: whether calibration shows progress of its own, in a log beside that of the steps.
 
     Raises:
         ValueError: lengths beyond the model's context or too short for a needle, a method that does not suit
