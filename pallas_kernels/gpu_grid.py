@@ -1,6 +1,10 @@
 """How decode attention is cut up on a GPU: splits of the tokens, tiles, pipeline stages."""
 
+import contextlib
+import contextvars
 import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from lowrank_kv_jax.pallas_kernels.packing import power_of_two
 
@@ -32,6 +36,34 @@ class Grid:
     splits: int
     stages: int
     warps: int
+
+
+class Tuning(NamedTuple):
+    """What launches are to have in the place of what they would choose for themselves; None: their own choice.
+
+    Attributes:
+        tile, stages, warps: as in `Grid`; stages give way where shared memory is too small.
+        waves: programs for each core.
+    """
+
+    tile: int | None = None
+    stages: int | None = None
+    warps: int | None = None
+    waves: int | None = None
+
+
+_OWN_CHOICE = Tuning()
+_TUNING = contextvars.ContextVar("tuning", default=_OWN_CHOICE)
+
+
+@contextlib.contextmanager
+def tuned(tuning: Tuning) -> Iterator[None]:
+    """Programs that are traced meanwhile have what `tuning` says: for measurements."""
+    token = _TUNING.set(tuning)
+    try:
+        yield
+    finally:
+        _TUNING.reset(token)
 
 
 def decode_grid(rows: int, programs: int, size: int, token_bytes: int, rebuilt_bytes: int = 0) -> Grid:
@@ -78,6 +110,8 @@ def tiled_grid(rows: int, programs: int, size: int, tile: int, token_bytes: int)
 
 def _grid(rows: int, programs: int, size: int, tile: int, stages: int, warps: int) -> Grid:
     """As many splits as keep every core busy, of no fewer than `LEAST_TILES`."""
-    tiles = -(-size // tile)
-    return Grid(
-        power_of_two(rows, 16), tile, max(1, min(-(-tiles // LEAST_TILES), CORES * WAVES // programs)), stages, warps)
+    tuning = _TUNING.get()
+    tile = tuning.tile or tile
+    tiles, most = -(-size // tile), CORES * (tuning.waves or WAVES) // programs
+    splits = max(1, min(-(-tiles // LEAST_TILES), most))
+    return Grid(power_of_two(rows, 16), tile, splits, tuning.stages or stages, tuning.warps or warps)

@@ -27,6 +27,8 @@ LAST_LEVEL_CACHE = {"cpu": 32 << 20, "gpu": 60 << 20, "tpu": 128 << 20}
 
 KERNELS = {"cpu": (), "gpu": ("triton", "mosaic_gpu"), "tpu": ("tpu",)}
 MOST_CALLS = 32
+PEER = "dot_product"
+"""`jax.nn.dot_product_attention`, on a GPU cuDNN's; its tokens lie `[B, S, K, R]`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +92,7 @@ def contenders(shape: Shape, ranks: Sequence[int], ops: Sequence[str], platform:
         return tuple(b for b in KERNELS[platform] if _covers(b, op, rank, shape.dtype))
 
     def plain(rank: int, name: str) -> list[Contender]:
-        found = ("xla", "dot_product", *backends("coefficients", rank))
+        found = ("xla", PEER, *backends("coefficients", rank))
         return [Contender(f"{name}, {b}", "coefficients", rank, b) for b in found]
 
     found = plain(shape.head_dim, "full rank")
@@ -194,7 +196,9 @@ def _stored(key, lengths, size: tuple[int, ...], dtype: str, bits: int | None, b
     if bits:
         return store_tokens(x, bits, dtype)
     stale = jnp.arange(size[2])[None, None, :, None] >= lengths[:, None, None, None]
-    x = jnp.where(stale, 0.0 if backend in ("xla", "dot_product") else jnp.nan, x).astype(dtype)
+    x = jnp.where(stale, 0.0 if backend in ("xla", PEER) else jnp.nan, x).astype(dtype)
+    if backend == PEER:
+        return x.swapaxes(1, 2)
     return tokens_on_lanes(x) if backend == "tpu" else x
 
 
@@ -204,10 +208,9 @@ def _rope(shape: Shape) -> RopeSpec:
 
 def _attend(shape: Shape, contender: Contender, q, tokens: CachedTokens, basis):
     scale, backend = shape.head_dim**-0.5, contender.backend
-    if backend == "dot_product":
-        k, v = (x.swapaxes(1, 2) for x in (tokens.keys, tokens.values))
-        out = jax.nn.dot_product_attention(
-            q, k, v, scale=scale, key_value_seq_lengths=tokens.lengths,
+    if backend == PEER:
+        out = jax.nn.dot_product_attention(  # which reads tokens before heads, and is given them so
+            q, tokens.keys, tokens.values, scale=scale, key_value_seq_lengths=tokens.lengths,
             implementation="cudnn" if jax.default_backend() in ("gpu", "cuda") else "xla",
         )
         return out, None
@@ -247,6 +250,7 @@ def _float64(shape: Shape, contender: Contender, data: _Data, row: int, head: in
 
     def read(x):
         x = x.read_block(0, shape.length) if hasattr(x, "read_block") else x
+        x = x.swapaxes(1, 2) if contender.backend == PEER else x
         return np.asarray(x[row, kv, :length].astype(jnp.float32), np.float64)
 
     k, v = read(data.tokens.keys), read(data.tokens.values)
