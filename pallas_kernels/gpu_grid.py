@@ -10,12 +10,13 @@ from lowrank_kv_jax.pallas_kernels.packing import power_of_two
 
 CORES = 132  # of an H100 or H200; other GPUs get a few splits more or less than would suit them
 WAVES = 2  # programs for each core
+MANY_WAVES, NARROW = 4, 128  # the same where a token has at most so many bytes: on an H200 rank 32 in 81 us, not 97
 IN_FLIGHT = 32 * 1024  # bytes a program should have under way: with WAVES programs a core they hide the latency
 MOST_STAGES = 6
 SMALL_TILE, MOST_OF_SMALL = 4096, 10  # bytes of a tile of which six stages hold too little, and the stages it may have
 WIDE = 700  # bytes of a token (and of its rebuilt key) from which the registers of four warps spill
 PACKED_ROWS = 16  # query rows that programs over packed tokens have at most: with more, warps would unpack the same
-PACKED_WARPS = 8  # four spill registers
+PACKED_WARPS, PACKED_WAVES = 4, 4  # an H200 takes 864 us where eight warps and two waves take 1246
 LEAST_TILES = 4  # a split of fewer tiles costs more to merge than it saves
 
 
@@ -78,7 +79,8 @@ def decode_grid(rows: int, programs: int, size: int, token_bytes: int, rebuilt_b
     tile, wide = 128, token_bytes + rebuilt_bytes
     while tile > 32 and tile * wide > IN_FLIGHT:
         tile //= 2
-    return _grid(rows, programs, size, tile, stages_for(tile * token_bytes), 8 if wide > WIDE else 4)
+    waves = MANY_WAVES if wide <= NARROW else WAVES
+    return _grid(rows, programs, size, tile, stages_for(tile * token_bytes), 8 if wide > WIDE else 4, waves)
 
 
 def stages_for(tile_bytes: int) -> int:
@@ -100,7 +102,7 @@ def packed_heads(stored: int, q_heads: int, queries: int) -> int:
 
 def packed_grid(rows: int, programs: int, size: int, tile: int) -> Grid:
     """As `decode_grid`, over packed tokens: what is unpacked of a tile fills registers, whatever its bytes."""
-    return _grid(rows, programs, size, tile, 1, PACKED_WARPS)
+    return _grid(rows, programs, size, tile, 1, PACKED_WARPS, PACKED_WAVES)
 
 
 def tiled_grid(rows: int, programs: int, size: int, tile: int, token_bytes: int) -> Grid:
@@ -108,10 +110,10 @@ def tiled_grid(rows: int, programs: int, size: int, tile: int, token_bytes: int)
     return _grid(rows, programs, size, tile, stages_for(tile * token_bytes), 4)
 
 
-def _grid(rows: int, programs: int, size: int, tile: int, stages: int, warps: int) -> Grid:
+def _grid(rows: int, programs: int, size: int, tile: int, stages: int, warps: int, waves: int = WAVES) -> Grid:
     """As many splits as keep every core busy, of no fewer than `LEAST_TILES`."""
     tuning = _TUNING.get()
     tile = tuning.tile or tile
-    tiles, most = -(-size // tile), CORES * (tuning.waves or WAVES) // programs
+    tiles, most = -(-size // tile), CORES * (tuning.waves or waves) // programs
     splits = max(1, min(-(-tiles // LEAST_TILES), most))
     return Grid(power_of_two(rows, 16), tile, splits, tuning.stages or stages, tuning.warps or warps)

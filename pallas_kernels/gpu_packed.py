@@ -1,4 +1,4 @@
-"""Packed codes of several widths in Triton kernels: blocks of bytes, each unpacked in registers."""
+"""Packed codes of several widths in Triton kernels: pieces of a token's bytes, each unpacked in registers."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -16,17 +16,17 @@ from lowrank_kv_jax.pallas_kernels.packed_codes import Order, collected, compone
 from lowrank_kv_jax.pallas_kernels.packing import Stored, columns
 from lowrank_kv_jax.storage.water_filled import WidthRuns, bytes_of
 
-BLOCK = 32  # bytes: of more, what is unpacked fills the registers; of fewer, warps of a product would do the same work
+PIECE = 64  # columns that are unpacked and multiplied at once: of fewer, programs wait; more fill the registers
 
 
-class Blocks(NamedTuple):
-    """The bytes of a run in blocks of `BLOCK`, which a kernel loads and unpacks in a loop; those behind it meet zeros.
+class Pieces(NamedTuple):
+    """A run's bytes in pieces, each of which unpacks to `PIECE` columns; those behind the run meet zeros.
 
     Attributes:
         byte: the first one, counted from where the token begins.
-        count: of blocks.
+        count: of pieces.
         bits: of a component.
-        column: where their components begin in the kernel's order: block by block, in it first the lowest bits of bytes.
+        column: where their components begin in the kernel's order: piece by piece, in it first the lowest bits of bytes.
     """
 
     byte: int
@@ -40,52 +40,54 @@ class Blocks(NamedTuple):
         return 8 // self.bits
 
     @property
-    def mask(self) -> int:
-        """The lowest component of a byte."""
-        return (1 << self.bits) - 1
+    def bytes(self) -> int:
+        """Of a piece."""
+        return PIECE // self.each
 
-    def pieces(self) -> tuple[tuple[int, int], ...]:
+    def columns(self) -> tuple[tuple[int, int], ...]:
         """(start, size) of the columns of each product."""
-        return tuple((self.column + i * BLOCK, BLOCK) for i in range(self.count * self.each))
+        return tuple((self.column + i * PIECE, PIECE) for i in range(self.count))
 
 
 @functools.lru_cache
-def blocks_of(runs: WidthRuns) -> tuple[Blocks, ...]:
+def pieces_of_runs(runs: WidthRuns) -> tuple[Pieces, ...]:
     """All bytes of a token, in order."""
     found, at, column = [], 0, 0
     for bits, count in runs:
         length = bytes_of(((bits, count),))
-        found.append(Blocks(at, -(-length // BLOCK), bits, column))
-        at, column = at + length, column + found[-1].count * BLOCK * (8 // bits)
+        found.append(Pieces(at, -(-length * (8 // bits) // PIECE), bits, column))
+        at, column = at + length, column + found[-1].count * PIECE
     return tuple(found)
 
 
 @functools.lru_cache
-def block_order(runs: WidthRuns) -> Order:
-    """The component of each column of `blocks_of`."""
+def piece_order(runs: WidthRuns) -> Order:
+    """The component of each column of `pieces_of_runs`."""
     component, scale = [], []
-    for blocks in blocks_of(runs):
-        for block in range(blocks.count):
-            byte = blocks.byte + block * BLOCK + np.arange(BLOCK)
-            for i in range(blocks.each):
-                component += component_of(runs, byte, i, blocks.bits).tolist()
-                scale += [2.0 ** -(i * blocks.bits)] * BLOCK
+    for pieces in pieces_of_runs(runs):
+        for number in range(pieces.count):
+            byte = pieces.byte + number * pieces.bytes + np.arange(pieces.bytes)
+            for i in range(pieces.each):
+                component += component_of(runs, byte, i, pieces.bits).tolist()
+                scale += [2.0 ** -(i * pieces.bits)] * pieces.bytes
     return Order(tuple(component), tuple(scale))
 
 
 def columns_of(stored: Stored) -> int:
     """Columns in which a kernel has a token's numbers: R of an array."""
-    return stored.codes.shape[-1] if stored.runs is None else len(block_order(stored.runs).component)
+    return stored.codes.shape[-1] if stored.runs is None else len(piece_order(stored.runs).component)
 
 
 def pieces_of(width: int, runs: WidthRuns | None) -> tuple[tuple[int, int], ...]:
     """(start, size) of the pieces in which a kernel has the numbers of tokens, packed ones or arrays `[.., width]`."""
-    return columns(width) if runs is None else tuple(piece for blocks in blocks_of(runs) for piece in blocks.pieces())
+    if runs is None:
+        return columns(width)
+    return tuple(piece for pieces in pieces_of_runs(runs) for piece in pieces.columns())
 
 
 def spread_for(stored: Stored, x: jax.Array) -> jax.Array:
     """What multiplies the stored components `[.., R]`, as a kernel takes it."""
-    return x if stored.runs is None else spread(x, block_order(stored.runs))
+    return x if stored.runs is None else spread(x, piece_order(stored.runs))
 
 
 def with_rows(x: jax.Array, rows: int) -> jax.Array:
@@ -95,7 +97,7 @@ def with_rows(x: jax.Array, rows: int) -> jax.Array:
 
 def collected_from(stored: Stored, x: jax.Array) -> jax.Array:
     """Sums of the stored components `[.., R]` of what a kernel gives."""
-    return x if stored.runs is None else collected(x, block_order(stored.runs), stored.runs)
+    return x if stored.runs is None else collected(x, piece_order(stored.runs), stored.runs)
 
 
 def check_packed(rows: int, most: int, *packed: Stored) -> None:
@@ -108,17 +110,15 @@ def check_packed(rows: int, most: int, *packed: Stored) -> None:
 
 
 def unpacked(ref, start, rows, runs: WidthRuns) -> Iterator[jax.Array]:
-    """Numbers of n packed tokens `[n, BLOCK]` float32, for each of the `pieces_of` them.
+    """Numbers of n packed tokens `[n, PIECE]` float32, for each of the `pieces_of` them.
 
     Args:
         ref: `[S, C]`.
         start, rows: first token, and which of the n are there.
     """
-    for blocks in blocks_of(runs):
-        for block in range(blocks.count):
-            codes = _load(ref, start, rows, blocks, block)
-            for i in range(blocks.each):
-                yield middles(codes, blocks.mask << i * blocks.bits)
+    for pieces in pieces_of_runs(runs):
+        for number in range(pieces.count):
+            yield _unpacked(_load(ref, start, rows, pieces, number), pieces)
 
 
 def over_columns(ref, start, rows, runs: WidthRuns, step: Callable[[Any, jax.Array, Any], Any], carry: Any) -> Any:
@@ -126,31 +126,28 @@ def over_columns(ref, start, rows, runs: WidthRuns, step: Callable[[Any, jax.Arr
 
     What `step` loads does not wait in registers from tile to tile, nor what is unpacked from piece to piece.
     """
-    for blocks in blocks_of(runs):
+    for pieces in pieces_of_runs(runs):
 
-        def block(number, carry, blocks=blocks):
-            codes = _load(ref, start, rows, blocks, number)
+        def piece(number, carry, pieces=pieces):
+            where = pl.ds(pieces.column + number * PIECE, PIECE)
+            return step(carry, _unpacked(_load(ref, start, rows, pieces, number), pieces), where)
 
-            def piece(i, carry):
-                where = pl.ds(blocks.column + (number * blocks.each + i) * BLOCK, BLOCK)
-                return step(carry, middles(codes, jnp.left_shift(jnp.int32(blocks.mask), i * blocks.bits)), where)
-
-            return _times(blocks.each, piece, carry)
-
-        carry = _times(blocks.count, block, carry)
+        carry = piece(0, carry) if pieces.count == 1 else jax.lax.fori_loop(0, pieces.count, piece, carry)
     return carry
 
 
-def _times(count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-    return body(0, carry) if count == 1 else jax.lax.fori_loop(0, count, body, carry)
+def _unpacked(codes: jax.Array, pieces: Pieces) -> jax.Array:
+    """Float32 `[n, PIECE]` of bytes `[n, PIECE / each]`: all lowest components, then all next ones, .."""
+    masks = jnp.left_shift((1 << pieces.bits) - 1, pieces.bits * jnp.arange(pieces.each, dtype=jnp.int32))
+    return middles(codes[:, None, :], masks[None, :, None]).reshape(codes.shape[0], PIECE)
 
 
-def _load(ref, start, rows, blocks: Blocks, block) -> jax.Array:
-    """A block's bytes of n tokens as int32 `[n, BLOCK]`; zeros where not `rows`, and beyond the token."""
-    first, tokens, mask = blocks.byte + block * BLOCK, rows.shape[0], rows[:, None]
-    if blocks.byte + blocks.count * BLOCK <= ref.shape[1]:
-        where = ref.at[pl.ds(start, tokens), pl.ds(first, BLOCK)]
+def _load(ref, start, rows, pieces: Pieces, number) -> jax.Array:
+    """A piece's bytes of n tokens as int32 `[n, bytes]`; zeros where not `rows`, and beyond the token."""
+    first, width, tokens, mask = pieces.byte + number * pieces.bytes, pieces.bytes, rows.shape[0], rows[:, None]
+    if pieces.byte + pieces.count * width <= ref.shape[1]:
+        where = ref.at[pl.ds(start, tokens), pl.ds(first, width)]
     else:  # a slice that is known to leave the array is refused
-        at = (start + jnp.arange(tokens))[:, None], (first + jnp.arange(BLOCK))[None]
-        where, mask = ref.at[tuple(jnp.broadcast_to(x, (tokens, BLOCK)) for x in at)], mask & (at[1] < ref.shape[1])
+        at = (start + jnp.arange(tokens))[:, None], (first + jnp.arange(width))[None]
+        where, mask = ref.at[tuple(jnp.broadcast_to(x, (tokens, width)) for x in at)], mask & (at[1] < ref.shape[1])
     return plgpu.load(where, mask=mask, other=0).astype(jnp.int32)

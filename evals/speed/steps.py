@@ -28,7 +28,7 @@ from lowrank_kv_jax.models.parameters import params_of
 
 METHODS = ("full", "palu:rank=0.5", "ojakv:rank=0.5", "kivi:bits=4", "kivi:bits=2", "snapkv:budget=4096",
            "transform:bits=2,rope=post,heads=per_head")
-LAYERS, TOKENS, ROWS = 32, 32768, (1, 8)
+LAYERS, TOKENS, ROWS = 8, 32768, (1, 8)  # so few layers that all programs are compiled within minutes
 BLOCKS = 6  # of `DEFAULT_BLOCK` tokens; the first one compiles
 
 
@@ -57,7 +57,7 @@ class Steps:
 def bench_steps(
     methods: Mapping[str, Part], rows: Sequence[int] = ROWS, tokens: int = TOKENS, layers: int = LAYERS, *,
     base: ModelConfig = LLAMA_8B, workers: int = 4, seed: int = 0,
-    on_method: Callable[[str], None] = lambda text: None,
+    on_method: Callable[[Steps], None] = lambda steps: None,
 ) -> list[Steps]:
     """Prefill and decode with every method: compiled side by side over one row, then timed one by one.
 
@@ -65,7 +65,7 @@ def bench_steps(
         methods: by spec.
         layers: of the model, all as the only one of `base`.
         workers: threads that compile.
-        on_method: told what is about to be timed.
+        on_method: given what is done.
     """
     config = dataclasses.replace(base, num_layers=layers, windows=(None,) * layers)
     params = random_weights(config, jax.random.key(seed))
@@ -77,8 +77,8 @@ def bench_steps(
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             list(pool.map(functools.partial(tried, 1), methods, methods.values(), bases.values()))
         for spec, method in methods.items():
-            on_method(f"{spec}, {count} rows")
             found.append(tried(BLOCKS, spec, method, bases[spec]))
+            on_method(found[-1])
     return found
 
 

@@ -30,8 +30,7 @@ KERNELS = (
     *(Program(PLAIN, 128, 128, dtype=f"tiles{bits}") for bits in (2, 4)),
     Program(PLAIN, 128, 128, dtype="mixed"), Program(PLAIN, 512, 512, dtype="mixed", joint=True),
     *(Program(ROTARY, r, r) for r in (64, 32)), Program(ROTARY, 64, 64, dtype="int8"),
-    Program(ROTARY, 128, 128, dtype="mixed"), Program(ROTARY, 512, 512, dtype="mixed", joint=True),
-    Program(ROTARY, 64, 64, chosen=True),
+    *(Program(ROTARY, r, r, joint=True) for r in (256, 512)), Program(ROTARY, 64, 64, chosen=True),
 )
 """What is swept, at each batch."""
 

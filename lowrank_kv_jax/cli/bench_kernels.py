@@ -97,7 +97,7 @@ def _sweep(args: argparse.Namespace) -> int:
         failed |= any(launch.failure and launch.tuning == Tuning() for launch in launches)
     if "steps" in args.parts:
         methods = parse_methods(list(steps.METHODS))
-        taken = steps.bench_steps(methods, seed=args.seed, on_method=lambda text: print(text, flush=True))
+        taken = steps.bench_steps(methods, seed=args.seed, on_method=lambda step: print(step, flush=True))
         write_text(folder / "steps.json", json.dumps(steps.records(taken, args.seed), indent=1))
         _print_steps(taken)
         failed |= any(step.failure for step in taken)

@@ -27,7 +27,7 @@ from lowrank_kv_jax.pallas_kernels.packing import (
     unpack,
 )
 
-LEAST_JAX = (0, 11)
+LEAST_JAX, LEAST_COMPILER = (0, 11), (0, 12)
 HOPPER = "9.0"  # the compute capability whose wgmma this is
 DTYPES = ("bfloat16", "float16")
 ROWS = MAX_ROWS  # of a wgmma
@@ -56,8 +56,9 @@ def attend_slots(
 
 
 def _check_machine(interpret: bool) -> None:
-    if jax.version.__version_info__ < LEAST_JAX:
-        raise Unsupported(f"Mosaic GPU kernels take jax >= 0.11, this is {jax.__version__}")
+    least = LEAST_JAX if interpret else LEAST_COMPILER
+    if jax.version.__version_info__ < least:
+        raise Unsupported(f"Mosaic GPU kernels take jax >= {'.'.join(map(str, least))}, this is {jax.__version__}")
     found = None if interpret else getattr(jax.devices()[0], "compute_capability", None)
     if found not in (None, HOPPER):
         raise Unsupported(f"a GPU of compute capability {found}, the kernel is for {HOPPER} (Hopper)")

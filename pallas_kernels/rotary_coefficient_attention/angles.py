@@ -76,12 +76,11 @@ def turn(first: jax.Array, second: jax.Array, cos: jax.Array, sin: jax.Array) ->
     return first * cos - second * sin, second * cos + first * sin
 
 
-def position_angle(cos_ref, sin_ref, position, pairs=slice(None)):
-    """cos and sin `[1, padded]` of a scalar position, or some `pairs` of them, inside of a kernel, from refs of
-    `digit_tables`."""
+def position_angle(cos_ref, sin_ref, position):
+    """cos and sin `[1, padded]` of a scalar position, inside of a kernel, from refs of `digit_tables`."""
     digits = [(position // DIGIT**level) % DIGIT for level in range(DIGITS)]
     (cos, sin), *others = [
-        tuple(table[level, pl.ds(digit, 1), pairs] for table in (cos_ref, sin_ref)) for level, digit in enumerate(digits)
+        tuple(table[level, pl.ds(digit, 1), :] for table in (cos_ref, sin_ref)) for level, digit in enumerate(digits)
     ]
     for other in others:
         cos, sin = turn(cos, sin, *other)

@@ -1,9 +1,9 @@
 """How Triton kernels rotate the rebuilt keys of a tile: by runs of consecutive positions, or slot by slot.
 
-Each way takes references to its two arrays, the tokens of a tile, and the channel pairs that are rotated, and gives
-`rotated(keys, query, at, mine, offset)`: both halves of keys `[tile, pairs]` and queries `[rows, pairs]`, float32, such
-that their products are those of keys at their positions. `at` is the first slot of the tile, `mine` bool `[tile]` those
-that count, `offset` their positions minus slots where they are a run.
+Each way takes references to its two arrays and the tokens of a tile, and gives `rotated(keys, query, at, mine, offset)`:
+both halves of keys `[tile, pairs]` and queries `[rows, pairs]`, float32, such that their products are those of keys at
+their positions. `at` is the first slot of the tile, `mine` bool `[tile]` those that count, `offset` their positions minus
+slots where they are a run.
 """
 
 import jax.numpy as jnp
@@ -16,20 +16,20 @@ from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import R
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.turns import slot_angles
 
 
-def by_run(cos_ref, sin_ref, tile: int, pairs=slice(None)):
+def by_run(cos_ref, sin_ref, tile: int):
     """Keys by their place within the tile; the query back by the position at which the tile begins."""
-    local = [table[0, :tile, pairs] for table in (cos_ref, sin_ref)]
+    local = [table[0, :tile] for table in (cos_ref, sin_ref)]
 
     def rotated(keys, query, at, mine, offset):
-        cos, sin = position_angle(cos_ref, sin_ref, at + offset, pairs)
+        cos, sin = position_angle(cos_ref, sin_ref, at + offset)
         return turn(*keys, *local), turn(*query, cos, -sin)
 
     return rotated
 
 
-def by_slot(position_ref, steps_ref, tile: int, pairs=slice(None)):
+def by_slot(position_ref, steps_ref, tile: int):
     """Keys by the positions of their slots; the query stays as it is."""
-    steps = [steps_ref[number, pairs][None] for number in range(2)]
+    steps = [steps_ref[number, :][None] for number in range(2)]
 
     def rotated(keys, query, at, mine, offset):
         position = plgpu.load(position_ref.at[pl.ds(at, tile)], mask=mine, other=0)

@@ -10,22 +10,12 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.coefficient_attention.gpu_triton import bytes_of_token, check_stored, load_scale
-from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid, packed_grid
+from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
+from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid
 from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, launch
-from lowrank_kv_jax.pallas_kernels.gpu_packed import (
-    check_packed,
-    collected_from,
-    columns_of,
-    over_columns,
-    pieces_of,
-    spread_for,
-    unpacked,
-    with_rows,
-)
 from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import rotary_grid
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     add_values,
@@ -49,9 +39,6 @@ from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_rotation imp
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary, prepare, read_run, visits
 from lowrank_kv_jax.storage.basis import expand_values
 
-PACKED_TILE = 64  # packed tokens of a tile
-MOST_COLUMNS = 704  # of packed keys and of packed values: more would spill registers
-PART = 32  # channel pairs of packed keys that are rebuilt at once; each part unpacks its tile anew
 RESIDENT_BYTES = 32 * 1024  # a larger basis is read again for every tile, from the L2 cache
 
 
@@ -61,11 +48,12 @@ def rotary_coefficient_attention(
 ) -> AttnPartial:
     """The op of `api.rotary_coefficient_attention`; `Unsupported` where the kernel does not cover a case."""
     keys, values = stored_arrays(tokens.keys), stored_arrays(tokens.values)
+    if keys.runs is not None:
+        raise Unsupported("keys packed in several widths before RoPE: an H200 rebuilds them faster by XLA")
     rotary = prepare(
         q, tokens, key_basis, rope=rope, kv_heads=kv_heads, q_positions=q_positions, causal=causal, window=window,
         key_mean=key_mean,
     )
-    rotary = rotary._replace(basis=spread_for(keys, rotary.basis))
     part = attend_packed(rotary, keys, values, scale=scale, rotate=rope is not None, interpret=interpret)
     part = unpack(part, q.shape[1])
     return part if value_basis is None else AttnPartial(expand_values(value_basis, part.out, kv_heads), part.lse)
@@ -78,30 +66,23 @@ def attend_packed(
     packed = rotary.packed
     check_stored(packed, keys, values)
     (batch, heads, rows, _), half = packed.q.shape, rotary.basis.shape[2] // 2
-    if values.runs is None:
-        token_bytes, rebuilt = bytes_of_token(keys) + bytes_of_token(values), 2 * half * packed.q.dtype.itemsize
-        grid = decode_grid(rows, batch * heads, keys.codes.shape[2], token_bytes, rebuilt)
-        by_slot = rotary.positions is not None
-        grid = rotary_grid(grid, keys, values, packed.q.dtype.itemsize, 2 * half, by_slot)
-    else:
-        grid = packed_grid(rows, batch * heads, keys.codes.shape[2], PACKED_TILE)
-        check_packed(rows, MOST_COLUMNS, keys, values)
+    token_bytes, rebuilt = bytes_of_token(keys) + bytes_of_token(values), 2 * half * packed.q.dtype.itemsize
+    grid = decode_grid(rows, batch * heads, keys.codes.shape[2], token_bytes, rebuilt)
+    by_slot = rotary.positions is not None
+    grid = rotary_grid(grid, keys, values, packed.q.dtype.itemsize, 2 * half, by_slot)
     basis_bytes = 2 * half * rotary.basis.shape[-1] * packed.q.dtype.itemsize
     way, angles = rotation(rotary, rotate)
     kernel = functools.partial(
         _kernel, grid=grid, runs=rotary.first.shape[1], scale=scale, way=way, quantised=keys.scales is not None,
-        centred=rotary.mean is not None, resident=basis_bytes <= RESIDENT_BYTES, key_runs=keys.runs,
-        value_runs=values.runs,
+        centred=rotary.mean is not None, resident=basis_bytes <= RESIDENT_BYTES,
     )
-    query = packed.q if keys.runs is None else with_rows(packed.q, grid.rows)
     of_bases = [(x, basis_spec(x, batch)) for x in (rotary.basis, rotary.mean) if x is not None]
-    part = launch(
+    return launch(
         "rotary_coefficient_attention", kernel, grid, packed, visits(rotary, grid.tile),
-        [*angles, *by_head(packed, query), *of_bases,
+        [*angles, *by_head(packed, packed.q), *of_bases,
          *by_head(packed, keys.codes, keys.scales, values.codes, values.scales)],
-        columns_of(values), interpret=interpret,
+        values.codes.shape[-1], interpret=interpret,
     )
-    return AttnPartial(collected_from(values, part.out), part.lse)
 
 
 def basis_spec(x: jax.Array, rows: int) -> pl.BlockSpec:
@@ -111,8 +92,7 @@ def basis_spec(x: jax.Array, rows: int) -> pl.BlockSpec:
 
 
 def _kernel(
-    limits_ref, *refs, grid: Grid, runs: int, scale: float, way, quantised: bool, centred: bool, resident: bool, key_runs,
-    value_runs,
+    limits_ref, *refs, grid: Grid, runs: int, scale: float, way, quantised: bool, centred: bool, resident: bool
 ):
     angle_refs, (q_ref, basis_ref, *refs) = refs[: 2 * bool(way)], refs[2 * bool(way) :]
     rotating = functools.partial(way, *angle_refs, grid.tile) if way else None
@@ -122,13 +102,10 @@ def _kernel(
     else:
         (k_ref, v_ref, out_ref, lse_ref), ks_ref, vs_ref = refs, None, None
     dtype, there = q_ref.dtype, lse_ref.shape[0]
-    value_pieces = pieces_of(v_ref.shape[-1], value_runs)
+    value_pieces = columns(v_ref.shape[-1])
     begin, end = load_ranges(limits_ref, grid.rows, there)
     start, stop = split_range(limits_ref[5 * runs], grid)
-    if key_runs is None:
-        logits_of = whole_keys(k_ref, ks_ref, basis_ref, mean_ref, q_ref, rotating, grid=grid, resident=resident)
-    else:
-        logits_of = keys_in_parts(k_ref, basis_ref, mean_ref, q_ref, rotating, grid=grid, key_runs=key_runs)
+    logits_of = whole_keys(k_ref, ks_ref, basis_ref, mean_ref, q_ref, rotating, grid=grid, resident=resident)
 
     def body(visit, carry):
         top, total, accs = carry
@@ -141,7 +118,6 @@ def _kernel(
         weights, shrink, top, total = online_softmax(logits * (scale * LOG2_E), visible, top, total)
         value_scale = None if vs_ref is None else functools.partial(load_scale, vs_ref, at // TILE_OF_SCALES)
         values = (load_block(v_ref, at, mine, piece) for piece in value_pieces)
-        values = values if value_runs is None else unpacked(v_ref, at, mine, value_runs)
         return top, total, add_values(weights.astype(dtype), shrink, accs, value_pieces, values, value_scale)
 
     top, total, accs = jax.lax.fori_loop(start, stop, body, start_carry(grid.rows, value_pieces))
@@ -180,33 +156,5 @@ def whole_keys(k_ref, ks_ref, basis_ref, mean_ref, q_ref, rotating, *, grid: Gri
         if rotated is not None:
             keys, turned = rotated(keys, query, at, mine, offset)
         return sum(dot(x.astype(dtype), k.astype(dtype).T) for x, k in zip(turned, keys, strict=True))
-
-    return logits
-
-
-def keys_in_parts(k_ref, basis_ref, mean_ref, q_ref, rotating, *, grid: Grid, key_runs):
-    """The same of packed keys, rebuilt `PART` channel pairs at a time: of whole ones the registers would overflow."""
-    dtype, half = q_ref.dtype, basis_ref.shape[0] // 2
-    width = min(half, PART)
-
-    def logits(at, mine, offset):
-        def part(number, total):
-            sides = [pl.ds(side * half + number * width, width) for side in range(2)]
-
-            def add(halves, coefficients, where):
-                bases = [plgpu.load(basis_ref.at[side, where]) for side in sides]
-                return tuple(x + dot(coefficients.astype(dtype), u.T) for x, u in zip(halves, bases, strict=True))
-
-            nothing = jnp.zeros((grid.tile, width), jnp.float32)
-            keys = over_columns(k_ref, at, mine, key_runs, add, (nothing, nothing))
-            if mean_ref is not None:
-                keys = [x + plgpu.load(mean_ref.at[side])[None] for x, side in zip(keys, sides, strict=True)]
-            query = [plgpu.load(q_ref.at[:, side]).astype(jnp.float32) for side in sides]
-            if rotating is not None:
-                rotated = rotating(pl.ds(number * width, width))
-                keys, query = rotated(keys, query, at, mine, offset)
-            return total + sum(dot(x.astype(dtype), k.astype(dtype).T) for x, k in zip(query, keys, strict=True))
-
-        return jax.lax.fori_loop(0, half // width, part, jnp.zeros((grid.rows, grid.tile), jnp.float32))
 
     return logits

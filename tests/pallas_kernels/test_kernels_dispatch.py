@@ -60,6 +60,14 @@ def test_tokens_in_no_order_are_not_read_through_a_mask_nor_by_owner(backend):
             rotary_coefficient_attention(x.q, tokens, x.basis, **options, backend=backend)
 
 
+def test_packed_keys_before_rope_are_rebuilt_by_xla_on_a_gpu():
+    x = make(Case(rope=RopeSpec(10000.0, 64), runs=(((8, 3), (2, 9)), ((4, 10),)), mean=True, lengths=(60,), S=64))
+    dispatch.warn_anew()
+    with pytest.warns(RuntimeWarning, match="XLA instead of triton: keys packed in several widths before RoPE"):
+        part = rotary_coefficient_attention(x.q, x.tokens, x.basis, **x.options, backend="triton")
+    check(part, x.oracle)
+
+
 @pytest.mark.parametrize("case", [
     Case(S=1300, lengths=(0, 1, 1300, 513), poison=False),
     Case(S=1100, bits=8, lengths=(0, 129, 1100), rank_k=64, poison=False),
