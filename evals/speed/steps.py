@@ -7,7 +7,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from lowrank_kv_jax.evals.results.records import make_record
 from lowrank_kv_jax.evals.speed.llama_8b import LLAMA_8B
 from lowrank_kv_jax.evals.speed.roofline import white_bases
-from lowrank_kv_jax.generation.forward import prefill
+from lowrank_kv_jax.generation.forward import prefill, refresh
 from lowrank_kv_jax.generation.generate import decode
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.accounting import cache_bytes
@@ -26,8 +26,8 @@ from lowrank_kv_jax.method.layout import DEFAULT_BLOCK
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.parameters import params_of
 
-METHODS = ("full", "palu:rank=0.5", "ojakv:rank=0.5", "kivi:bits=4", "kivi:bits=2", "snapkv:budget=4096",
-           "transform:bits=2,rope=post,heads=per_head")
+METHODS = ("full", "static-pca-h:rank=0.5", "static-pca-h:rank=0.25", "palu:rank=0.5", "ojakv:rank=0.5", "kivi:bits=4",
+           "transform:bits=2,rope=post,heads=per_head", "snapkv:budget=4096")
 LAYERS, TOKENS, ROWS = 8, 32768, (1, 8)  # so few layers that all programs are compiled within minutes
 BLOCKS = 6  # of `DEFAULT_BLOCK` tokens; the first one compiles
 
@@ -41,6 +41,7 @@ class Steps:
         rows, tokens: of the batch, and of each row's prompt.
         prefill_s: seconds of the prompt of one row, median of two after the one that compiles.
         step_s: seconds of a decoded token of all rows, refreshes included, median of blocks.
+        refresh_s: seconds of one refresh, of which a block of `DEFAULT_BLOCK` tokens has one.
         bytes: of the cache.
         failure: why there are no times.
     """
@@ -50,6 +51,7 @@ class Steps:
     tokens: int
     prefill_s: float | None = None
     step_s: float | None = None
+    refresh_s: float | None = None
     bytes: int = 0
     failure: str | None = None
 
@@ -115,30 +117,32 @@ def _timed(about: Steps, config, params, prompt, method: Part, bases, blocks: in
     if about.rows > 1:
         cache, logits = fork(cache, about.rows), jnp.repeat(logits, about.rows, axis=0)
     size = cache_bytes(cache).total
-    seconds = list(_blocks(decode(method, config, params, cache, logits, 1 + blocks * DEFAULT_BLOCK, bases=bases)))
+    again = functools.partial(jax.jit(refresh, static_argnums=0), method, bases=bases)
+    seconds, refreshes = [], []
+    _, cache, _ = next(decoded := decode(method, config, params, cache, logits, 1 + blocks * DEFAULT_BLOCK, bases=bases))
+    for _ in range(3):
+        refreshes.append(_seconds(lambda: again(cache)))
+    for _ in range(blocks):
+        seconds.append(_seconds(lambda: next(decoded)[0]))
     return dataclasses.replace(
         about, prefill_s=float(np.median(taken)), step_s=float(np.median(seconds[1:] or seconds)) / DEFAULT_BLOCK,
-        bytes=size)
+        refresh_s=min(refreshes), bytes=size)
 
 
-def _blocks(decoded: Iterator[Any]) -> Iterator[float]:
-    """Seconds of each block after the first token."""
-    next(decoded)
+def _seconds(call: Callable[[], Any]) -> float:
     begin = time.perf_counter()
-    for _ in decoded:
-        now = time.perf_counter()
-        yield now - begin
-        begin = now
+    jax.block_until_ready(call())
+    return time.perf_counter() - begin
 
 
 def records(steps: Sequence[Steps], seed: int) -> list[dict[str, Any]]:
     """One record for each method and batch."""
     return [
         make_record(
-            "bench kernels --sweep", model=f"Llama 3.1 8B, {LAYERS} layers, random weights", method=step.method,
+            "bench kernels --sweep", model=f"{LAYERS} layers of Llama 3.1 8B, random weights", method=step.method,
             task="steps", length=step.tokens, samples=step.rows, seed=seed, cache_bytes=step.bytes,
             ttft_s=step.prefill_s, decode_tokens_per_s=None if step.step_s is None else step.rows / step.step_s,
-            failure=step.failure,
+            refresh_s=step.refresh_s, failure=step.failure,
         )
         for step in steps
     ]

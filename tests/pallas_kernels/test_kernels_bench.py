@@ -1,10 +1,13 @@
 """`lowrank-kv bench kernels` measures what it says and refuses to time a wrong result."""
 
+import dataclasses
+
 import pytest
 
 from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.evals.results.records import read_records
-from lowrank_kv_jax.evals.speed import kernels
+from lowrank_kv_jax.evals.speed import kernels, sweep
+from lowrank_kv_jax.pallas_kernels.gpu_grid import Tuning, decode_grid, tuned
 
 SMALL = ["--lengths", "40", "--batch", "2", "--ranks", "8", "--q-heads", "2", "--kv-heads", "1", "--head-dim", "32",
          "--dtype", "float32", "--ragged", "--repeats", "1"]
@@ -51,3 +54,34 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
 def test_sizes_are_checked(capsys, wrong, said):
     assert main(["bench", "kernels", *wrong]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_launches_have_what_they_are_asked_to_have():
+    own = decode_grid(4, 64, 32768, 256)
+    with tuned(Tuning(tile=64, warps=2)):
+        other = decode_grid(4, 64, 32768, 256)
+    with tuned(Tuning(waves=4, stages=3)):
+        more = decode_grid(4, 64, 32768, 256)
+    assert other == dataclasses.replace(own, tile=64, warps=2)
+    assert more == dataclasses.replace(own, splits=2 * own.splits, stages=3)
+    assert decode_grid(4, 64, 32768, 256) == own
+
+
+def test_a_sweep_takes_a_gpu(capsys, tmp_path):
+    assert main(["bench", "kernels", "--sweep", "--results", str(tmp_path / "new")]) == 2
+    assert "--sweep: needs a GPU, JAX runs on cpu" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+def test_a_launch_is_checked_before_it_is_timed(monkeypatch):
+    """Interpreted here; the second tuning's results are spoiled."""
+    right = sweep._attend
+
+    def spoiled(program, way, *args):
+        return right(program, way, *args) * (1.5 if way == Tuning(tile=32) else 1)
+
+    monkeypatch.setattr(sweep, "_attend", spoiled)
+    program = dataclasses.replace(sweep.KERNELS[2], size=128)
+    xla, own, other = sweep.sweep([program], {1: (Tuning(), Tuning(tile=32))}, workers=1)
+    assert xla.way() == "xla" and own.way() == "as it is" and own.seconds > 0 and own.error < 1e-2
+    assert other.seconds is None and "errs by 0.5" in other.failure
