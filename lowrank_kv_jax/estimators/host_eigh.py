@@ -28,10 +28,12 @@ def host_eigh(
     """Ascending eigenvalues and eigenvectors, in columns, of symmetric matrices; not to be written to."""
     known = _KNOWN.get()
     if known is None:
-        return tuple(np.linalg.eigh(matrices))
+        values, vectors = np.linalg.eigh(matrices)
+        return values, vectors
     digest = hashlib.sha256(f"{matrices.shape}{matrices.dtype}".encode())
     digest.update(np.ascontiguousarray(matrices).data)
     key = digest.digest()
     if key not in known:
-        known[key] = tuple(np.linalg.eigh(matrices))
+        values, vectors = np.linalg.eigh(matrices)
+        known[key] = values, vectors
     return known[key]
