@@ -13,6 +13,7 @@ from lowrank_kv_jax.generation.forward import decode_step, extend, refresh
 from lowrank_kv_jax.generation.generate import ingest
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.cache import Cache, fork, take_rows
+from lowrank_kv_jax.storage.backend import platform
 from lowrank_kv_jax.storage.sharding import to_host
 
 READS, LEAST_GAIN = 4, 1.5
@@ -29,8 +30,9 @@ def answer(
 ) -> list[list[int]]:
     """Ingest one question a row and decode greedily.
 
-    The steps are dispatched layer by layer: no program of the whole model has to be compiled for each method. Rows leave
-    the batch once half of it is done, since a row that only waits costs as much as one that decodes.
+    The steps are dispatched layer by layer: no program of the whole model has to be compiled for each method. On a CPU
+    rows leave the batch once half of it is done, since a row that only waits costs as much as one that decodes; elsewhere
+    it costs next to nothing, and compiling for each size of a batch most of all.
 
     Args:
         cache: consumed; `fork` it first to keep it for other questions.
@@ -191,10 +193,11 @@ def _decode(
 
 
 def _batch_size(done: np.ndarray, cache: Cache) -> int:
-    """Rows to go on with: the batch halved as often as those that are not done fit; a mesh keeps its rows."""
+    """Rows to go on with: the batch halved as often as those that are not done fit; a mesh keeps its rows, and so does
+    an accelerator."""
     size, active = len(done), int((~done).sum())
     mesh = cache.layout.mesh
-    if mesh is not None and mesh.shape.get("data", 1) > 1:
+    if platform() != "cpu" or mesh is not None and mesh.shape.get("data", 1) > 1:
         return size
     while size > 1 and active <= (size + 1) // 2:
         size = (size + 1) // 2

@@ -62,6 +62,10 @@ def one_shape(needs: Mapping[Ids, int], longest: int) -> dict[Ids, tuple[int, in
     return dict.fromkeys(needs, (min(width, longest), min(capacity, longest)))
 
 
+SHAPES: Mapping[str, Shapes] = {"few": few_shapes, "one": one_shape}
+"""By the names that a suite calls them."""
+
+
 def make_batches(
     tokenizer: Any, questions: Sequence[Question], protocol: str, style: str, rows: int, longest: int,
     shapes: Shapes = few_shapes,

@@ -5,6 +5,7 @@ from typing import Any
 
 from lowrank_kv_jax.calibration.calibrate import fit_bases, moments_for, serve
 from lowrank_kv_jax.calibration.corpus import Corpus, token_windows
+from lowrank_kv_jax.estimators.host_eigh import remembering
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.methods import REGISTRY
@@ -64,9 +65,10 @@ def bases_of(
     if not missing:
         return bases
     moments = moments_of(model, missing, corpus, length=length, windows=windows, seed=seed, progress=progress)
-    for spec, method in missing.items():
-        bases[spec] = fit_bases(model, method, moments, dtype)
-        kept.keep(method, bases[spec])
+    with remembering():
+        for spec, method in missing.items():
+            bases[spec] = fit_bases(model, method, moments, dtype)
+            kept.keep(method, bases[spec])
     return bases
 
 

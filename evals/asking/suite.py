@@ -11,7 +11,7 @@ from typing import Any
 
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus
 from lowrank_kv_jax.evals.asking.ask import Asker, Reply
-from lowrank_kv_jax.evals.asking.batches import Batch, make_batches
+from lowrank_kv_jax.evals.asking.batches import SHAPES, Batch, make_batches
 from lowrank_kv_jax.evals.asking.methods import bases_of, calibration_settings, check_methods, conditions_of
 from lowrank_kv_jax.evals.asking.prompts import PROTOCOLS, STYLES, Question
 from lowrank_kv_jax.evals.results.records import append_record, make_record
@@ -38,6 +38,7 @@ class Suite:
         dtype: of the caches; None is the library's default.
         settings: whatever else decides the results; kept in every record and compared when a run goes on.
         prefill_chunk: `chunk` of `prefill`.
+        shapes: one of `SHAPES`, of the buffers that contexts are padded to.
         draft: other methods read what the full cache answers, a block at a time, and decode from where they differ: the
             same answers but for rounding, sooner, and not timed.
     """
@@ -52,12 +53,15 @@ class Suite:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     prefill_chunk: int | None = None
     draft: bool = False
+    shapes: str = "few"
 
     def __post_init__(self):
         if self.protocol not in PROTOCOLS:
             raise ValueError(f"protocol={self.protocol!r}: must be {' or '.join(PROTOCOLS)}")
         if self.style not in STYLES:
             raise ValueError(f"style={self.style!r}: must be {' or '.join(STYLES)}")
+        if self.shapes not in SHAPES:
+            raise ValueError(f"shapes={self.shapes!r}: must be {' or '.join(SHAPES)}")
         if self.rows < 1:
             raise ValueError(f"rows={self.rows}: must be at least 1")
         if not self.questions:
@@ -69,8 +73,18 @@ class Suite:
 
     def conditions(self, method: Part | None) -> dict[str, Any]:
         """What a record of a method holds beside its key; records of other conditions are not this run's."""
+        shapes = None if self.shapes == "few" else self.shapes
         return {"style": self.style, "cache_dtype": self.cache_dtype, "prefill_chunk": self.prefill_chunk,
-                **conditions_of(self.settings, method)}
+                "shapes": shapes, **conditions_of(self.settings, method)}
+
+    def batches(self, model: Any) -> list[Batch]:
+        """Of its questions.
+
+        Raises:
+            ValueError: as `make_batches`.
+        """
+        return make_batches(model.tokenizer, self.questions, self.protocol, self.style, self.rows, model.config.context,
+                            SHAPES[self.shapes])
 
     def key(self, model: Any, spec: str, question: Question) -> Key:
         return (self.command, model.fingerprint, spec, question.task, question.length, question.index,
@@ -110,9 +124,7 @@ def evaluate(
     check_methods(model, methods, suite.command)
     if suite.draft and not any(method.name == "full" for method in methods.values()):
         raise ValueError(f"draft=True: needs `full` among the methods {', '.join(methods)}, whose answers are the drafts")
-    batches = make_batches(
-        model.tokenizer, suite.questions, suite.protocol, suite.style, suite.rows, model.config.context
-    )
+    batches = suite.batches(model)
     known = {} if json is None else finished(json, suite.wanted(model, methods))
     pending = [(batch, left) for batch in batches if (left := _left(model, methods, suite, batch, known))]
     if pending:

@@ -18,7 +18,7 @@ def answer(
 
     Every row reads its question token by token and then its answer; what all questions have in length is read in one
     step. Rows of other lengths are padded in front, by slots that kvpress masks as it masks what it drops. Rows leave
-    the batch once half of it is done.
+    the batch once half of it is done. What is made here lies on torch's default device, which must be the model's.
 
     Args:
         model: of transformers, with the attention that kvpress has patched.

@@ -65,7 +65,7 @@ def press_many(
         if zipped is not None:
             stack.enter_context(zipped(model))  # reads the context again when it is left
         with aside(model):
-            model.model(input_ids=torch.tensor([list(tokens)]), past_key_values=cache)
+            model.model(input_ids=torch.tensor([list(tokens)], device=model.device), past_key_values=cache)
         read = time.perf_counter()
         clock.shared += read - begin - (sum(clock.own.values()) - before)
     for spec in zips:

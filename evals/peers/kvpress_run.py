@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lowrank_kv_jax.evals.asking.batches import Batch, make_batches
+from lowrank_kv_jax.evals.asking.batches import Batch
 from lowrank_kv_jax.evals.asking.clock import Clock, PrefillClock
 from lowrank_kv_jax.evals.asking.prompts import Question
 from lowrank_kv_jax.evals.asking.suite import Suite
@@ -19,7 +19,7 @@ from lowrank_kv_jax.progress import ProgressBar
 
 def evaluate_kvpress(
     model: Any, source: str, specs: Sequence[str], suite: Suite, *, json: str | os.PathLike | None = None,
-    progress: bool = False,
+    progress: bool = False, device: str | None = None,
 ) -> list[dict[str, Any]]:
     """Ask every question of kvpress' caches.
 
@@ -32,6 +32,7 @@ def evaluate_kvpress(
         specs: see `parse_press`; their records' method is the spec behind "kvpress/".
         suite: what is asked. Its dtype must be bfloat16.
         json: records are appended to it; those that it holds are not computed again.
+        device: of torch, by default a GPU where it sees one. Only on a CPU times are told.
 
     Returns:
         One record for each question and press.
@@ -45,9 +46,7 @@ def evaluate_kvpress(
     names = {spec: PREFIX + spec for spec in specs}
     wanted = suite.wanted(model, dict.fromkeys(names.values()))
     known = {} if json is None else finished(json, wanted)
-    batches = make_batches(
-        model.tokenizer, suite.questions, suite.protocol, suite.style, suite.rows, model.config.context
-    )
+    batches = suite.batches(model)
     pending = [(batch, left) for batch in batches if (left := [
         spec for spec, name in names.items()
         if any(suite.key(model, name, question) not in known for question in batch.all_questions)
@@ -55,7 +54,7 @@ def evaluate_kvpress(
     if pending:
         total = sum(len(left) * len(batch.all_questions) for batch, left in pending)
         with tempfile.TemporaryDirectory() as folder, ProgressBar("kvpress", total, progress) as bar:
-            runner = _Runner(model, source, suite, folder)
+            runner = _Runner(model, source, suite, folder, device)
             for batch, left in pending:
                 for question, record in runner.run(batch, left):
                     bar.advance()
@@ -70,9 +69,12 @@ def evaluate_kvpress(
 class _Runner:
     """transformers' model, and how questions are asked of it."""
 
-    def __init__(self, model: Any, source: str, suite: Suite, folder: str):
+    def __init__(self, model: Any, source: str, suite: Suite, folder: str, device: str | None = None):
+        import torch
+
         self.model, self.suite = model, suite
-        self.torch_model = load_torch_model(source, "float32")
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.torch_model = load_torch_model(source, "float32").to(self.device)
         # KVzip reads the tokenizer from disk, and a chat template there would move its scores by the template's length
         tokenizer = model.tokenizer
         template, tokenizer.chat_template = tokenizer.chat_template, None
@@ -114,10 +116,10 @@ class _Runner:
             texts[row] = tokenizer.decode(ids[row])
             return clock.enough(row, texts[row])
 
-        with torch.inference_mode():
+        with torch.inference_mode(), self.device:
             answer(self.torch_model, held, [len(context) for context in contexts], asked, take,
                    max(question.new_tokens for question in questions), clock.stop)
-        times = clock.times(prefill_s)
+        times = clock.times(prefill_s if self.device.type == "cpu" else None)
         for row, question in enumerate(questions):
             sizes = held[row].nbytes, len(contexts[row]), len(asked[row])
             yield question, self._record(spec, question, texts[row], *sizes) | {
@@ -138,7 +140,13 @@ class _Runner:
             score=100 * question.score(text), prediction=text, cache_bytes=stored, full_cache_bytes=full,
             bytes_per_token=stored / tokens, bytes_by_kind={"exact": stored}, smaller=full / stored,
             nominal_smaller=parse_press(spec)[1], context_tokens=context, question_tokens=asked, **question.details,
-        ) | {"device": "torch, cpu", "versions": _versions()}
+        ) | {"device": f"torch, {_name(self.device)}", "versions": _versions()}
+
+
+def _name(device: Any) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _versions() -> dict[str, str]:

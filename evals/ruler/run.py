@@ -31,6 +31,7 @@ def evaluate_ruler(
     questions: Mapping[str, str | os.PathLike] | None = None, json: str | os.PathLike | None = None,
     style: str = "base", rows: int = 5, dtype: str | None = None, calibrate: Corpus | None = None,
     progress: bool = False, mesh: Any = None, prefill_chunk: int | None = None, draft: bool = False,
+    shapes: str = "few",
 ) -> list[dict[str, Any]]:
     """Score methods on RULER.
 
@@ -40,7 +41,7 @@ def evaluate_ruler(
         tasks: names of tasks and of groups of them.
         lengths: in tokens, the answer included; by default 1024, or whatever `data` holds.
         samples: of each task and length; by default 10, or all that `data` holds.
-        protocol, style, rows, dtype, prefill_chunk: see `Suite`.
+        protocol, style, rows, dtype, prefill_chunk, shapes: see `Suite`.
         seed: of the samples.
         data: a folder of TASK.jsonl or LENGTH/TASK.jsonl in the official format, instead of generating.
         haystack: of the essay tasks, see `load_haystack`.
@@ -58,7 +59,7 @@ def evaluate_ruler(
         ValueError, OSError: as `expand_tasks`, `check_lengths`, `generate`, `read_samples`, `evaluate`.
     """
     suite = make_suite(model, tasks, lengths, samples, protocol, seed, data=data, haystack=haystack,
-                       questions=questions, style=style, rows=rows, dtype=dtype, draft=draft)
+                       questions=questions, style=style, rows=rows, dtype=dtype, draft=draft, shapes=shapes)
     suite = dataclasses.replace(suite, prefill_chunk=prefill_chunk)
     return evaluate_calibrated(model, methods, suite, calibrate, json=json, progress=progress, mesh=mesh)
 
@@ -68,7 +69,7 @@ def make_suite(
     protocol: str = "query-agnostic", seed: int = SEED, *, data: str | os.PathLike | None = None,
     haystack: str | os.PathLike | Sequence[str | os.PathLike] | None = None,
     questions: Mapping[str, str | os.PathLike] | None = None, style: str = "base", rows: int = 5,
-    dtype: str | None = None, draft: bool = False,
+    dtype: str | None = None, draft: bool = False, shapes: str = "few",
 ) -> Suite:
     """What is asked; the arguments are those of `evaluate_ruler`."""
     names = expand_tasks(tuple(tasks))
@@ -82,7 +83,7 @@ def make_suite(
                                      questions)
     asked = tuple(question_of(sample, length) for length, sample in drawn)
     source |= {"draft": True} if draft else {}
-    return Suite(COMMAND, asked, protocol, style, seed, rows, dtype, source, draft=draft)
+    return Suite(COMMAND, asked, protocol, style, seed, rows, dtype, source, draft=draft, shapes=shapes)
 
 
 def draw_samples(

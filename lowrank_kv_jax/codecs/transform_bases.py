@@ -10,6 +10,7 @@ import numpy as np
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.codecs.widths import Widths, with_restored_widths, with_saved_widths
 from lowrank_kv_jax.estimators.bit_allocation import steps_of
+from lowrank_kv_jax.estimators.host_eigh import host_eigh
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.storage.basis import project
 from lowrank_kv_jax.storage.water_filled import WidthRuns, components_of
@@ -96,7 +97,7 @@ def principal(
     width = len(mean) // units
     split = moment.reshape(2 * (len(layers), units, width // len(layers)))
     blocks = np.moveaxis(np.diagonal(split, axis1=1, axis2=4), -1, 0).reshape(units, width, width)
-    values, vectors = np.linalg.eigh(blocks)
+    values, vectors = host_eigh(blocks)
     centre = mean.reshape(by_head) if getattr(moments, f"{tap}_sum") is not None else None
     return Side(vectors[..., ::-1], np.maximum(values[..., ::-1], 0.0), centre, weight)
 

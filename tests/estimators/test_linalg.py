@@ -10,6 +10,7 @@ import pytest
 from helpers import CAPACITY, PLAIN, bases_for, small_configuration
 
 from lowrank_kv_jax.estimators import linalg
+from lowrank_kv_jax.estimators.host_eigh import host_eigh, remembering
 from lowrank_kv_jax.generation.forward import make_layout, refresh_group
 from lowrank_kv_jax.methods import REGISTRY, machine_of
 
@@ -84,3 +85,19 @@ def test_the_check_sees_a_batched_call():
     assert lapack_batches(hlo) == [7]
     hlo = jax.jit(linalg.eigenvalues).lower(jnp.ones((7, 4, 4))).compile().as_text()
     assert lapack_batches(hlo) == [1]
+
+
+def test_the_host_remembers_eigenvectors_only_where_it_is_told_to(monkeypatch):
+    rows = np.random.default_rng(0).standard_normal((2, 6, 6))
+    matrices, calls, eigh = rows + rows.swapaxes(1, 2), [], np.linalg.eigh
+    monkeypatch.setattr(np.linalg, "eigh", lambda x: calls.append(1) or eigh(x))
+    values, vectors = host_eigh(matrices)
+    np.testing.assert_allclose(vectors * values[:, None] @ vectors.swapaxes(1, 2), matrices, atol=1e-12)
+    host_eigh(matrices)
+    assert len(calls) == 2
+    with remembering():
+        found = [host_eigh(x) for x in (matrices, matrices.copy(), matrices + 1, matrices[:1])]
+    assert len(calls) == 5 and found[0] is found[1] and found[2] is not found[0]
+    assert all(np.array_equal(one, other) for one, other in zip(found[0], (values, vectors), strict=True))
+    host_eigh(matrices)
+    assert len(calls) == 6

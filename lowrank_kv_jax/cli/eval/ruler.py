@@ -33,6 +33,9 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--draft", action="store_true",
                         help="let the other methods read what the full cache answers, and decode from where they differ: "
                              "the same answers but for rounding, in a fraction of the time, which is not told")
+    parser.add_argument("--shapes", choices=("few", "one"), default="few",
+                        help="contexts padded to a few coarse lengths, or all to the longest, which compiles least "
+                             "(%(default)s)")
     add_suite_options(parser, seed=42)
     parser.set_defaults(run=run)
     return parser
@@ -59,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     records = evaluate_ruler(
         model, methods, tasks, args.lengths, args.samples, data=args.data, haystack=args.haystack,
         questions={name: path for name, path in (("squad", args.squad), ("hotpotqa", args.hotpotqa)) if path},
-        mesh=mesh, draft=args.draft, **shared,
+        mesh=mesh, draft=args.draft, shapes=args.shapes, **shared,
     )
     print_scores(records, f"RULER, {args.protocol}: score (0-100)", {"ruler-6": GROUPS["ruler-6"]})
     return 0

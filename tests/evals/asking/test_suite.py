@@ -20,6 +20,7 @@ from suites import METHODS, Letters, Loaded, fit, questions, some, without_times
 from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.cli.eval.options import print_scores
 from lowrank_kv_jax.evals import longbench, ruler
+from lowrank_kv_jax.evals.asking import answer as answers
 from lowrank_kv_jax.evals.asking import ask, few_at_a_time, suite
 from lowrank_kv_jax.evals.asking.batches import coarse, make_batches, one_shape
 from lowrank_kv_jax.evals.asking.clock import PrefillClock
@@ -175,6 +176,34 @@ def test_one_shape_holds_all_contexts_in_order():
     assert longest <= width < longest + 64 and capacity == width + 32
     (small, most), = set(one_shape({(1,) * 70: 20, (2,) * 20: 40}, 100).values())
     assert small == most == 100  # the model's context
+
+
+def test_one_shape_answers_alike_and_says_so(tmp_path):
+    few = Suite("eval test", questions(6), rows=2, seed=1)
+    one = dataclasses.replace(few, shapes="one")
+    assert len({(b.width, b.capacity) for b in one.batches(Loaded())}) == 1
+    own = {"full": METHODS["full"]}
+    records = evaluate(Loaded(), own, one, json=tmp_path / "one.jsonl")
+    assert {record["shapes"] for record in records} == {"one"}
+    alike = evaluate(Loaded(), own, few)
+    assert [r["prediction"] for r in records] == [r["prediction"] for r in alike] and alike[0]["shapes"] is None
+    with pytest.raises(ValueError, match="shapes was 'one' and is now None"):
+        evaluate(Loaded(), own, few, json=tmp_path / "one.jsonl")
+    with pytest.raises(ValueError, match="shapes='three': must be few or one"):
+        dataclasses.replace(few, shapes="three")
+
+
+def test_rows_stay_in_their_batch_on_an_accelerator(monkeypatch):
+    asked = tuple(dataclasses.replace(q, new_tokens=2 + 20 * (q.index == 0)) for q in questions(6))
+    suite, sizes, step = Suite("eval test", asked, rows=4, shapes="one"), [], answers.decode_step
+    monkeypatch.setattr(answers, "decode_step", lambda *args, **kw: sizes.append(len(args[4])) or step(*args, **kw))
+    found = {}
+    for platform in ("cpu", "gpu"):
+        monkeypatch.setattr(answers, "platform", lambda platform=platform: platform)
+        sizes.clear()
+        found[platform] = [r["prediction"] for r in evaluate(Loaded(), {"full": METHODS["full"]}, suite)]
+        assert (set(sizes) == {4}) == (platform == "gpu")
+    assert found["cpu"] == found["gpu"]
 
 
 def test_one_module_asks():
