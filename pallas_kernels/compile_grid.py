@@ -60,7 +60,7 @@ PROGRAMS = (
     *(Program(PLAIN, 128, 128, dtype=f"tiles{bits}") for bits in (2, 4)),
     *(Program(PLAIN, r, r, dtype="mixed") for r in (64, 128)),
     Program(PLAIN, 160, 152, dtype="mixed", joint=True, head_dim=64),
-    *(Program(PLAIN, r, r, dtype="mixed", joint=True) for r in (512, 768, 1024)),
+    *(Program(PLAIN, r, r, dtype="mixed", joint=True) for r in (512, 640, 1024)),
     *(Program(ROTARY, r, r, dtype="mixed") for r in (64, 128)),
     Program(ROTARY, 160, 152, dtype="mixed", joint=True, head_dim=64),
     *(Program(ROTARY, r, r, dtype="mixed", joint=True) for r in (256, 512)),
@@ -121,7 +121,7 @@ def supported(program: Program, target: str) -> bool:
     RoPE, and not too many columns of them."""
     if target == "sm_90":
         if program.dtype == "mixed":
-            return program.op == PLAIN and program.rank_v <= 768
+            return program.op == PLAIN and program.rank_v <= 640
         return not program.mosaic or jax.version.__version_info__ >= (0, 12)
     return not program.mosaic
 
