@@ -150,7 +150,7 @@ def test_directions_in_8_bits_cost_codes_next_to_nothing():
     x = ((np.asarray(layers[0], np.float64) - mean[0]) * np.asarray(bases.v_weight[0], np.float64)).reshape(-1, basis.shape[1])
     x += 100 * basis[0, :, 0]  # a component far above the others
     store = bases._replace(v_weight=None)
-    codes = encode(store, "v", runs, jnp.asarray(x, jnp.float32)[None, :, None])[0, 0]
+    codes = encode(store, ("v",), runs, [jnp.asarray(x, jnp.float32)[None, :, None]])[0, 0]
     codes *= bases.v_scale[0, : codes.shape[1]] * jnp.asarray(steps_of(runs))
     wanted = np.linalg.lstsq(basis[0], x.T, rcond=None)[0].T
     found, products = (np.abs(own - wanted).max() for own in (np.asarray(codes, np.float64), x @ basis[0]))
