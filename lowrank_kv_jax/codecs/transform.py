@@ -61,8 +61,8 @@ class Transform(TokenCodec):
             tokens of its own.
         group: adjacent layers whose tokens are coded together, in one basis, None: all; the fewer bits for an error, and
             the more work, as every layer reads the codes of its group. The last group of a model may be smaller.
-        kv: "apart", keys and values have a basis and codes each; "joint", one basis of both and one code, which is read as
-            keys and as values: the fewer bits for an error, and components that are longer to read.
+        kv: "apart", keys and values have a basis and codes each; "joint", one basis of both and one code, which is read
+            as keys and as values: the fewer bytes for an error, and the more components to read on either side.
         means: "prompt", what tokens are coded around is fitted to each prompt; "calibrated", it is the calibration's.
         steps: "calibrated", those of the bases; "prompt", of components below 8 bits they follow the deviations of each
             prompt around what its tokens are coded around.
@@ -121,8 +121,8 @@ class Transform(TokenCodec):
             raise ValueError("bits=None: give bits_k and bits_v, or neither")
         if self.kv == "joint" and not self.pooled:
             field = "bits_v" if self.bits_k is None else "bits_k"
-            raise ValueError(f"{field}={getattr(self, field)!r}: must be None with kv=joint, where keys and values have one "
-                             "code; give bits=")
+            raise ValueError(f"{field}={getattr(self, field)!r}: must be None with kv=joint, where keys and values have "
+                             "one code; give bits=")
 
     @property
     def keys(self) -> str:
@@ -142,20 +142,22 @@ class Transform(TokenCodec):
         """Bases of each group of layers, float32.
 
         Raises:
-            ValueError: moments without what `metric`, `group` or `sampled` reads.
+            ValueError: moments without what `metric`, `group`, `kv` or `sampled` reads.
         """
         groups, units = self.layer_groups(spec), self.units(spec, None)
         metric = METRICS[self.metric](spec, moments, self.keys)
         known = moments.with_sampled() if self.sampled else moments
         if self.kv == "joint":
             both = [principal_of_both(spec, known, self.keys, layers, units, metric) for layers in groups]
-            errors = errors_of([k for k, _ in both], groups, None)
-            widths = self._widths(spec, (errors, errors[:, :0]))
-            return tuple(group_bases(k, v, own, joint=True) for (k, v), own in zip(both, widths, strict=True))
-        k = [principal(spec, known, self.keys, layers, units, metric.k) for layers in groups]
-        v = [principal(spec, known, "v", layers, units, metric.v) for layers in groups]
-        spectra = errors_of(k, groups, metric.k_counts), errors_of(v, groups, metric.v_counts)
-        return tuple(map(group_bases, k, v, self._widths(spec, spectra)))
+            k, v = zip(*both, strict=True)
+            errors = errors_of(k, groups, None)
+            spectra = errors, errors[:, :0]
+        else:
+            k = [principal(spec, known, self.keys, layers, units, metric.k) for layers in groups]
+            v = [principal(spec, known, "v", layers, units, metric.v) for layers in groups]
+            spectra = errors_of(k, groups, metric.k_counts), errors_of(v, groups, metric.v_counts)
+        widths = self._widths(spec, spectra)
+        return tuple(group_bases(*own, joint=self.kv == "joint") for own in zip(k, v, widths, strict=True))
 
     @property
     def reads(self):
@@ -202,8 +204,8 @@ class Transform(TokenCodec):
         if bases is None:
             return
         if bases.joint != (self.kv == "joint"):
-            raise ValueError(f"bases of keys and values {'in one code' if bases.joint else 'apart'}: {self.name} with these "
-                             f"settings takes kv={self.kv}; calibrate for it")
+            raise ValueError(f"bases of keys and values {'in one code' if bases.joint else 'apart'}: {self.name} with "
+                             f"these settings takes kv={self.kv}; calibrate for it")
         units = self.units(spec, bases)
         width = bases.layers * spec.kv_heads // units * spec.head_dim
         for side in SIDES:

@@ -20,8 +20,8 @@ def principal_of_both(
     """
     names, count = (tap, "v"), len(layers)
     own = [covariance(moments, (name, name), layers) for name in names]
-    weights = [_weight(spec, np.diagonal(moment), layers, *of_side) for moment, *of_side in zip(
-        own, (metric.k, metric.v), (metric.k_counts, metric.v_counts), strict=True)]
+    weights = (_weight(spec, np.diagonal(own[0]), layers, metric.k, metric.k_counts),
+               _weight(spec, np.diagonal(own[1]), layers, metric.v, metric.v_counts))
     k, v = (weight.ravel() for weight in weights)
     across = blocks_of_units(covariance(moments, (tap, "v"), layers) * k[:, None] * v, count, units)
     of_k, of_v = (blocks_of_units(moment * w[:, None] * w, count, units) for moment, w in zip(own, (k, v), strict=True))

@@ -21,8 +21,8 @@ heavier tails; of 8 bits what the range asks for."""
 DISTORTION = {0: 1.0, 1: 0.3634, 2: 0.1188, 4: 0.01154, 8: 0.00073}
 """Mean squared error of a Gaussian component of variance 1 in so many bits."""
 WIDE, WIDE_OF_BOTH = 1, 2
-"""First components of keys that have 8 bits at any price, because of those tokens; and where keys and values are one code,
-as then another component may come first."""
+"""First components of keys that have 8 bits at any price, because of those tokens; and of keys and values in one code,
+where another component may come first."""
 LLOYD = 12  # rounds of sharing profiles among layers
 HALVINGS = 24  # of the interval that holds a price
 PRICES = 512
@@ -127,7 +127,8 @@ def ladder(spectra: Spectra, most: float, count: int, components: int | None = N
     limit = bits = 2 * most * (components or spectra[0].size)
     found: list[list[Profile]] = []
     rung: list[Any] = []
-    for price in max(side.max(initial=0.0) for side in spectra) * np.concatenate([[0.0], np.geomspace(1e-8, 1.0, PRICES)]):
+    highest = max(side.max(initial=0.0) for side in spectra)
+    for price in highest * np.concatenate([[0.0], np.geomspace(1e-8, 1.0, PRICES)]):
         rung = [None] * len(shared)
         for own in members:
             profile = _profile(spectra, own, (price, price))

@@ -106,7 +106,8 @@ class Moments(NamedTuple):
     def held(self) -> frozenset[str]:
         """What of `KVMethod.reads` is here."""
         there = {"moments": self.k, "fisher": self.fisher, "votes": self.votes, "sensitivity": self.sensitivity,
-                 "across": self.across, "keys_by_values": self.keys_by_values, "sampled": self.sampled, "outputs": self.outputs}
+                 "across": self.across, "keys_by_values": self.keys_by_values, "sampled": self.sampled,
+                 "outputs": self.outputs}
         return frozenset(name for name, found in there.items() if found is not None)
 
     def with_sampled(self) -> "Moments":
