@@ -7,9 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import PLAIN, random_moments, softmax_attention
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transform_oracle import LAYOUT, SIZE, SPEC, basis_of, oracle_of_both, tokens_like
 
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
+from lowrank_kv_jax.codecs.transform_bases import principal
+from lowrank_kv_jax.codecs.transform_joint import principal_of_both
+from lowrank_kv_jax.codecs.transform_metrics import METRICS
+from lowrank_kv_jax.estimators.bit_allocation import DISTORTION, widths_at
 from lowrank_kv_jax.method import Place
 from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.storage.positions import Runs
@@ -74,6 +80,24 @@ def test_every_component_as_a_float_is_exact(spec):
     k, v = method.decode(LAYOUT, bases, store, store.tokens.k, store.tokens.v, where, bases.layers - 1)
     np.testing.assert_allclose(v.swapaxes(1, 2)[0], tokens[-1].v[0], atol=1e-4)
     assert np.isfinite(k).all() and store.tokens.k.shape[-1] == 2 * basis_of(bases, "k").shape[1]
+
+
+@given(st.integers(0, 2**16), st.floats(-5, 0), st.sampled_from([(1, 1), (1, 4), (3, 1), (3, 4)]), st.sampled_from(["k", "k_pre"]))
+@settings(max_examples=20, deadline=None)
+def test_at_no_price_do_errors_and_bits_cost_more_than_apart(seed, exponent, shape, tap):
+    """What a component costs is concave in its variance, and joint components spread what they have the most."""
+    group, units = shape
+    moments = random_moments(PLAIN, seed, means=True, group=group)
+    metric, layers = METRICS["loss"](SPEC, moments, tap), tuple(range(group))
+    apart = [principal(SPEC, moments, name, layers, units, weight) for name, weight in ((tap, metric.k), ("v", metric.v))]
+    k, v = principal_of_both(SPEC, moments, tap, layers, units, metric)
+    found, price = [], np.exp(exponent) * max(side.variances.max() for side in apart)
+    for variances in (k.variances, np.concatenate([side.variances for side in apart], axis=1)):
+        widths = widths_at(variances, price)
+        found.append((variances * np.vectorize(DISTORTION.get)(widths) + price * widths).sum())
+    assert found[0] <= found[1] * (1 + 1e-9)
+    np.testing.assert_allclose(k.variances.sum(), sum(side.variances.sum() for side in apart), rtol=1e-6)
+    np.testing.assert_array_equal(k.variances, v.variances)
 
 
 def test_the_halves_are_of_one_orthonormal_basis():
