@@ -5,6 +5,7 @@ import numpy as np
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.codecs.transform_bases import Side, blocks_of_units, centre_of, covariance
 from lowrank_kv_jax.codecs.transform_metrics import Metric
+from lowrank_kv_jax.estimators.host_eigh import host_eigh
 from lowrank_kv_jax.estimators.moments import Moments
 
 
