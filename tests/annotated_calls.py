@@ -40,7 +40,7 @@ SPECS = (
     "transform:sinks=4,recent=8+kvzip:budget=24,sinks=4,recent=8", "shadowkv:budget=24,sinks=4,recent=8,outliers=1,values=host",
     "osp:sinks=4,recent=8,chunk_length=32,rope=pre", "static-pca:sinks=4,recent=8+quest:budget=24,sinks=4,recent=8",
     "osp:follow,sinks=4,recent=8,chunk_length=32", "osp:sinks=4,recent=8,chunk_length=16,chunks=2,energy=0.8,head_ranks=own", "scissorhands:budget=24,sinks=4,recent=8", "streamingkv:sinks=4,recent=8",
-    "xkv:sinks=4,recent=8,bits=2.5,centred=true", "minicache:budget=24,start=0", "transform:sinks=4,recent=8", "kivi:bits=8+h2o:budget=24,sinks=4,recent=8+moments:dtype=int16",
+    "xkv:sinks=4,recent=8,bits=2.5,centred=true", "minicache:budget=24,start=0", "transform:sinks=4,recent=8", "transform:kv=joint,sinks=4,recent=8", "kivi:bits=8+h2o:budget=24,sinks=4,recent=8+moments:dtype=int16",
 )
 
 
@@ -86,6 +86,7 @@ def stored(x, taps):
         block_reads.slice_block(held.of_pages(jnp.zeros((1, 2, 3), jnp.int32)), length[0], 4)
     gaps = jnp.zeros((2, 2), jnp.int32)
     moments.moments_across([taps, taps], jnp.ones((2, 3), bool))
+    moments.moments_by_values([taps, taps], jnp.ones((2, 3), bool))
     return positions.Runs(gaps, gaps).slots_through(gaps)
 
 

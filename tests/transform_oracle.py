@@ -50,14 +50,26 @@ def in_basis(bases, side, layers, means=None, count=None):
     Args:
         count: R, of the columns that are read; by default all.
     """
-    means, weight = around_of(bases, side, means)
     basis = basis_of(bases, side)[..., :count]
-    own = [((np.asarray(x, np.float64) - m[:, None]) * w).reshape(*x.shape[:2], len(basis), -1)
-           for x, m, w in zip(layers, means.swapaxes(0, 1), weight, strict=True)]
-    x = np.concatenate(own, axis=-1)
+    return least_squares(weighted(bases, side, layers, means), basis) / scale_of(bases, side)[:, :count]
+
+
+def scale_of(bases, side):
+    """Deviations `[J, R]` of the coefficients that a side is read from."""
+    return np.asarray(bases.k_scale if bases.v_scale is None else getattr(bases, f"{side}_scale"), np.float64)
+
+
+def weighted(bases, side, layers, means=None):
+    """Channels of tokens without their mean as they are coded, `[B, T, J, W]`, layer by layer."""
+    means, weight = around_of(bases, side, means)
+    return np.concatenate([((np.asarray(x, np.float64) - m[:, None]) * w).reshape(*x.shape[:2], len(basis_of(bases, side)), -1)
+                           for x, m, w in zip(layers, means.swapaxes(0, 1), weight, strict=True)], axis=-1)
+
+
+def least_squares(x, basis):
+    """Coefficients `[B, T, J, R]` in directions `[J, W, R]` that are next to orthonormal: one step from products."""
     found = np.einsum("btjw,jwr->btjr", x, basis)
-    found += np.einsum("btjw,jwr->btjr", x - np.einsum("btjr,jwr->btjw", found, basis), basis)
-    return found / np.asarray(getattr(bases, f"{side}_scale"), np.float64)[:, :count]
+    return found + np.einsum("btjw,jwr->btjr", x - np.einsum("btjr,jwr->btjw", found, basis), basis)
 
 
 def oracle(bases, side, layers, runs, means=None, ratios=None):
@@ -67,15 +79,33 @@ def oracle(bases, side, layers, runs, means=None, ratios=None):
         means: of each row `[B, G, K, D]`.
         ratios: of each row's steps to the calibrated ones `[B, J, R]`.
     """
+    count = sum(count for _, count in runs)
+    return read(bases, side, rounded(in_basis(bases, side, layers, means, count), runs, ratios), means)
+
+
+def oracle_of_both(bases, keys, values, runs, means=(None, None), ratios=None):
+    """The same of keys and of values that are one code: what each layer reads of both."""
+    count = sum(count for _, count in runs)
+    x = np.concatenate([weighted(bases, *own) for own in zip("kv", (keys, values), means, strict=True)], axis=-1)
+    basis = np.concatenate([basis_of(bases, side)[..., :count] for side in "kv"], axis=1)
+    codes = rounded(least_squares(x, basis) / scale_of(bases, "k")[:, :count], runs, ratios)
+    return [read(bases, side, codes, own) for side, own in zip("kv", means, strict=True)]
+
+
+def rounded(c, runs, ratios=None):
+    """Coefficients `[B, T, J, R]` in units of the calibrated deviations as their codes have them."""
     bits = np.concatenate([np.full(count, bits) for bits, count in runs])
-    c = in_basis(bases, side, layers, means, len(bits))
     step = np.array([STEP[own] for own in bits]) * (1.0 if ratios is None else np.asarray(ratios, np.float64)[:, None])
     half = 2.0 ** (bits - 1)
-    read = (np.clip(np.floor(c / step), -half, half - 1) + 0.5) * step
-    read *= np.asarray(getattr(bases, f"{side}_scale"), np.float64)[:, : len(bits)]
-    out = np.einsum("btjr,jwr->btjw", read, basis_of(bases, side)[..., : len(bits)])
+    return (np.clip(np.floor(c / step), -half, half - 1) + 0.5) * step
+
+
+def read(bases, side, codes, means=None):
+    """Tokens `[B, T, K, D]` of every layer from codes `[B, T, J, R]` in units of the calibrated deviations."""
+    count = codes.shape[-1]
+    out = np.einsum("btjr,jwr->btjw", codes * scale_of(bases, side)[:, :count], basis_of(bases, side)[..., :count])
     means, weight = around_of(bases, side, means)
-    parts = np.split(out, len(layers), axis=-1)
+    parts = np.split(out, bases.layers, axis=-1)
     return [part.reshape(*part.shape[:2], *w.shape) / w + m[:, None]
             for part, m, w in zip(parts, means.swapaxes(0, 1), weight, strict=True)]
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
-from lowrank_kv_jax.estimators.moments import Across, Fisher, Moments, Sensitivity
+from lowrank_kv_jax.estimators.moments import Across, Fisher, KeysByValues, Moments, Sensitivity
 from lowrank_kv_jax.estimators.rank_for_output import THRESHOLDS, OutputErrors
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, decode_step, make_layout
 from lowrank_kv_jax.method import Part
@@ -129,8 +129,9 @@ def white_bases(spec: AttentionSpec, method: Part, dtype: Any) -> Any:
     wide, heads = eye(layers, kv * dim), eye(layers, kv, dim)
     votes, ones = np.broadcast_to(np.linspace(1, 0, 16), (layers, 16)), np.ones((layers, kv, dim))
     across = {group: Across(*3 * [eye(len(group) * kv * dim)]) for group in groups if len(group) > 1}
+    by_values = {group: KeysByValues(*2 * [0 * eye(len(group) * kv * dim)]) for group in groups}
     moments = Moments(1, wide, wide, wide, heads, heads, fisher=Fisher(wide, wide, 1, np.ones((layers, 2))), votes=votes,
-                      sensitivity=Sensitivity(ones, ones, ones), across=across,
+                      sensitivity=Sensitivity(ones, ones, ones), across=across, keys_by_values=by_values,
                       outputs=OutputErrors(np.zeros((layers, len(THRESHOLDS)))))
     fitted = method.fit(fitted_to, moments._replace(sampled=moments))
     fitted = fitted * spec.num_layers if alone else fitted  # all layers are alike

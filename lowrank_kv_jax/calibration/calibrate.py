@@ -15,7 +15,7 @@ from lowrank_kv_jax.calibration.checkpoint_sums import CheckpointedSums
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus, token_windows
 from lowrank_kv_jax.calibration.fisher import FisherSample, collect_fisher
 from lowrank_kv_jax.calibration.layer_votes import collect_votes
-from lowrank_kv_jax.calibration.needs import groups_read
+from lowrank_kv_jax.calibration.needs import groups_read, groups_read_by_values
 from lowrank_kv_jax.calibration.output_errors import collect_output_errors
 from lowrank_kv_jax.calibration.refine import MOST_STEPS, check_refinable
 from lowrank_kv_jax.calibration.refine import refine as refined
@@ -36,6 +36,7 @@ SAMPLED_TOKENS = 2
 def collect_moments(
     model: Any, tokens: Int[np.ndarray, "n S"], progress: bool = False, see: Callable[[int, Taps], None] | None = None,
     sums: CheckpointedSums | None = None, groups: Collection[tuple[int, ...]] = (),
+    by_values: Collection[tuple[int, ...]] = (),
 ) -> Moments:
     """Second moments of every layer's queries, keys and values, summed over windows of tokens.
 
@@ -47,7 +48,7 @@ def collect_moments(
         progress: show a progress bar.
         see: called with index and taps of every layer of every window, for what these moments do not hold.
         sums: goes on where a run that was killed left them; `see` is not called for the windows that it had finished.
-        groups: adjacent layers of which `Moments.across` is wanted.
+        groups, by_values: adjacent layers of which `Moments.across` and `Moments.keys_by_values` are wanted.
 
     Returns:
         `Moments` of float64 arrays.
@@ -60,7 +61,8 @@ def collect_moments(
     tokens = checked_windows(config, tokens)
     sums = sums or CheckpointedSums(None, {})
     begin = sums.load()
-    calibrator = Calibrator(config.attention, groups=groups, sums=sums, tokens=begin * tokens.shape[1])
+    tokens_seen = begin * tokens.shape[1]
+    calibrator = Calibrator(config.attention, groups=groups, by_values=by_values, sums=sums, tokens=tokens_seen)
     with ProgressBar("calibrating", len(tokens) * config.num_layers, progress) as bar:
         bar.advance(begin * config.num_layers)
 
@@ -154,13 +156,17 @@ def moments_for(
     tokens = checked_windows(model.config, tokens)
     of_moments, of_fisher, of_sampled = sums or (None, None, None)
     read = frozenset().union(*(method.reads for method in methods))
-    groups = {group for method in methods for group in groups_read(model.config.attention, method)}
+    spec = model.config.attention
+    wanted = {
+        "groups": sorted({group for method in methods for group in groups_read(spec, method)}),
+        "by_values": sorted({group for method in methods for group in groups_read_by_values(spec, method)}),
+    }
     moments = Moments(tokens.size, *5 * [None])  # type: ignore[arg-type]
     if "moments" in read:
-        moments = collect_moments(model, tokens, progress, sums=of_moments, groups=sorted(groups))
+        moments = collect_moments(model, tokens, progress, sums=of_moments, **wanted)
     if "sampled" in read:
         written = sampled_windows(model, SAMPLED_TOKENS * tokens.size, seed, progress)
-        sampled = collect_moments(model, written, progress, sums=of_sampled, groups=sorted(groups))
+        sampled = collect_moments(model, written, progress, sums=of_sampled, **wanted)
         moments = moments._replace(sampled=sampled)
     if "fisher" in read:
         moments = moments._replace(fisher=collect_fisher(model, tokens, progress, of_fisher, fisher))
@@ -176,8 +182,10 @@ def moments_for(
 def serve(moments: Moments, method: Part, spec: AttentionSpec) -> bool:
     """Whether the method's `fit` finds all that it reads in these moments."""
     of_layers = [moments, moments.sampled] if "sampled" in method.reads and moments.sampled else [moments]
-    groups = groups_read(spec, method)
-    return method.reads <= moments.held and all(group in (own.across or ()) for own in of_layers for group in groups)
+    groups, by_values = groups_read(spec, method), groups_read_by_values(spec, method)
+    return method.reads <= moments.held and all(
+        set(groups) <= set(own.across or ()) and set(by_values) <= set(own.keys_by_values or ()) for own in of_layers
+    )
 
 
 def _checkpoints(
@@ -187,6 +195,8 @@ def _checkpoints(
            "sha256": hashlib.sha256(np.ascontiguousarray(tokens).tobytes()).hexdigest()}
     if groups := groups_read(model.config.attention, method):
         key["groups"] = [list(group) for group in groups]
+    if by_values := groups_read_by_values(model.config.attention, method):
+        key["by_values"] = [list(group) for group in by_values]
     # a short corpus has the same windows for every seed
     own = {"moments": {}, "fisher": fisher._asdict(), "sampled": {"seed": seed}}
     return tuple(

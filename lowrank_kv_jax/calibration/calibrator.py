@@ -12,15 +12,22 @@ from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
 from lowrank_kv_jax.attention.taps import half_split
 from lowrank_kv_jax.calibration.checkpoint_sums import CheckpointedSums
 from lowrank_kv_jax.calibration.layer_votes import votes_above, votes_counted
-from lowrank_kv_jax.calibration.needs import check_taps_suffice, groups_read, voting_parts
-from lowrank_kv_jax.estimators.moments import Across, Moments, layer_moments, moments_across
+from lowrank_kv_jax.calibration.needs import check_taps_suffice, groups_read, groups_read_by_values, voting_parts
+from lowrank_kv_jax.estimators.moments import (
+    Across,
+    KeysByValues,
+    Moments,
+    layer_moments,
+    moments_across,
+    moments_by_values,
+)
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.filling import checked_lengths
 from lowrank_kv_jax.methods.parse import as_method
 from lowrank_kv_jax.storage.sharding import to_host
 
 _layer_moments = functools.partial(jax.jit, static_argnums=0)(layer_moments)
-_moments_across = jax.jit(moments_across)
+_moments_across, _moments_by_values = jax.jit(moments_across), jax.jit(moments_by_values)
 
 
 class Calibrator:
@@ -31,7 +38,8 @@ class Calibrator:
     Args:
         spec: the decoder's attention.
         methods: what bases are wanted for, or their specs; where one reads votes, every text has to be read twice.
-        groups: adjacent layers of which `Moments.across` is wanted beside those that the methods read.
+        groups, by_values: adjacent layers of which `Moments.across` and `Moments.keys_by_values` are wanted beside those
+            that the methods read.
         sums: goes on where these stand, of `tokens` tokens.
 
     Raises:
@@ -40,7 +48,7 @@ class Calibrator:
 
     def __init__(
         self, spec: AttentionSpec, *methods: Part | str, groups: Collection[tuple[int, ...]] = (),
-        sums: CheckpointedSums | None = None, tokens: int = 0,
+        sums: CheckpointedSums | None = None, tokens: int = 0, by_values: Collection[tuple[int, ...]] = (),
     ):
         if spec.latent is not None:
             raise ValueError("calibration: this model caches latents (MLA); no method that does so is calibrated")
@@ -48,8 +56,10 @@ class Calibrator:
         for method in map(as_method, methods):
             check_taps_suffice(spec, method)
             groups = [*groups, *groups_read(spec, method)]
+            by_values = [*by_values, *groups_read_by_values(spec, method)]
             self._voting += voting_parts(method)
-        self.spec, self.tokens, self.groups = spec, tokens, sorted(set(groups))
+        self.spec, self.tokens = spec, tokens
+        self.groups, self.by_values = sorted(set(groups)), sorted(set(by_values))
         self._sums = sums or CheckpointedSums(None, {})
 
     def add(self, taps: Iterable[Taps], lengths: jax.Array | np.ndarray | None = None) -> None:
@@ -68,7 +78,7 @@ class Calibrator:
         others: dict[str, np.ndarray] = {}
         recent: list[Taps] = []
         above: list[np.ndarray] = []
-        longest, count, in_rows = max(map(len, self.groups), default=0), 0, []
+        longest, count, in_rows = max(map(len, (*self.groups, *self.by_values)), default=0), 0, []
         for layer, own in enumerate(taps):
             spec, count = self.spec.of_layer(min(layer, self.spec.num_layers - 1)), layer + 1
             own = half_split(spec, own)
@@ -82,9 +92,11 @@ class Calibrator:
             if own.reread is not None:
                 above.append(votes_above(own, in_rows, layer))
             recent = [*recent, own._replace(q=None, x=None, reread=None)][-longest:] if longest else []
-            for group in (one for one in self.groups if one[-1] == layer):
-                for name, product in _moments_across(recent[-len(group):], valid).items():
-                    others[_across_name(group, name)] = _finite(product, name, layer)
+            for groups, sums, named in ((self.groups, _moments_across, _across_name),
+                                        (self.by_values, _moments_by_values, _by_values_name)):
+                for group in (one for one in groups if one[-1] == layer):
+                    for name, product in sums(recent[-len(group):], valid).items():
+                        others[named(group, name)] = _finite(product, name, layer)
         if count != self.spec.num_layers:
             raise ValueError(f"taps of {count} layers: this decoder has num_layers={self.spec.num_layers}")
         self._check_votes(len(above))
@@ -116,9 +128,13 @@ class Calibrator:
         arrays = self._sums.arrays
         across = {group: Across(**{name: arrays[_across_name(group, name)] for name in Across._fields})
                   for group in self.groups}
+        by_values = {group: KeysByValues(**{name: arrays[_by_values_name(group, name)] for name in KeysByValues._fields})
+                     for group in self.by_values}
         of_layers = {name: array for name, array in arrays.items() if name in Moments._fields}
         votes = arrays[_ABOVE] / arrays[_COUNTED] if arrays.get(_COUNTED, 0) else None
-        return Moments(tokens=self.tokens, across=across or None, votes=votes, **of_layers)  # type: ignore[arg-type]
+        return Moments(  # type: ignore[arg-type]
+            tokens=self.tokens, across=across or None, keys_by_values=by_values or None, votes=votes, **of_layers
+        )
 
     def bases(self, method: Part | str, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
         """What `plan_layers` takes: an entry for each of the method's layer groups, floats in the given dtype.
@@ -143,6 +159,10 @@ _ABOVE, _COUNTED = "votes above edges", "votes counted"
 
 def _across_name(group: tuple[int, ...], name: str) -> str:
     return f"{name} of layers {group[0]} to {group[-1]}"
+
+
+def _by_values_name(group: tuple[int, ...], name: str) -> str:
+    return f"{name} by v of layers {group[0]} to {group[-1]}"
 
 
 def _finite(product: jax.Array, name: str, layer: int) -> np.ndarray:

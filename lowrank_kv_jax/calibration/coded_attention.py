@@ -13,8 +13,8 @@ import numpy as np
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.calibration.backward import causal_logits, mixed, softmax
 from lowrank_kv_jax.calibration.taps import iterate_taps
-from lowrank_kv_jax.codecs.transform_bases import TransformBases
-from lowrank_kv_jax.codecs.transform_store import SIDES, runs_in
+from lowrank_kv_jax.codecs.transform_bases import SIDES, TransformBases
+from lowrank_kv_jax.codecs.transform_store import runs_in
 from lowrank_kv_jax.method import Layout, Part
 from lowrank_kv_jax.method.codec import Tokens
 from lowrank_kv_jax.method.layout import layout_of
@@ -117,7 +117,7 @@ def output_error(group: Group, bases: TransformBases, seen: Seen) -> jax.Array:
     store = codec.learn(layout, bases, codec.empty(layout, bases, 1), taps, jnp.asarray([length]), 1.0 * coded[None])
     tokens = tuple(Tokens(own.k, own.k_pre, own.v, positions[None]) for own in taps)
     codes = zip(codec.encode(layout, bases, store, tokens), SIDES, strict=True)
-    k, v = (_as_stored(x, runs_in(store, side)) for x, side in codes)
+    k, v = (_as_stored(x, runs_in(store, side)) if x.shape[-1] else x for x, side in codes)
     where = Runs(*2 * [jnp.zeros((1, 2), jnp.int32)])
     far = ((at[..., None] - positions >= ends.recent) & (positions >= ends.sinks))[:, None, None]
     errors = []

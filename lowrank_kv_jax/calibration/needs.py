@@ -5,7 +5,7 @@ from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.group_bases import check_ropes
 
-SHOWN = frozenset({"moments", "across", "votes"})
+SHOWN = frozenset({"moments", "across", "keys_by_values", "votes"})
 """What sums of taps can give of `Part.reads`; votes where texts were read twice."""
 COSTS = {
     "fisher": "gradients by the projections", "sensitivity": "gradients by keys and values",
@@ -16,6 +16,11 @@ COSTS = {
 def groups_read(spec: AttentionSpec, method: Part) -> list[tuple[int, ...]]:
     """Layers whose moments the method reads together."""
     return [group for group in method.layer_groups(spec) if len(group) > 1] if "across" in method.reads else []
+
+
+def groups_read_by_values(spec: AttentionSpec, method: Part) -> list[tuple[int, ...]]:
+    """Layers whose keys and values the method reads together."""
+    return list(method.layer_groups(spec)) if "keys_by_values" in method.reads else []
 
 
 def voting_parts(method: Part) -> list[Part]:

@@ -17,8 +17,7 @@ import optax
 from lowrank_kv_jax.calibration.coded_attention import Group, Seen, groups_of, output_error
 from lowrank_kv_jax.calibration.taps import checked_windows, spread
 from lowrank_kv_jax.checks.bounds import check_int
-from lowrank_kv_jax.codecs.transform_bases import TransformBases, in_8_bits
-from lowrank_kv_jax.codecs.transform_store import SIDES
+from lowrank_kv_jax.codecs.transform_bases import SIDES, TransformBases, in_8_bits
 from lowrank_kv_jax.method import REGISTRY, Part
 from lowrank_kv_jax.method.group import GroupBases
 from lowrank_kv_jax.methods.compose import machine_of
@@ -113,7 +112,16 @@ def _update(group: Group, steps: int, bases: TransformBases, seen: Seen, rates: 
     gradient = jax.grad(lambda learnt: output_error(group, _with(bases, learnt), seen))(learnt)
     moves, state = _adam(steps).update(gradient, state)
     moved: Any = optax.apply_updates(learnt, jax.tree.map(jnp.multiply, moves, rates))
-    return {name: retracted(x) if name in SIDES else x for name, x in moved.items()}, state
+    return moved | _retracted(bases.coded, moved), state
+
+
+def _retracted(coded: tuple[tuple[str, ...], ...], learnt: Learnt) -> Learnt:
+    """The directions of each code, orthonormal again: of keys, of values, or of both as one basis."""
+    found: Learnt = {}
+    for sides in (sides for sides in coded if sides[0] in learnt):
+        whole = retracted(jnp.concatenate([learnt[side] for side in sides], axis=1))
+        found |= dict(zip(sides, jnp.split(whole, len(sides), axis=1), strict=True))
+    return found
 
 
 def retracted(basis: jax.Array) -> jax.Array:
@@ -127,8 +135,9 @@ def _begun(bases: TransformBases, learn: Collection[str]) -> Learnt:
     found = {}
     for name in (name for part in learn for name in PARTS[part] if getattr(bases, name) is not None):
         x = getattr(bases, name).astype(jnp.float32)
-        if name in SIDES:  # a smaller last group may have columns of zeros behind its W
-            x = (x * getattr(bases, f"{name}_unit").astype(jnp.float32)[:, None])[..., : x.shape[1]]
+        if name in SIDES:  # a smaller last group may have columns of zeros behind its own
+            most = len(SIDES) // len(bases.coded) * x.shape[1]
+            x = (x * getattr(bases, f"{name}_unit").astype(jnp.float32)[:, None])[..., :most]
         found[name] = jnp.log(x) if name.endswith("_scale") else x
     return found
 

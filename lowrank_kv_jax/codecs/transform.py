@@ -16,18 +16,18 @@ from lowrank_kv_jax.codecs.frame import Frame
 from lowrank_kv_jax.codecs.frame_attention import attend
 from lowrank_kv_jax.codecs.layer_groups import stride_groups
 from lowrank_kv_jax.codecs.transform_bases import (
-    Side,
+    SIDES,
     TransformBases,
     decoder,
     errors_of,
     group_bases,
     principal,
 )
-from lowrank_kv_jax.codecs.transform_metrics import METRICS, Metric
+from lowrank_kv_jax.codecs.transform_joint import principal_of_both
+from lowrank_kv_jax.codecs.transform_metrics import METRICS
 from lowrank_kv_jax.codecs.transform_rungs import largest_rung
 from lowrank_kv_jax.codecs.transform_steps import of_each_row, with_steps_of
 from lowrank_kv_jax.codecs.transform_store import (
-    SIDES,
     Transformed,
     coefficients,
     empty_store,
@@ -36,7 +36,7 @@ from lowrank_kv_jax.codecs.transform_store import (
     with_means_of,
 )
 from lowrank_kv_jax.codecs.widths import Widths, total_bytes
-from lowrank_kv_jax.estimators.bit_allocation import allocate, ladder
+from lowrank_kv_jax.estimators.bit_allocation import Spectra, allocate, ladder
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, codes_of
@@ -61,6 +61,8 @@ class Transform(TokenCodec):
             tokens of its own.
         group: adjacent layers whose tokens are coded together, in one basis, None: all; the fewer bits for an error, and
             the more work, as every layer reads the codes of its group. The last group of a model may be smaller.
+        kv: "apart", keys and values have a basis and codes each; "joint", one basis of both and one code, which is read
+            as keys and as values: the fewer bytes for an error, and the more components to read on either side.
         means: "prompt", what tokens are coded around is fitted to each prompt; "calibrated", it is the calibration's.
         steps: "calibrated", those of the bases; "prompt", of components below 8 bits they follow the deviations of each
             prompt around what its tokens are coded around.
@@ -79,6 +81,7 @@ class Transform(TokenCodec):
     rope: str = "pre"
     heads: str = "joint"
     group: int | None = 1
+    kv: str = "apart"
     means: str = "prompt"
     steps: str = "calibrated"
     sampled: bool = True
@@ -99,7 +102,7 @@ class Transform(TokenCodec):
     }
 
     def __post_init__(self):
-        allowed = {"rope": ("pre", "post"), "heads": ("joint", "per_head"),
+        allowed = {"rope": ("pre", "post"), "heads": ("joint", "per_head"), "kv": ("apart", "joint"),
                    "means": ("prompt", "calibrated"), "steps": ("calibrated", "prompt"), "metric": tuple(METRICS)}
         for field, values in allowed.items():
             if getattr(self, field) not in values:
@@ -116,6 +119,10 @@ class Transform(TokenCodec):
                 raise ValueError(f"{field}={value!r}: must be an int of at least {least}")
         if self.bits is None and (self.bits_k is None) != (self.bits_v is None):
             raise ValueError("bits=None: give bits_k and bits_v, or neither")
+        if self.kv == "joint" and not self.pooled:
+            field = "bits_v" if self.bits_k is None else "bits_k"
+            raise ValueError(f"{field}={getattr(self, field)!r}: must be None with kv=joint, where keys and values have "
+                             "one code; give bits=")
 
     @property
     def keys(self) -> str:
@@ -135,25 +142,33 @@ class Transform(TokenCodec):
         """Bases of each group of layers, float32.
 
         Raises:
-            ValueError: moments without what `metric`, `group` or `sampled` reads.
+            ValueError: moments without what `metric`, `group`, `kv` or `sampled` reads.
         """
         groups, units = self.layer_groups(spec), self.units(spec, None)
         metric = METRICS[self.metric](spec, moments, self.keys)
         known = moments.with_sampled() if self.sampled else moments
-        k = [principal(spec, known, self.keys, layers, units, metric.k) for layers in groups]
-        v = [principal(spec, known, "v", layers, units, metric.v) for layers in groups]
-        return tuple(map(group_bases, k, v, self._widths(spec, metric, k, v)))
+        if self.kv == "joint":
+            both = [principal_of_both(spec, known, self.keys, layers, units, metric) for layers in groups]
+            k, v = zip(*both, strict=True)
+            errors = errors_of(k, groups, None)
+            spectra = errors, errors[:, :0]
+        else:
+            k = [principal(spec, known, self.keys, layers, units, metric.k) for layers in groups]
+            v = [principal(spec, known, "v", layers, units, metric.v) for layers in groups]
+            spectra = errors_of(k, groups, metric.k_counts), errors_of(v, groups, metric.v_counts)
+        widths = self._widths(spec, spectra)
+        return tuple(group_bases(*own, joint=self.kv == "joint") for own in zip(k, v, widths, strict=True))
 
     @property
     def reads(self):
         more = {"sensitivity"} if self.metric == "loss" else set()
         more |= {"sampled"} if self.sampled else set()
+        more |= {"keys_by_values"} if self.kv == "joint" else set()
         return frozenset({"moments"} | more | (set() if self.group == 1 else {"across"}))
 
-    def _widths(self, spec: AttentionSpec, metric: Metric, k: list[Side], v: list[Side]) -> list[Widths]:
+    def _widths(self, spec: AttentionSpec, spectra: Spectra) -> list[Widths]:
         """Of each group."""
         groups, bits = self.layer_groups(spec), self.mean_bits
-        spectra = errors_of(k, groups, metric.k_counts), errors_of(v, groups, metric.v_counts)
         components = spec.num_layers * spec.kv_heads * spec.head_dim // self.units(spec, None)
         if self.smaller is not None:
             rungs = ladder(spectra, 16 / self.smaller, self.profiles, components)  # no token takes more than its share
@@ -178,6 +193,7 @@ class Transform(TokenCodec):
     def fit_key(self, spec):
         key: dict[str, Any] = {"fit": "water-filled pca", "rope": self.rope, "heads": self.heads, "group": self.group,
                                "metric": self.metric, "sampled": self.sampled}
+        key |= {} if self.kv == "apart" else {"kv": self.kv}
         if self.smaller is not None:
             return key | {"smaller": self.smaller, "profiles": self.profiles}
         if self.mean_bits is None:
@@ -187,6 +203,9 @@ class Transform(TokenCodec):
     def check_bases(self, spec, bases):
         if bases is None:
             return
+        if bases.joint != (self.kv == "joint"):
+            raise ValueError(f"bases of keys and values {'in one code' if bases.joint else 'apart'}: {self.name} with "
+                             f"these settings takes kv={self.kv}; calibrate for it")
         units = self.units(spec, bases)
         width = bases.layers * spec.kv_heads // units * spec.head_dim
         for side in SIDES:
@@ -237,14 +256,13 @@ class Transform(TokenCodec):
         return Frame(k, v, *(None if mean is None else mean[..., layer, :, :] for mean in means))
 
     def encode(self, layout, bases, store, tokens):
-        def code(side: str, name: str):
-            found = coefficients(bases, store, side, [getattr(one, name) for one in tokens])
-            own = getattr(store, f"{side}_step")
-            return found if own is None else found / own.astype(found.dtype)[:, :, None]
-
-        return code("k", self.keys), code("v", "v")
+        steps = store.k_step, store.v_step
+        codes = [found if own is None else found / own.astype(found.dtype)[:, :, None] for found, own in zip(
+            coefficients(bases, store, tokens, self.keys), steps, strict=False)]
+        return codes[0], codes[0][..., :0] if bases.joint else codes[1]
 
     def decode(self, layout, bases, store, k, v, positions, index):
+        v = k if bases.joint else v
         frame, (k, v) = of_each_row(self.frame(bases, store, index), store), (x.astype(jnp.float32) for x in (k, v))
         keys = frame.keys(layout.spec, self.rope, k, positions)
         return keys, frame.at(positions).rebuild("v", v, layout.spec.kv_heads)
@@ -253,6 +271,7 @@ class Transform(TokenCodec):
         frame = of_each_row(self.frame(bases, store, place.index), store)
         folds = self.rope == "post" or layout.spec.rope is None
         tokens = coded_tokens.cached_tokens(store.tokens)
+        tokens = tokens._replace(values=tokens.keys) if bases.joint else tokens
         return attend(layout.spec, frame, tokens, q, positions, place, folds=folds, rotates=not folds)
 
     def logits(self, layout, bases, store, q, place):

@@ -15,6 +15,7 @@ from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.storage.basis import project
 from lowrank_kv_jax.storage.water_filled import WidthRuns, components_of
 
+SIDES = ("k", "v")
 LEAST = 1e-5
 """Deviations below this share of a basis' largest count as much: a step must not be zero."""
 
@@ -22,13 +23,14 @@ LEAST = 1e-5
 class TransformBases(NamedTuple):
     """Of a group of G layers; J bases for its kv heads, W = G * (K / J) * D channels each, layer by layer.
 
-    A token is coded as c = (x - mean) * weight @ U (see `encode`) and read as (c @ U^T) / weight + mean.
+    A token is coded as c = (x - mean) * weight @ U (see `encode`) and read as (c @ U^T) / weight + mean. Keys and values
+    may share their codes (`joint`): then U stands for both, keys above values, and each side reads with its own half.
 
     Attributes:
-        k, v: U, orthonormal `[J, W, R]`, columns of falling variance; int8 in units of their own where components have
-            bits, whose errors are larger by far.
+        k, v: U, orthonormal `[J, W, R]`, or the halves of one that is; columns of falling variance; int8 in units of
+            their own where components have bits, whose errors are larger by far.
         k_unit, v_unit: those units `[J, R]`, or None.
-        k_scale, v_scale: standard deviations `[J, R]` of c.
+        k_scale, v_scale: standard deviations `[J, R]` of c; of values None where keys have the same codes.
         k_mean, v_mean: `[G, K, D]`; None where the calibration had no sums.
         k_weight, v_weight: `[G, K, D]`; None stands for 1.
         widths: bits of the components.
@@ -39,7 +41,7 @@ class TransformBases(NamedTuple):
     k_unit: jax.Array | None
     v_unit: jax.Array | None
     k_scale: jax.Array
-    v_scale: jax.Array
+    v_scale: jax.Array | None
     k_mean: jax.Array | None
     v_mean: jax.Array | None
     k_weight: jax.Array | None
@@ -52,6 +54,16 @@ class TransformBases(NamedTuple):
     def layers(self) -> int:
         """G."""
         return self.widths.layers
+
+    @property
+    def joint(self) -> bool:
+        """Whether keys and values have one code."""
+        return self.v_scale is None
+
+    @property
+    def coded(self) -> tuple[tuple[str, ...], ...]:
+        """What has a code of its own, each the sides that it is of."""
+        return (SIDES,) if self.joint else (("k",), ("v",))
 
     def saved(self) -> dict[str, jax.Array]:
         """As arrays by name."""
@@ -67,8 +79,8 @@ class Side(NamedTuple):
     """Keys or values of a group's layers in a calibration; float64.
 
     Attributes:
-        vectors: `[J, W, W]`, columns of falling variance.
-        variances: of them `[J, W]`.
+        vectors: `[J, W, R]`, columns of falling variance; R = W, or twice as many where both are one code.
+        variances: of them `[J, R]`.
         mean: `[G, K, D]` or None.
         weight: `[G, K, D]` or None.
     """
@@ -88,18 +100,34 @@ def principal(
         units: J.
         weight: what each channel is multiplied by before, `[L, K, D]` of all layers.
     """
-    by_head = (len(layers), spec.kv_heads, spec.head_dim)
-    mean = moments.mean(tap)[list(layers)].ravel()
-    moment = np.asarray(moments.between(tap, layers), np.float64) / moments.tokens - np.outer(mean, mean)
+    moment = covariance(moments, (tap, tap), layers)
     if weight is not None:
         weight = weight[list(layers)]
         moment = moment * weight.ravel()[:, None] * weight.ravel()
-    width = len(mean) // units
-    split = moment.reshape(2 * (len(layers), units, width // len(layers)))
-    blocks = np.moveaxis(np.diagonal(split, axis1=1, axis2=4), -1, 0).reshape(units, width, width)
-    values, vectors = host_eigh(blocks)
-    centre = mean.reshape(by_head) if getattr(moments, f"{tap}_sum") is not None else None
-    return Side(vectors[..., ::-1], np.maximum(values[..., ::-1], 0.0), centre, weight)
+    values, vectors = host_eigh(blocks_of_units(moment, len(layers), units))
+    return Side(vectors[..., ::-1], np.maximum(values[..., ::-1], 0.0), centre_of(spec, moments, tap, layers), weight)
+
+
+def covariance(moments: Moments, taps: tuple[str, str], layers: tuple[int, ...]) -> np.ndarray:
+    """Covariances `[G * W, G * W]` of one tap's channels, in rows, with another's; G layers side by side."""
+    rows, columns = taps
+    sums = moments.between(rows, layers) if rows == columns else moments.by_values(rows, layers)
+    row, column = (moments.mean(tap)[list(layers)].ravel() for tap in taps)
+    return np.asarray(sums, np.float64) / moments.tokens - np.outer(row, column)
+
+
+def blocks_of_units(matrix: np.ndarray, layers: int, units: int) -> np.ndarray:
+    """Blocks `[J, W, W]` of the units' own channels, layer by layer, of `[J * W, J * W]`."""
+    width = len(matrix) // units
+    split = matrix.reshape(2 * (layers, units, width // layers))
+    return np.moveaxis(np.diagonal(split, axis1=1, axis2=4), -1, 0).reshape(units, width, width)
+
+
+def centre_of(spec: AttentionSpec, moments: Moments, tap: str, layers: tuple[int, ...]) -> np.ndarray | None:
+    """The mean token `[G, K, D]`; None where the calibration had no sums."""
+    if getattr(moments, f"{tap}_sum") is None:
+        return None
+    return moments.mean(tap)[list(layers)].reshape(len(layers), spec.kv_heads, spec.head_dim)
 
 
 def errors_of(sides: Sequence[Side], groups: Sequence[tuple[int, ...]], counts: float | None) -> np.ndarray:
@@ -117,12 +145,16 @@ def errors_of(sides: Sequence[Side], groups: Sequence[tuple[int, ...]], counts: 
     return errors
 
 
-def group_bases(k: Side, v: Side, widths: Widths) -> TransformBases:
-    """Float32 bases of a group, with the columns that any of its profiles has bits for."""
+def group_bases(k: Side, v: Side, widths: Widths, joint: bool = False) -> TransformBases:
+    """Float32 bases of a group, with the columns that any of its profiles has bits for.
+
+    Args:
+        joint: keys and values have one code, and these are the halves of its basis.
+    """
     arrays: dict[str, Any] = {}
     for name, side, index in (("k", k, 0), ("v", v, 1)):
         width = side.vectors.shape[-1]
-        most = max((components_of(profile[index]) for profile in widths.rungs), default=width)
+        most = max((components_of(profile[0 if joint else index]) for profile in widths.rungs), default=width)
         more = ((0, 0), (0, max(most - width, 0)))  # a profile that larger groups chose, too
         deviation = np.pad(np.sqrt(side.variances), more)
         floor = np.maximum(deviation.max(-1, keepdims=True) * LEAST, np.finfo(np.float32).tiny * 1e6)
@@ -133,6 +165,8 @@ def group_bases(k: Side, v: Side, widths: Widths) -> TransformBases:
     found = {
         name: x if x is None or x.dtype == np.int8 else x.astype(np.float32) for name, x in arrays.items()
     }
+    if joint:
+        found["v_scale"] = None
     return TransformBases(**jax.tree.map(jnp.asarray, found), widths=widths)
 
 
@@ -145,18 +179,23 @@ def in_8_bits(basis: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # ---- as they are read
 
 
-def encode(bases: TransformBases, side: str, runs: WidthRuns | None, x: jax.Array) -> jax.Array:
+def encode(
+    bases: TransformBases, sides: Sequence[str], runs: WidthRuns | None, tokens: Sequence[jax.Array]
+) -> jax.Array:
     """Codes `[B, J, T, R]` of tokens without their mean `[B, T, J, W]`, float32, in units of the steps where there are
-    `runs`.
+    `runs`; of keys, of values, or of both at once.
 
     They are those of least squares in the directions as they are stored. In 8 bits these are no longer orthonormal, by a
     hundredth: of the largest coefficients that would be more than the codes lose. One step from products with the
     directions leaves a hundredth of it.
     """
-    basis, columns = _columns(bases, side, runs)
-    weight = getattr(bases, f"{side}_weight")
-    if weight is not None:
-        x = x * by_unit(weight.astype(jnp.float32), basis.shape[0])
+    halves, parts = [], []
+    for side, x in zip(sides, tokens, strict=True):
+        basis, columns = _columns(bases, side, runs)
+        weight = getattr(bases, f"{side}_weight")
+        halves.append(basis)
+        parts.append(x if weight is None else x * by_unit(weight.astype(jnp.float32), basis.shape[0]))
+    basis, x = jnp.concatenate(halves, axis=1), jnp.concatenate(parts, axis=-1)
     there, back = basis / columns, basis * columns
     read = project(back.swapaxes(-1, -2), project(there, x).swapaxes(1, 2)).swapaxes(1, 2)
     return project(there, 2 * x - read)  # of x, and of what its codes leave of it
@@ -188,5 +227,6 @@ def _columns(bases: TransformBases, side: str, runs: WidthRuns | None) -> tuple[
         basis = basis * unit[:, None, :count].astype(jnp.float32)
     if runs is None:
         return basis, jnp.ones((1, 1, 1), jnp.float32)
-    scale = getattr(bases, f"{side}_scale").astype(jnp.float32)[:, :count]
+    scale = bases.k_scale if bases.v_scale is None or side == "k" else bases.v_scale
+    scale = scale.astype(jnp.float32)[:, :count]
     return basis, (scale * jnp.asarray(steps_of(runs), jnp.float32))[:, None]

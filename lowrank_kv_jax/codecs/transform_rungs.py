@@ -26,18 +26,21 @@ def largest_rung(layout: Layout, bases: TransformBases, weigh: Callable[[Layout,
     widths, spec, share = bases.widths, layout.spec, bases.layers / layout.spec.num_layers
     target = full_cache_bytes(spec, layout.batch * layout.capacity) * share / smaller
 
-    def with_run(bits: int, count: int) -> int:  # of a token's keys, as of its values
+    codes = len(bases.coded)
+
+    def with_run(bits: int, count: int) -> int:  # of each of a token's codes
         runs = ((bits, count),)
-        return state_bytes(weigh(layout, bases._replace(widths=Widths(bases.layers, ((runs, runs),), ((0, 0),)))))
+        profile = (runs, runs if codes == 2 else ())
+        return state_bytes(weigh(layout, bases._replace(widths=Widths(bases.layers, (profile,), ((0, 0),)))))
 
     one, two, eight = with_run(8, 1), with_run(8, 2), with_run(1, 8)  # components; in one byte, two, one
-    none, component = 2 * one - two, (eight - one) / 14
-    byte = (two - one) / 2 - component
-    most = spec.num_layers * spec.kv_heads * spec.head_dim // bases.k.shape[0]
+    none, component = 2 * one - two, (eight - one) / (7 * codes)
+    byte = (two - one) / codes - component
+    most = 2 * spec.num_layers * spec.kv_heads * spec.head_dim // bases.k.shape[0] // codes
 
     def spent(rung: int) -> float:
         total = widths.total[rung]
-        return none + share * (byte * sum(total) + component * sum(min(8 * side, most) for side in total))
+        return none + share * (byte * sum(total) + component * sum(min(8 * own, most) for own in total))
 
     rung = bisect.bisect_left(range(len(widths.rungs)), True, key=lambda i: spent(i) <= target)
     if rung == len(widths.rungs):

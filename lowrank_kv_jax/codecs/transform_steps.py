@@ -11,7 +11,6 @@ from lowrank_kv_jax.codecs.transform_bases import TransformBases
 from lowrank_kv_jax.codecs.transform_store import Transformed, coefficients
 from lowrank_kv_jax.estimators.bit_allocation import steps_of
 from lowrank_kv_jax.estimators.row_steps import own_ratios
-from lowrank_kv_jax.storage.water_filled import WidthRuns
 
 
 def with_steps_of(
@@ -30,12 +29,11 @@ def with_steps_of(
     if store.profile is None or store.k_step is None:
         return store
 
-    def steps(side: str, name: str, runs: WidthRuns) -> jax.Array:
-        found = coefficients(bases, store, side, [getattr(tap, name) for tap in taps])
-        return own_ratios(found * jnp.asarray(steps_of(runs), jnp.float32), weight, runs).astype(dtype)
-
-    dtype, (k_runs, v_runs) = store.k_step.dtype, store.profile
-    return dataclasses.replace(store, k_step=steps("k", keys, k_runs), v_step=steps("v", "v", v_runs))
+    dtype, profile, found = store.k_step.dtype, store.profile, {}
+    for codes, runs in zip(coefficients(bases, store, taps, keys), profile, strict=False):
+        ratios = own_ratios(codes * jnp.asarray(steps_of(runs), jnp.float32), weight, runs)
+        found[("k_step", "v_step")[len(found)]] = ratios.astype(dtype)
+    return dataclasses.replace(store, **found)
 
 
 def of_each_row(frame: Frame, store: Transformed) -> Frame:
@@ -43,4 +41,5 @@ def of_each_row(frame: Frame, store: Transformed) -> Frame:
     def own(basis: jax.Array, step: jax.Array | None) -> jax.Array:
         return basis if step is None else basis * step.astype(basis.dtype)[:, :, None]
 
-    return frame._replace(k=own(frame.k, store.k_step), v=own(frame.v, store.v_step))
+    of_values = store.k_step if store.v_step is None else store.v_step  # of one code there is one step
+    return frame._replace(k=own(frame.k, store.k_step), v=own(frame.v, of_values))

@@ -1,16 +1,16 @@
 """What transform coding holds of a group's tokens: codes, and what each row's are coded around and in which steps."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.spec import Taps
-from lowrank_kv_jax.codecs.transform_bases import TransformBases, by_unit, encode
+from lowrank_kv_jax.codecs.transform_bases import SIDES, TransformBases, by_unit, encode
 from lowrank_kv_jax.estimators.bit_allocation import Profile
 from lowrank_kv_jax.estimators.row_steps import PRIOR
+from lowrank_kv_jax.method.codec import Tokens
 from lowrank_kv_jax.method.layout import Layout
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.storage.cache_dtype import narrow
@@ -18,19 +18,18 @@ from lowrank_kv_jax.storage.positions import PerHead
 from lowrank_kv_jax.storage.state import leaf, state, static
 from lowrank_kv_jax.storage.water_filled import WidthRuns, components_of, empty_water_filled
 
-SIDES = ("k", "v")
-
 
 @state
 class Transformed:
     """Codes of a group's tokens, which all of its layers share.
 
     Attributes:
-        tokens: the codes.
+        tokens: the codes; values have no channels where keys and values are one code, which is held as that of the keys.
         k_mean, v_mean: of each row's prompt `[B, G, K, D]`; None where the calibration's are read.
         k_step, v_step: of each row's components `[B, J, R]`, in units of the calibrated steps; None where these are read,
-            and of floats.
-        profile: widths of keys and values, also of pages that were taken alone and are widened; None of floats.
+            of floats, and of values that have the codes of keys.
+        profile: widths of keys and values, also of pages that were taken alone and are widened; None of floats. Those of
+            values are empty where keys have their codes.
     """
 
     tokens: coded_tokens.Coded
@@ -49,8 +48,9 @@ def empty_store(
     profile = bases.widths.rungs[0] if bases.widths.rungs else None
 
     def side(index: int) -> Any:
-        if profile is None:
-            shape = (layout.batch, heads, size, getattr(bases, SIDES[index]).shape[-1])
+        shared = index >= len(bases.coded)
+        if profile is None or shared:
+            shape = (layout.batch, heads, size, 0 if shared else getattr(bases, SIDES[index]).shape[-1])
             return jnp.zeros(shape, jnp.dtype(layout.dtype))
         return empty_water_filled(layout.batch, heads, size, profile[index])
 
@@ -61,7 +61,7 @@ def empty_store(
         return narrow(jnp.broadcast_to(jnp.zeros(()) if of_bases is None else of_bases, shape), layout.dtype)
 
     def step(index: int) -> jax.Array | None:
-        if profile is None or not own_steps:
+        if profile is None or not own_steps or index >= len(bases.coded):
             return None
         return jnp.ones((layout.batch, bases.k.shape[0], components_of(profile[index])), layout.dtype)
 
@@ -92,14 +92,27 @@ def means_in(bases: TransformBases, store: Transformed, side: str) -> jax.Array 
     return getattr(bases, f"{side}_mean") if own is None else own
 
 
-def coefficients(bases: TransformBases, store: Transformed, side: str, layers: Sequence[jax.Array]) -> jax.Array:
-    """Of tokens `[B, T, K, D]` of each layer: float32 `[B, J, T, R]`, in units of the calibrated steps."""
-    x, mean = jnp.stack(layers, axis=2).astype(jnp.float32), means_in(bases, store, side)
-    if mean is not None:
-        x = x - (mean if mean.ndim == 3 else mean[:, None]).astype(x.dtype)
-    return encode(bases, side, runs_in(store, side), by_unit(x, getattr(bases, side).shape[0]))
+def coefficients(
+    bases: TransformBases, store: Transformed, tokens: tuple[Taps, ...] | tuple[Tokens, ...], keys: str
+) -> list[jax.Array]:
+    """Of each of `TransformBases.coded`: float32 `[B, J, T, R]`, in units of the calibrated steps.
+
+    Args:
+        tokens: of each layer, `[B, T, ...]`.
+        keys: the tap that is coded as keys.
+    """
+    def centred(side: str) -> jax.Array:
+        layers = [getattr(one, keys if side == "k" else side) for one in tokens]
+        x, mean = jnp.stack(layers, axis=2).astype(jnp.float32), means_in(bases, store, side)
+        if mean is not None:
+            x = x - (mean if mean.ndim == 3 else mean[:, None]).astype(x.dtype)
+        return by_unit(x, getattr(bases, side).shape[0])
+
+    return [encode(bases, sides, runs_in(store, sides[0]), [centred(side) for side in sides]) for sides in bases.coded]
 
 
 def runs_in(store: Transformed, side: str) -> WidthRuns | None:
-    """Widths of the stored keys or values; None of floats."""
-    return None if store.profile is None else store.profile[SIDES.index(side)]
+    """Widths of the codes that keys or values are read from; None of floats."""
+    if store.profile is None:
+        return None
+    return store.profile[SIDES.index(side)] or store.profile[0]

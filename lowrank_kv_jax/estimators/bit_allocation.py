@@ -20,8 +20,9 @@ STEP = {1: 1.15 * 1.596, 2: 1.15 * 0.9957, 4: 1.15 * 0.3352, 8: 2 * RANGE / 2**8
 heavier tails; of 8 bits what the range asks for."""
 DISTORTION = {0: 1.0, 1: 0.3634, 2: 0.1188, 4: 0.01154, 8: 0.00073}
 """Mean squared error of a Gaussian component of variance 1 in so many bits."""
-WIDE = 1
-"""First components of keys that have 8 bits at any price, because of those tokens."""
+WIDE, WIDE_OF_BOTH = 1, 2
+"""First components of keys that have 8 bits at any price, because of those tokens; and of keys and values in one code,
+where another component may come first."""
 LLOYD = 12  # rounds of sharing profiles among layers
 HALVINGS = 24  # of the interval that holds a price
 PRICES = 512
@@ -29,10 +30,10 @@ FINE, COARSE = 0.015, 0.1
 """By how much a rung of a ladder has fewer bits than the one before: above a quarter of the most, and below."""
 
 Profile = tuple[WidthRuns, WidthRuns]
-"""Widths of a layer's keys and values."""
+"""Widths of a layer's keys and values; those of values are empty where both are one code."""
 Spectra = tuple[np.ndarray, np.ndarray]
 """Variances `[L, W]` of keys and values, of layers (or groups of them) in order, largest first; 0 where a smaller group
-has no component."""
+has no component. `[L, 0]` of values: keys and values are one code, whose spectrum is the first."""
 
 _ALL = (*WIDTHS, 0)
 _ERROR = np.array([DISTORTION[bits] for bits in _ALL])
@@ -45,7 +46,7 @@ def widths_at(variances: Float[np.ndarray, "*lead W"], price: float) -> Int[np.n
 
 
 def runs_of(widths: Int[np.ndarray, " W"], wide: int = 0) -> WidthRuns:
-    """WidthRuns of whole bytes nearest to falling widths `[W]`; at least one byte.
+    """WidthRuns of whole bytes nearest to falling widths `[W]`; at least one byte, where there are any.
 
     Args:
         wide: first components that have 8 bits whatever their width is.
@@ -58,7 +59,7 @@ def runs_of(widths: Int[np.ndarray, " W"], wide: int = 0) -> WidthRuns:
         if count:
             runs.append((bits, count))
         begin += count
-    return tuple(runs) or ((1, min(8, total)),)
+    return tuple(runs) or ((1, min(8, total)),) if total else ()
 
 
 def at_most(runs: WidthRuns, components: int) -> WidthRuns:
@@ -82,7 +83,7 @@ def bits_of(profile: Profile) -> int:
 
 def error_of(variances: Float[np.ndarray, "L W"], runs: WidthRuns) -> Float[np.ndarray, " L"]:
     """Predicted squared error `[L]` of components of `variances` `[L, W]`."""
-    each = np.concatenate([np.full(count, DISTORTION[bits]) for bits, count in runs])
+    each = np.concatenate([[], *(np.full(count, DISTORTION[bits]) for bits, count in runs)])
     return variances @ np.pad(each, (0, variances.shape[-1] - len(each)), constant_values=1.0)
 
 
@@ -126,7 +127,8 @@ def ladder(spectra: Spectra, most: float, count: int, components: int | None = N
     limit = bits = 2 * most * (components or spectra[0].size)
     found: list[list[Profile]] = []
     rung: list[Any] = []
-    for price in max(side.max() for side in spectra) * np.concatenate([[0.0], np.geomspace(1e-8, 1.0, PRICES)]):
+    highest = max(side.max(initial=0.0) for side in spectra)
+    for price in highest * np.concatenate([[0.0], np.geomspace(1e-8, 1.0, PRICES)]):
         rung = [None] * len(shared)
         for own in members:
             profile = _profile(spectra, own, (price, price))
@@ -141,8 +143,9 @@ def ladder(spectra: Spectra, most: float, count: int, components: int | None = N
 
 def _profile(spectra: Spectra, layers: np.ndarray, prices: tuple[float, float]) -> Profile:
     """The best one that these layers can share."""
-    k, v = (runs_of(widths_at(side[layers].mean(0), price), wide)
-            for side, price, wide in zip(spectra, prices, (WIDE, 0), strict=True))
+    wide = (WIDE if spectra[1].size else WIDE_OF_BOTH, 0)
+    k, v = (runs_of(widths_at(side[layers].mean(0), price), first)
+            for side, price, first in zip(spectra, prices, wide, strict=True))
     return k, v
 
 
@@ -175,7 +178,7 @@ def _price(spent, budget: float, *variances: np.ndarray, unit: float = 1.0) -> f
     """About the least price at which `spent(price)` bits are no more than `budget`."""
     if spent(0.0) <= budget:
         return 0.0
-    most = max(side.max() for side in variances)
+    most = max(side.max(initial=0.0) for side in variances)
     low, high = np.log(most * 1e-12 / unit), np.log(2 * most / unit)
     for _ in range(HALVINGS):
         middle = (low + high) / 2

@@ -56,6 +56,17 @@ class Across(NamedTuple):
     v: np.ndarray
 
 
+class KeysByValues(NamedTuple):
+    """Sums of outer products of keys and values of the same tokens, G layers side by side, `[G * W, G * W]`.
+
+    Attributes:
+        k, k_pre: keys after and before RoPE, in rows, by values, in columns.
+    """
+
+    k: np.ndarray
+    k_pre: np.ndarray
+
+
 class Moments(NamedTuple):
     """Sums of outer products over a corpus, per layer; W = K * D, the heads of a layer side by side. They are None where
     no method reads them.
@@ -69,6 +80,7 @@ class Moments(NamedTuple):
         votes: of a second reading, where a method reads them; see `calibration.layer_votes.collect_votes`.
         sensitivity: of the loss to keys and values, where a method reads it.
         across: of groups of layers, where a method reads them.
+        keys_by_values: of groups of layers, of one layer too, where a method reads them.
         outputs: errors of the layers' outputs, where a method reads them; see `calibration.output_errors`.
         sampled: of text that the model wrote itself, where a method reads it; see `calibration.sampled`.
     """
@@ -86,6 +98,7 @@ class Moments(NamedTuple):
     votes: np.ndarray | None = None
     sensitivity: Sensitivity | None = None
     across: Mapping[tuple[int, ...], Across] | None = None
+    keys_by_values: Mapping[tuple[int, ...], KeysByValues] | None = None
     sampled: "Moments | None" = None
     outputs: OutputErrors | None = None
 
@@ -93,7 +106,8 @@ class Moments(NamedTuple):
     def held(self) -> frozenset[str]:
         """What of `KVMethod.reads` is here."""
         there = {"moments": self.k, "fisher": self.fisher, "votes": self.votes, "sensitivity": self.sensitivity,
-                 "across": self.across, "sampled": self.sampled, "outputs": self.outputs}
+                 "across": self.across, "keys_by_values": self.keys_by_values, "sampled": self.sampled,
+                 "outputs": self.outputs}
         return frozenset(name for name, found in there.items() if found is not None)
 
     def with_sampled(self) -> "Moments":
@@ -109,9 +123,11 @@ class Moments(NamedTuple):
         for name in ("tokens", "k", "k_pre", "v", "k_sum", "k_pre_sum", "v_sum"):
             mine, more = getattr(self, name), getattr(own, name)
             sums[name] = None if mine is None else mine + more
-        if self.across is not None:
-            sums["across"] = {group: Across(*map(np.add, mine, (own.across or {})[group]))
-                              for group, mine in self.across.items() if group in (own.across or {})}
+        for name in ("across", "keys_by_values"):
+            groups, others = getattr(self, name), getattr(own, name) or {}
+            if groups is not None:
+                sums[name] = {group: type(mine)(*map(np.add, mine, others[group]))
+                              for group, mine in groups.items() if group in others}
         return self._replace(**sums)
 
     def mean(self, name: str) -> np.ndarray:
@@ -131,6 +147,17 @@ class Moments(NamedTuple):
             raise ValueError(f"these moments hold no products of layers {layers[0]} to {layers[-1]}: calibrate with "
                              "`calibrate` for this group, or give group=1")
         return getattr(self.across[layers], name)
+
+    def by_values(self, name: str, layers: tuple[int, ...]) -> np.ndarray:
+        """Sums `[G * W, G * W]` of `k` or `k_pre`, in rows, by the values of G layers side by side.
+
+        Raises:
+            ValueError: the calibration did not take keys and values of these layers together.
+        """
+        if self.keys_by_values is None or layers not in self.keys_by_values:
+            raise ValueError(f"these moments hold no products of keys and values of layers {layers[0]} to {layers[-1]}: "
+                             "calibrate with `calibrate` for this method, or give kv=apart")
+        return getattr(self.keys_by_values[layers], name)
 
     def per_head(self, name: str, kv_heads: int) -> np.ndarray:
         """Diagonal blocks `[L, K, D, D]` of `k`, `k_pre` or `v`; `q` and `q_pre` as they are."""
@@ -168,7 +195,7 @@ def layer_moments(
         return x.reshape(-1, x.shape[-1])
 
     def joint(x):
-        return _products(wide(x))
+        return _products(wide(x), wide(x))
 
     def queries(q):
         q = q.reshape(*q.shape[:2], spec.kv_heads, spec.group_size, spec.head_dim).astype(jnp.float32)
@@ -186,13 +213,23 @@ def moments_across(
     taps: Sequence[Taps], valid: Bool[jax.Array, "B T"]
 ) -> dict[str, Float32[jax.Array, "GW GW"]]:
     """`Across` of layers over the valid tokens of their taps `[B, T, ...]`, float32; valid bool `[B, T]`."""
-
-    def side_by_side(name):
-        parts = [jnp.where(valid[:, :, None, None], getattr(own, name), 0).astype(jnp.float32) for own in taps]
-        return jnp.concatenate([x.reshape(x.shape[0] * x.shape[1], -1) for x in parts], axis=-1)
-
-    return {name: _products(side_by_side(name)) for name in Across._fields}
+    found = ((name, _side_by_side(taps, name, valid)) for name in Across._fields)
+    return {name: _products(x, x) for name, x in found}
 
 
-def _products(x: jax.Array) -> jax.Array:
-    return jnp.matmul(x.T, x, precision=jax.lax.Precision.HIGHEST)
+def moments_by_values(
+    taps: Sequence[Taps], valid: Bool[jax.Array, "B T"]
+) -> dict[str, Float32[jax.Array, "GW GW"]]:
+    """`KeysByValues` of layers, otherwise as `moments_across`."""
+    values = _side_by_side(taps, "v", valid)
+    return {name: _products(_side_by_side(taps, name, valid), values) for name in KeysByValues._fields}
+
+
+def _side_by_side(taps: Sequence[Taps], name: str, valid: jax.Array) -> jax.Array:
+    """The valid tokens of a tap of several layers, float32 `[B * T, G * W]`; zeros in the place of others."""
+    parts = [jnp.where(valid[:, :, None, None], getattr(own, name), 0).astype(jnp.float32) for own in taps]
+    return jnp.concatenate([x.reshape(x.shape[0] * x.shape[1], -1) for x in parts], axis=-1)
+
+
+def _products(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.matmul(x.T, y, precision=jax.lax.Precision.HIGHEST)

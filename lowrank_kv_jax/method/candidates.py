@@ -61,7 +61,7 @@ class Picked(NamedTuple):
 
 def pack(x: jax.Array) -> jax.Array:
     """`[B, K, S, ...]` of every head, head after head: `[B, 1, K * S, ...]`."""
-    return x.reshape(x.shape[0], 1, -1, *x.shape[3:])
+    return x.reshape(x.shape[0], 1, x.shape[1] * x.shape[2], *x.shape[3:])
 
 
 def arrange(room: Room, position: jax.Array, votes: jax.Array, valid: jax.Array) -> Candidates:

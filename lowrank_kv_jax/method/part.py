@@ -29,8 +29,8 @@ class Part(abc.ABC):
     """What `fit` reads of a calibration text, each at its price: "moments" (second moments of the taps), "fisher"
     (information of the projections, a backward pass), "votes" (of a second reading), "sensitivity" (of the loss to
     keys and values, a backward pass), "sampled" (moments of text that the model writes, which it decodes first),
-    "across" (second moments of each of its layer groups together) and "outputs" (errors of each layer's output, some
-    dozen times the layer on two thousand tokens)."""
+    "across" (second moments of each of its layer groups together), "keys_by_values" (products of their keys and values)
+    and "outputs" (errors of each layer's output, some dozen times the layer on two thousand tokens)."""
 
     without: ClassVar[Mapping[str, str]] = {}
     """For what `fit` reads and a decoder's taps alone do not show ("fisher", "votes", "sensitivity", "sampled",

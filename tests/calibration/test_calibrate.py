@@ -178,11 +178,20 @@ def test_layers_taken_together_and_what_their_moments_serve(tmp_path):
     assert serve(moments, pair, spec) and serve(moments, single, spec)
     assert not serve(moments, parse_method("transform:metric=plain,group=3,sampled=False"), spec)
     assert not serve(moments, parse_method("transform"), spec)  # no sensitivity
+    both = [parse_method(f"transform:metric=plain,group={group},sampled=False,kv=joint") for group in (1, 2)]
+    assert not serve(moments, both[0], spec)
+    moments = moments_for(model(), [both[1]], tokens)
+    assert list(moments.keys_by_values) == [(0, 1), (2,)] and serve(moments, both[1], spec) and not serve(moments, both[0], spec)
+    for name in ("k", "k_pre"):
+        k, v = (np.concatenate([np.asarray(getattr(own, tap), np.float64).reshape(tokens.size, -1) for own in taps[:2]], axis=1)
+                for tap in (name, "v"))
+        np.testing.assert_allclose(moments.by_values(name, (0, 1)), k.T @ v, rtol=1e-4, atol=1e-4)
     # a run that was killed goes on with them
+    wanted = {"groups": [(0, 1)], "by_values": [(0, 1), (2,)]}
     held = CheckpointedSums(tmp_path / "sums.npz", {})
-    collect_moments(model(), tokens[:1], sums=held, groups=[(0, 1)])
+    collect_moments(model(), tokens[:1], sums=held, **wanted)
     again = CheckpointedSums(tmp_path / "sums.npz", {})
-    resumed = collect_moments(model(), tokens, sums=again, groups=[(0, 1)])
+    resumed = collect_moments(model(), tokens, sums=again, **wanted)
     np.testing.assert_allclose(resumed.between("v", (0, 1)), moments.between("v", (0, 1)), rtol=1e-6)
 
 

@@ -41,7 +41,12 @@ def errors(method, bases, seed=0):
     ])
 
 
-@pytest.mark.parametrize("spec", [pytest.param(ONE, marks=pytest.mark.slow), "transform:bits=2,group=2,heads=per_head,rope=post,means=calibrated,sampled=False"])
+@pytest.mark.parametrize("spec", [
+    pytest.param(ONE, marks=pytest.mark.slow),
+    "transform:bits=2,group=2,heads=per_head,rope=post,means=calibrated,sampled=False",
+    pytest.param(f"{ONE},group=2,kv=joint", marks=pytest.mark.slow),
+    pytest.param(f"{ONE},group=2,kv=joint,rope=post", marks=pytest.mark.slow),
+])
 def test_the_error_falls_and_directions_stay_orthonormal(spec, monkeypatch):
     method, bases = fitted(spec, "bfloat16")
     directions = []
@@ -57,6 +62,8 @@ def test_the_error_falls_and_directions_stay_orthonormal(spec, monkeypatch):
     before, after = errors(method, bases), errors(method, refined)
     assert after.mean() < 0.96 * before.mean(), (before, after)
     assert len(directions) == 2 * len(bases)
+    if method.kv == "joint":  # keys above values
+        directions = [np.concatenate(halves, axis=1) for halves in zip(directions[::2], directions[1::2], strict=True)]
     for basis in directions:
         basis = basis[..., np.abs(basis).max((0, 1)) > 0]
         eye = np.broadcast_to(np.eye(basis.shape[-1]), (len(basis), *2 * basis.shape[-1:]))

@@ -150,7 +150,7 @@ def test_directions_in_8_bits_cost_codes_next_to_nothing():
     x = ((np.asarray(layers[0], np.float64) - mean[0]) * np.asarray(bases.v_weight[0], np.float64)).reshape(-1, basis.shape[1])
     x += 100 * basis[0, :, 0]  # a component far above the others
     store = bases._replace(v_weight=None)
-    codes = encode(store, "v", runs, jnp.asarray(x, jnp.float32)[None, :, None])[0, 0]
+    codes = encode(store, ("v",), runs, [jnp.asarray(x, jnp.float32)[None, :, None]])[0, 0]
     codes *= bases.v_scale[0, : codes.shape[1]] * jnp.asarray(steps_of(runs))
     wanted = np.linalg.lstsq(basis[0], x.T, rcond=None)[0].T
     found, products = (np.abs(own - wanted).max() for own in (np.asarray(codes, np.float64), x @ basis[0]))
@@ -159,7 +159,8 @@ def test_directions_in_8_bits_cost_codes_next_to_nothing():
 
 def test_bytes_meet_what_is_asked_for():
     for spec in ("transform:smaller=5,sinks=2,recent=4", "transform:smaller=3,heads=per_head,sinks=2,recent=4",
-                 "transform:smaller=6,group=2,sinks=2,recent=4", "transform:smaller=6,group=2,sinks=2,recent=4,steps=prompt"):
+                 "transform:smaller=6,group=2,sinks=2,recent=4", "transform:smaller=6,group=2,sinks=2,recent=4,steps=prompt",
+                 "transform:smaller=6,kv=joint,sinks=2,recent=4", "transform:smaller=6,group=2,kv=joint,sinks=2,recent=4,steps=prompt"):
         method = parse_method(spec)
         bases = bases_for(method)
         assert len({group.widths for group in bases}) <= method.profiles  # layers of a profile share their programs
@@ -175,7 +176,10 @@ def test_bytes_meet_what_is_asked_for():
             abstract_cache(method, make_layout(PLAIN, 2, 16, 48, 16), bases_for(method))
 
 
-@pytest.mark.parametrize("spec", ["transform:bits=1.5", "transform:smaller=6,group=2", "transform:bits=none,metric=plain"])
+@pytest.mark.parametrize("spec", [
+    "transform:bits=1.5", "transform:smaller=6,group=2", "transform:bits=none,metric=plain", "transform:smaller=6,group=2,kv=joint",
+    "transform:bits=none,metric=plain,kv=joint",
+])
 def test_bases_come_back_from_disk_with_their_widths(spec, tmp_path):
     method, named = parse_method(spec), types.SimpleNamespace(name="tiny", config=PLAIN, fingerprint="f" * 64)
     bases = bases_for(method)
@@ -185,13 +189,15 @@ def test_bases_come_back_from_disk_with_their_widths(spec, tmp_path):
     chex.assert_trees_all_equal(restored, bases)
     with pytest.raises(ValueError, match="do not serve"):
         lkv.load_bases(tmp_path / "bases", named, dataclasses.replace(method, heads="per_head"))
+    with pytest.raises(ValueError, match="they have kv="):
+        lkv.load_bases(tmp_path / "bases", named, dataclasses.replace(method, kv="apart" if method.kv == "joint" else "joint"))
 
 
-@pytest.mark.parametrize("steps", ["calibrated", "prompt"])
+@pytest.mark.parametrize("kv, steps", [("apart", "calibrated"), ("apart", "prompt"), ("joint", "calibrated")])
 @pytest.mark.parametrize("rope", ["pre", "post"])
-def test_no_float_copy_of_the_cache(rope, steps):
+def test_no_float_copy_of_the_cache(rope, steps, kv):
     """What a step needs beside the cache does not grow with it."""
-    method = Transform(rope=rope, steps=steps)
+    method = Transform(rope=rope, steps=steps, kv=kv)
     bases, temporary = bases_for(method)[0], []
     for capacity in (1 << 14, 1 << 15):
         layout = dataclasses.replace(LAYOUT, capacity=capacity)
@@ -223,6 +229,10 @@ def test_errors_are_one_clear_line():
     machine, other = machine_of(Transform()), bases_for(Transform(heads="per_head"))
     with pytest.raises(ValueError, match="bases.k has 4 heads of width 8; .* takes 1 of 32"):
         machine.group_bases(SPEC, other)
+    with pytest.raises(ValueError, match="bases of keys and values in one code: transform .* takes kv=apart; calibrate for it"):
+        machine.group_bases(SPEC, bases_for(Transform(kv="joint")))
+    with pytest.raises(ValueError, match="these moments hold no products of keys and values of layers 0 to 0"):
+        Transform(kv="joint").fit(SPEC, moments._replace(keys_by_values=None))
     with pytest.raises(ValueError, match="bases with 0 sets of widths"):
         machine.group_bases(SPEC, bases_for(Transform(bits=None)))
 
@@ -249,6 +259,8 @@ def test_layers_that_are_alike_share_their_bits():
     ("bits=2,heads=per_head,rope=post", "triton"),
     pytest.param("bits=3", "tpu", marks=pytest.mark.slow),
     pytest.param("bits=2,rope=post,steps=prompt", "tpu", marks=pytest.mark.slow),
+    *(pytest.param(f"bits=2,kv=joint{rope}", backend, marks=pytest.mark.slow)
+      for rope in ("", ",rope=post") for backend in ("triton", "tpu")),
 ])
 def test_kernels_give_what_xla_does(monkeypatch, spec, backend):
     """A warning, where one falls back to XLA, is an error."""

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from lowrank_kv_jax.estimators.bit_allocation import (
     DISTORTION,
     STEP,
+    WIDE_OF_BOTH,
     allocate,
     bits_of,
     error_of,
+    ladder,
     profiles_at,
     runs_of,
     steps_of,
@@ -88,3 +90,17 @@ def test_layers_without_variance_take_no_bits_from_others():
     k[3:6], v[3:6] = 0.0, 0.0
     profiles = profiles_at((k, v), (1.0, 1.0), 4)
     assert {profiles[i] for i in (3, 4, 5)} == {(((8, 1),), ((1, 8),))}  # the least there is
+
+
+@pytest.mark.parametrize("bits", [0.5, 2.0, 3.7])
+def test_one_code_of_keys_and_values_has_the_budget_of_both(bits):
+    k, v = spectra()
+    both = np.sort(np.concatenate([k, v], axis=1))[:, ::-1]
+    one, apart = (allocate(sides, (bits, bits), 4, True, k.size) for sides in ((both, both[:, :0]), (k, v)))
+    assert all(of_values == () and dict(runs)[8] >= WIDE_OF_BOTH for runs, of_values in one)
+    assert 0.93 * bits <= sum(map(bits_of, one)) / both.size <= bits
+    errors = [sum(error_of(both[i], runs) for i, (runs, _) in enumerate(one)),
+              sum(error_of(k[i], own) + error_of(v[i], other) for i, (own, other) in enumerate(apart))]
+    assert errors[0] < 1.1 * errors[1]  # the same components, but for which layers share a profile
+    rungs = [sum(map(bits_of, rung)) for rung in ladder((both, both[:, :0]), bits, 4, k.size)]
+    assert rungs == sorted(rungs, reverse=True) and rungs[0] <= bits * both.size

@@ -88,6 +88,11 @@ def test_what_composes_keeps_its_promises(config, codec, selection, summary):
     pytest.param("transform:bits=2,heads=per_head,rope=post,steps=prompt,sinks=2,recent=4+adakv:keep=0.5,recent=8", marks=pytest.mark.slow),
     pytest.param("transform:smaller=2,group=2,steps=prompt,sinks=2,recent=4", marks=pytest.mark.slow),
     pytest.param("transform:bits=2,group=2,steps=prompt,sinks=2,recent=4+kvzip:keep=0.5,recent=8+moments", marks=pytest.mark.slow),
+    "transform:bits=2,group=2,kv=joint,sinks=2,recent=4+kvzip:keep=0.5,recent=8",
+    *(pytest.param(f"transform:{fields},kv=joint,sinks=2,recent=4{rule}", marks=pytest.mark.slow)
+      for fields in ("bits=3", "bits=3,group=2,heads=per_head,rope=post,steps=prompt", "smaller=2,group=2")
+      for rule in ("", "+snapkv:keep=0.5,recent=8", "+adakv:keep=0.5,recent=8+moments", "+quest:keep=0.5,page=8")
+      if not rule or not fields.startswith("smaller")),
     *(pytest.param(f"{codec}:bits=2.5,sinks=2,recent=4{rule}", marks=pytest.mark.slow)
       for codec in ("ojakv", "static-pca", "palu", "streamingkv", "single-svd", "xkv")
       for rule in ("", "+snapkv:keep=0.5,recent=8", "+h2o:keep=0.5,recent=8+moments", "+quest:keep=0.5,page=8")

@@ -62,6 +62,7 @@ VARIANTS = (
     "streamingkv:rank=0.5,update=joint", "kivi", "kivi:int8", "xkv:rank=24,bits=4",
     "transform:bits=1.5,heads=per_head", "transform:smaller=0.5,sinks=4,recent=8,group=2",
     "transform:bits=2,heads=per_head,rope=post,steps=prompt",
+    "transform:bits=2,heads=per_head,kv=joint,steps=prompt", "transform:smaller=0.5,sinks=4,recent=8,group=2,kv=joint",
 )
 RULES = ("snapkv", "snapkv:paper", "h2o", "scissorhands", "adakv", "pyramidkv", "kvzip", "momentkv",
          "adakv:budget_bytes=300000,keep=none", "snapkv+moments", "adakv+moments:order=gaussian")

@@ -29,7 +29,7 @@ FLOATS = (
     "eigenattention", "eigen-n", "kivi", "kvzip:keep=0.5", "adakv:keep=0.5,decoding=keep",
     "snapkv:keep=0.5,decoding=keep", "kivi:bits=8+kvzip:keep=0.5", "kivi:bits=4+snapkv:keep=0.6,decoding=keep",
     "snapkv:keep=0.5,decoding=code", "kivi:bits=8+snapkv:keep=0.6,decoding=code",
-    "transform:heads=per_head,steps=prompt,sinks=4,recent=8",
+    "transform:heads=per_head,steps=prompt,sinks=4,recent=8", "transform:heads=per_head,kv=joint,sinks=4,recent=8",
 )
 IN_BITS = ("transform", "ojakv:bits=8,rank=0.5,sinks=4,recent=8", "ojakv:bits=2.5,sinks=4,recent=8")
 """Whose codes are of coefficients: where two sums differ in a last bit, a code may differ by a step."""

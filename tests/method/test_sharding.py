@@ -23,6 +23,7 @@ QUICK = ("full", "ojakv", "xkv")
 CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(REGISTRY)]
 CASES.append(pytest.param("kivi:bits=8+kvzip:keep=0.5", marks=pytest.mark.slow))  # quantised heads in one buffer
 CASES.append(pytest.param("transform:heads=per_head,steps=prompt,sinks=4,recent=8", marks=pytest.mark.slow))
+CASES.append(pytest.param("transform:heads=per_head,kv=joint,sinks=4,recent=8", marks=pytest.mark.slow))
 for codec in ("ojakv", "palu", "xkv"):
     CASES.append(pytest.param(f"{codec}:bits=2.5,sinks=4,recent=8", marks=pytest.mark.slow))
 
@@ -61,7 +62,8 @@ KERNELS = ("palu:rank=0.5,sinks=4,recent=8",)  # rebuilt from coefficients that 
 MORE = ("full", "ojakv:rank=0.5,sinks=4,recent=8,heads=joint", "ojakv:rank=0.5,rope=pre,sinks=4,recent=8", "minicache", "adakv",
         "osp:rank=0.5,sinks=4,recent=8", "osp:rank=0.5,heads=joint,sinks=4,recent=8", "snapkv:keep=0.5,sinks=4,recent=8",
         "ojakv:bits=8,rank=0.5,sinks=4,recent=8", "transform:bits=3,sampled=False,sinks=4,recent=8",
-        "transform:bits=3,heads=per_head,sampled=False,sinks=4,recent=8+snapkv:keep=0.5")
+        "transform:bits=3,heads=per_head,sampled=False,sinks=4,recent=8+snapkv:keep=0.5",
+        "transform:bits=3,kv=joint,sampled=False,sinks=4,recent=8")
 
 
 @pytest.mark.parametrize("names", [KERNELS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["quick", "more"])

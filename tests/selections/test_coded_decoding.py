@@ -29,6 +29,7 @@ SPECS = [  # slots of heads packed in one buffer, one buffer for all heads, and 
     "static-pca:rank=1.0,sinks=4,recent=8+adakv:keep=0.5,recent=8,decoding=code",
     "transform:bits=4,sinks=4,recent=8+kvzip:keep=0.5,decoding=code",
     "kivi:bits=8+snapkv:keep=0.5,recent=8,decoding=code+moments",
+    "transform:bits=4,kv=joint,heads=per_head,sinks=4,recent=8+snapkv:keep=0.5,recent=8,decoding=code",
 ]
 
 

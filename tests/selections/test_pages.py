@@ -123,6 +123,7 @@ def test_a_query_finds_the_page_of_its_key_and_no_page_without_tokens():
     *(pytest.param(codec, marks=pytest.mark.slow) for codec in (
         "kivi:bits=8+", "palu:rank=1.0+", "transform:bits=3,sinks=4,recent=8+",
         "transform:bits=3,heads=per_head,rope=post,steps=prompt,sinks=4,recent=8+",
+        "transform:bits=3,kv=joint,sinks=4,recent=8+",
     )),
 ])
 def test_pages_stand_before_any_codec_of_one_token_at_a_time(codec):

@@ -111,11 +111,12 @@ def test_a_cache_on_lanes_decodes_and_refreshes_as_one_in_rows(spec, stored, mor
     chex.assert_trees_all_equal_structs(back, rows)
 
 
-def test_packed_components_lie_on_lanes_too():
+@pytest.mark.parametrize("spec", ["transform:bits=3,sinks=4,recent=8", "transform:bits=3,kv=joint,sinks=4,recent=8"])
+def test_packed_components_lie_on_lanes_too(spec):
     """Their bytes are rounded up to whole registers."""
-    rows, lanes, _ = decoded_on_both("transform:bits=3,sinks=4,recent=8")
+    rows, lanes, _ = decoded_on_both(spec)
     held, stored = (x.groups[0].store.tokens.k for x in (rows, lanes))
-    assert isinstance(stored, WaterFilledOnLanes)
+    assert isinstance(stored, WaterFilledOnLanes) and (rows.groups[0].store.tokens.v.shape[-1] == 0) == ("kv=joint" in spec)
     size = held.codes.shape[-1]
     tokens = held.codes.shape[2]
     np.testing.assert_array_equal(np.swapaxes(stored.on_lanes, 2, 3)[:, :, :tokens, :size], held.codes)
@@ -160,6 +161,7 @@ POST = "ojakv:rank=0.5,sinks=4,recent=8"
 PRE = "ojakv:rank=0.5,sinks=4,recent=8,rope=pre"
 SELECTED = "ojakv:rank=0.5,sinks=4,recent=8,rope=pre+snapkv:keep=0.5"
 MIXED = "transform:bits=3,sinks=4,recent=8+snapkv:keep=0.5"
+JOINT = "transform:bits=3,kv=joint,sinks=4,recent=8"
 PAGES = "shadowkv:budget=16,keep=none,sinks=4,recent=8,outliers=1,rank=8"
 
 
@@ -167,8 +169,8 @@ PAGES = "shadowkv:budget=16,keep=none,sinks=4,recent=8,outliers=1,rank=8"
     "backend, layout, spec",
     [
         ("triton", "rows", POST),
-        *(pytest.param("triton", "rows", spec, marks=pytest.mark.slow) for spec in (PRE, SELECTED, MIXED, PAGES)),
-        *(pytest.param("tpu", "lanes", spec, marks=pytest.mark.slow) for spec in (POST, PRE, SELECTED, MIXED)),
+        *(pytest.param("triton", "rows", spec, marks=pytest.mark.slow) for spec in (PRE, SELECTED, MIXED, JOINT, PAGES)),
+        *(pytest.param("tpu", "lanes", spec, marks=pytest.mark.slow) for spec in (POST, PRE, SELECTED, MIXED, JOINT)),
     ],
 )
 def test_the_core_decodes_through_kernels_as_through_xla(monkeypatch, backend, layout, spec):
