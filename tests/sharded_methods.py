@@ -54,7 +54,8 @@ def decode(method, params, mesh, lengths, turn=False):
     moved = 0 if mesh is None else largest_collective(decode_block.lower(*args, bases=bases).compile().as_text())
     cache, progress, first = decode_block(*args, bases=bases)
     cache, progress, second = decode_block(*args[:3], cache, progress, *args[5:], bases=bases)
-    placed = {name: str(x.sharding.spec) for name, x, info in walk(cache) if "batch" in info.axes} if mesh else {}
+    there = ((name, x) for name, x, info in walk(cache) if "batch" in info.axes and 0 not in x.shape)  # nothing lies nowhere
+    placed = {name: str(x.sharding.spec) for name, x in there} if mesh else {}
     found = [np.asarray(logits)]
     if turn:
         found.append(np.concatenate([*turn_of(method, params, cache, bases)], axis=1))

@@ -38,7 +38,7 @@ def save_state(path: str | Path, kind: str, state: Any, metadata: Mapping[str, A
     # what a CPU holds otherwise is saved as the array that it stands for: every platform loads it
     arrays = {name: x.widened() if isinstance(x, Bits | OnHost | TokensLast) else x for name, x, _ in walk(state)}
     if not compress:
-        save_arrays(path, kind, arrays, metadata)
+        save_arrays(path, kind, {name: x for name, x in arrays.items() if not _empty(x)}, metadata)
         return
     coded = {name: _described(x) for name, x in arrays.items()}
     whole = {name: to_host(x) for name, x in arrays.items()}
@@ -59,7 +59,9 @@ def load_state(path: str | Path, metadata: Mapping[str, Any], abstract: Any) -> 
     if _CODED in metadata:
         arrays = _load_streams(path, metadata, like, _widths(abstract))
     else:
-        arrays = load_arrays(path, metadata, like)
+        arrays = load_arrays(path, metadata, {name: x for name, x in like.items() if not _empty(x)})
+        nothing = {name: np.zeros(x.shape, x.dtype) for name, x in like.items() if _empty(x)}
+        arrays |= {name: jax.device_put(x, like[name].sharding) for name, x in nothing.items()}
     in_order = iter([arrays[name] for name, _, _ in walk(abstract)])
     return map_leaves(lambda info, _: next(in_order), abstract)
 
@@ -121,6 +123,11 @@ def _load_streams(
     shapes = {name: np.broadcast_to(np.uint8(0), size) for name, size in stream_sizes(like, widths).items()}
     arrays = from_streams(load_arrays(path, metadata, shapes), like, widths)
     return {name: jax.device_put(x, like[name].sharding) for name, x in arrays.items()}
+
+
+def _empty(x: Any) -> bool:
+    """Whether an array has no number, as values that are read from the codes of keys: Orbax saves none such."""
+    return 0 in x.shape
 
 
 def _described(x: Any) -> str:

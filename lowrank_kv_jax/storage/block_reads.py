@@ -73,7 +73,7 @@ def gather_blocks(stored: Any, starts: Int[jax.Array, "B U C"], size: int) -> Fl
 
     Heads of the storage serve U / J units each. What would reach beyond the storage begins earlier.
     """
-    batch, units, _ = starts.shape
+    batch, units, count = starts.shape
     starts = jnp.minimum(starts, stored.shape[2] - size).reshape(batch, stored.shape[1], -1)
 
     def blocks(own: Any, begins: jax.Array) -> jax.Array:
@@ -82,7 +82,7 @@ def gather_blocks(stored: Any, starts: Int[jax.Array, "B U C"], size: int) -> Fl
 
     whole = hasattr(stored, "read_blocks")  # where no gather can reach
     found = stored.read_blocks(starts, size) if whole else jax.vmap(jax.vmap(blocks))(stored, starts)
-    return found.reshape(batch, units, -1, found.shape[-1])
+    return found.reshape(batch, units, count * size, found.shape[-1])
 
 
 def block_range(
