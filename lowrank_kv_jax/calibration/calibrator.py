@@ -132,9 +132,8 @@ class Calibrator:
                      for group in self.by_values}
         of_layers = {name: array for name, array in arrays.items() if name in Moments._fields}
         votes = arrays[_ABOVE] / arrays[_COUNTED] if arrays.get(_COUNTED, 0) else None
-        return Moments(  # type: ignore[arg-type]
-            tokens=self.tokens, across=across or None, keys_by_values=by_values or None, votes=votes, **of_layers
-        )
+        together: dict[str, Any] = {"across": across or None, "keys_by_values": by_values or None}
+        return Moments(tokens=self.tokens, votes=votes, **together, **of_layers)  # type: ignore[arg-type]
 
     def bases(self, method: Part | str, dtype: Any = jnp.bfloat16) -> tuple[Any, ...]:
         """What `plan_layers` takes: an entry for each of the method's layer groups, floats in the given dtype.
