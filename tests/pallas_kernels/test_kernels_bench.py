@@ -2,11 +2,16 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.evals.results.records import read_records
-from lowrank_kv_jax.evals.speed import kernels, sweep
+from lowrank_kv_jax.evals.speed import kernels, steps, sweep
+from lowrank_kv_jax.evals.speed.llama_8b import LLAMA_8B
+from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Tuning, decode_grid, tuned
 
 SMALL = ["--lengths", "40", "--batch", "2", "--ranks", "8", "--q-heads", "2", "--kv-heads", "1", "--head-dim", "32",
@@ -85,3 +90,18 @@ def test_a_launch_is_checked_before_it_is_timed(monkeypatch):
     xla, own, other = sweep.sweep([program], {1: (Tuning(), Tuning(tile=32))}, workers=1)
     assert xla.way() == "xla" and own.way() == "as it is" and own.seconds > 0 and own.error < 1e-2
     assert other.seconds is None and "errs by 0.5" in other.failure
+
+
+def test_nothing_compiles_while_steps_are_timed(caplog):
+    spec, width = "kivi:bits=4", dict(vocab_size=64, hidden_size=32, intermediate_size=64, q_heads=2, kv_heads=1, head_dim=16)
+    config = dataclasses.replace(LLAMA_8B, rope=RopeSpec(10000.0, 16), **width)
+    params, prompt = steps.random_weights(config, jax.random.key(0)), jnp.ones((1, 40), jnp.int32)
+
+    def tried(blocks):
+        return steps._tried(config, params, prompt, 2, blocks, spec, parse_method(spec), (None,))
+
+    assert tried(1).failure is None
+    with jax.log_compiles():
+        found = tried(steps.BLOCKS)
+    assert found.failure is None and min(found.prefill_s, found.step_s, found.refresh_s, found.bytes) > 0
+    assert not [record.message for record in caplog.records if "ompil" in record.message]
