@@ -22,6 +22,7 @@ from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_atte
 from lowrank_kv_jax.pallas_kernels.compile_grid import KV_HEADS, PLAIN, ROTARY, Program, arguments
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Tuning, tuned
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import DIGIT
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.positions import PerHead
 
@@ -89,7 +90,7 @@ def sweep(
         workers: threads that compile.
         on_program: given the launches of each program as they are done.
     """
-    cases = [(dataclasses.replace(x, batch=batch), ways) for batch, ways in batches.items() for x in programs]
+    cases = [(dataclasses.replace(x, batch=batch), _able(x, ways)) for batch, ways in batches.items() for x in programs]
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         compiled = [
             (case, pool.submit(_drawing, case),
@@ -102,6 +103,11 @@ def sweep(
         on_program(own)
         found += own
     return found
+
+
+def _able(program: Program, ways: Sequence[Tuning]) -> list[Tuning]:
+    """Those ways that a program can be launched in: keys are rotated by a table of the places within a tile."""
+    return [way for way in ways if program.op == PLAIN or program.chosen or (way.tile or 0) <= DIGIT]
 
 
 def _beside(program: Program) -> tuple[str, ...]:

@@ -165,9 +165,16 @@ def load_arrays(
         if metadata["sha256"] != _seal({field: value for field, value in metadata.items() if field != "sha256"}):
             raise ValueError(f"{path / METADATA}: is damaged (its sha256 is not that of its fields)")
         try:
-            return checkpointer.restore(folder, dict(like))
+            return checkpointer.restore(folder, {name: _placed(array) for name, array in like.items()})
         except Exception as error:
             raise ValueError(f"{folder}: its arrays cannot be read ({_first_line(error)})") from error
+
+
+def _placed(like: jax.ShapeDtypeStruct | np.ndarray) -> jax.ShapeDtypeStruct | np.ndarray:
+    """With a place, JAX's first device by default: Orbax would look for the device that it was saved on."""
+    if isinstance(like, np.ndarray) or like.sharding is not None:
+        return like
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
 
 
 def _check_files(path: Path, metadata: Mapping[str, Any]) -> None:

@@ -246,3 +246,20 @@ def test_sums_that_do_not_fit_on_the_disk_leave_the_old_ones(tmp_path, monkeypat
     with pytest.raises(OSError, match="No space left on device: .*sums.npz'"):
         sums.save(2)
     assert names(tmp_path) == ["sums.npz"] and CheckpointedSums(path, {}).load() == 1
+
+
+ELSEWHERE = """
+import sys
+sys.path[:0] = {folders}
+import jax
+from test_saves import save
+with jax.default_device(jax.devices()[1]):
+    save({path!r}, 7.0)
+"""
+
+
+def test_what_was_saved_on_a_device_that_is_not_here_loads(tmp_path):
+    code = ELSEWHERE.format(folders=[str(folder) for folder in Path(__file__).parents[:2]], path=str(tmp_path / "own"))
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
+    assert load(tmp_path / "own") == 7.0
