@@ -85,15 +85,15 @@ def orthonormalise(basis: Float[jax.Array, "*lead W R"], passes: int = 3) -> Flo
 
     The triangular factor has a positive diagonal. All of it is matrix products and R x R factorisations, where
     Householder's QR is twenty times slower on a CPU and a serial call for each matrix on a GPU. Columns may differ in
-    scale; their condition after scaling must stay below about 1e7. Fewer than three `passes` only bound the condition of
-    the result.
+    scale; where they are dependent to the last bits of float32, what completes the basis is arbitrary. Fewer than three
+    `passes` only bound the condition of the result.
     """
-    x = basis.astype(jnp.float32)
-    norm = jnp.linalg.norm(x, axis=-2, keepdims=True)
-    x = x / jnp.where(norm == 0, 1.0, norm)
-    eye = jnp.eye(x.shape[-1], dtype=x.dtype)
-    for shift in (1e-6 * x.shape[-1], 1e-7, 0.0)[:passes]:
+    x, eye = basis.astype(jnp.float32), jnp.eye(basis.shape[-1], dtype=jnp.float32)
+    for shift in (1e-7, 1e-7, 1e-8)[:passes]:  # of the Gram matrix' norm, above what float32 may get it wrong by
+        norm = jnp.linalg.norm(x, axis=-2, keepdims=True)
+        x = x / jnp.where(norm == 0, 1.0, norm)
         gram = jnp.matmul(x.mT, x, precision=_HIGHEST)
+        shift = shift * jnp.linalg.norm(gram, axis=(-2, -1), keepdims=True)
         x = one_by_one(_solve_right, cholesky(gram + shift * eye), x)
     return x
 
