@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import by_kernel
 from lowrank_kv_jax.pallas_kernels.compile_only import NoCompiler, compile_for, device, gpu_facts, mosaic_facts
+from lowrank_kv_jax.pallas_kernels.gpu_grid import MOST_REBUILT
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.lanes import tokens_on_lanes
 from lowrank_kv_jax.storage.positions import PerHead, Runs
@@ -56,7 +57,8 @@ PROGRAMS = (
     Program(PLAIN, 512, 512, joint=True),
     *(Program(ROTARY, r, r) for r in (16, 32, 64, 96, 128)),
     Program(ROTARY, 48, 32, head_dim=64), Program(ROTARY, 48, 96, head_dim=96), Program(ROTARY, 64, 64, head_dim=256),
-    Program(ROTARY, 64, 64, dtype="int8"), Program(ROTARY, 512, 512, joint=True), Program(ROTARY, 256, 384, joint=True),
+    Program(ROTARY, 64, 64, dtype="int8"),
+    *(Program(ROTARY, *ranks, joint=True) for ranks in ((512, 512), (256, 384), (256, 256))),
     *(Program(PLAIN, 128, 128, dtype=f"tiles{bits}") for bits in (2, 4)),
     *(Program(PLAIN, r, r, dtype="mixed") for r in (64, 128)),
     Program(PLAIN, 160, 152, dtype="mixed", joint=True, head_dim=64),
@@ -118,8 +120,10 @@ def tried(name: str, target: str, facts: Callable[[], dict[str, Any]]) -> Result
 
 def supported(program: Program, target: str) -> bool:
     """Whether the target's kernels claim the case: Mosaic GPU only on GPUs, from jax 0.12 on; packed tokens there after
-    RoPE, and not too many columns of them."""
+    RoPE, and not too many columns of them; before RoPE there not too many components."""
     if target == "sm_90":
+        if program.op == ROTARY and program.rank_k > MOST_REBUILT:
+            return False
         if program.dtype == "mixed":
             return program.op == PLAIN and program.rank_v <= 640
         return not program.mosaic or jax.version.__version_info__ >= (0, 12)

@@ -5,11 +5,15 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lowrank_kv_jax.storage.backend import OF_PLATFORM, choose, platform
+from lowrank_kv_jax.storage.backend import OF_PLATFORM, asked_for, choose, platform
 
 
 class Unsupported(Exception):
     """A kernel does not cover a case; the message says what and why."""
+
+
+class Slower(Unsupported):
+    """The same of a case that XLA is faster at: a choice, which is said only where the kernel was asked for."""
 
 
 def interpreted(backend: str) -> bool:
@@ -18,7 +22,8 @@ def interpreted(backend: str) -> bool:
 
 
 def run(op: str, backend: str | None, kernels: Mapping[str, Callable[..., Any]], reference: Callable[[], Any]) -> Any:
-    """The chosen kernel's result, or the XLA reference's where it says `Unsupported`, with one warning for a reason.
+    """The chosen kernel's result, or the XLA reference's where it says `Unsupported`, with one warning for each reason
+    that is no choice (see `Slower`).
 
     Args:
         op: name for the warning.
@@ -34,7 +39,8 @@ def run(op: str, backend: str | None, kernels: Mapping[str, Callable[..., Any]],
             raise Unsupported("the op has no kernel for it")
         return kernels[chosen](interpret=interpreted(chosen))
     except Unsupported as reason:
-        _warn_once(op, chosen, str(reason))
+        if asked_for(backend) or not isinstance(reason, Slower):
+            _warn_once(op, chosen, str(reason))
         return reference()
 
 

@@ -15,6 +15,8 @@ IN_FLIGHT = 32 * 1024  # bytes a program should have under way: with WAVES progr
 MOST_STAGES = 6
 SMALL_TILE, MOST_OF_SMALL = 4096, 10  # bytes of a tile of which six stages hold too little, and the stages it may have
 WIDE = 700  # bytes of a token (and of its rebuilt key) from which the registers of four warps spill
+REBUILT, WIDE_REBUILT = 256, 1300  # the same where a rebuilt key has at most so many: joint rank 256 in 1026 us, not 1266
+MOST_REBUILT = 256  # components of a key that a kernel rebuilds: of 512 an H200 takes 377 us, XLA's products 187
 PACKED_ROWS = 16  # query rows that programs over packed tokens have at most: with more, warps would unpack the same
 PACKED_WARPS, PACKED_WAVES = 4, 4  # an H200 takes 864 us where eight warps and two waves take 1246
 LEAST_TILES = 4  # a split of fewer tiles costs more to merge than it saves
@@ -80,7 +82,8 @@ def decode_grid(rows: int, programs: int, size: int, token_bytes: int, rebuilt_b
     while tile > 32 and tile * wide > IN_FLIGHT:
         tile //= 2
     waves = MANY_WAVES if wide <= NARROW else WAVES
-    return _grid(rows, programs, size, tile, stages_for(tile * token_bytes), 8 if wide > WIDE else 4, waves)
+    most = WIDE_REBUILT if 0 < rebuilt_bytes <= REBUILT else WIDE
+    return _grid(rows, programs, size, tile, stages_for(tile * token_bytes), 8 if wide > most else 4, waves)
 
 
 def stages_for(tile_bytes: int) -> int:

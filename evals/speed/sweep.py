@@ -21,6 +21,7 @@ from lowrank_kv_jax.evals.speed.kernels import LAST_LEVEL_CACHE
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.compile_grid import KV_HEADS, PLAIN, ROTARY, Program, arguments
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Tuning, tuned
+from lowrank_kv_jax.pallas_kernels.packing import TILE_OF_SCALES
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import DIGIT
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
@@ -31,7 +32,7 @@ KERNELS = (
     *(Program(PLAIN, 128, 128, dtype=f"tiles{bits}") for bits in (2, 4)),
     Program(PLAIN, 128, 128, dtype="mixed"), Program(PLAIN, 512, 512, dtype="mixed", joint=True),
     *(Program(ROTARY, r, r) for r in (64, 32)), Program(ROTARY, 64, 64, dtype="int8"),
-    *(Program(ROTARY, r, r, joint=True) for r in (256, 512)), Program(ROTARY, 64, 64, chosen=True),
+    Program(ROTARY, 256, 256, joint=True), Program(ROTARY, 64, 64, chosen=True),
 )
 """What is swept, at each batch."""
 
@@ -106,8 +107,11 @@ def sweep(
 
 
 def _able(program: Program, ways: Sequence[Tuning]) -> list[Tuning]:
-    """Those ways that a program can be launched in: keys are rotated by a table of the places within a tile."""
-    return [way for way in ways if program.op == PLAIN or program.chosen or (way.tile or 0) <= DIGIT]
+    """Those ways that a program can be launched in: a table of the places within a tile turns keys, and a scale of 8 bits
+    is of 128 tokens."""
+    placed = program.op == ROTARY and not program.chosen
+    most = min([DIGIT] * placed + [TILE_OF_SCALES] * (program.dtype == "int8"), default=math.inf)
+    return [way for way in ways if (way.tile or 0) <= most]
 
 
 def _beside(program: Program) -> tuple[str, ...]:

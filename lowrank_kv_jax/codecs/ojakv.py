@@ -211,5 +211,6 @@ class OjaKV(Principal):
         """A basis after a step towards tokens `[B, T, J, W]`, which are not stored yet."""
         if self.normalize_dec != STORED:
             return oja_update(basis, x, weight, self.eta_dec, self.normalize_dec)
-        held = stored_moment(store.tokens, side, getattr(store, f"{side}_steps"))
-        return anchored_update(basis, held, x, weight, self.eta_dec)
+        steps = getattr(store, f"{side}_steps")
+        held = stored_moment(store.tokens, side, steps)
+        return anchored_update(basis, held, x, weight, self.eta_dec, ordered=steps is not None)

@@ -10,6 +10,8 @@ from lowrank_kv_jax.storage.backend import platform
 
 SQUARINGS = 8
 """Of a matrix, until the largest eigenvalue outweighs the others."""
+ROOT_STEPS = 22
+"""Of `inverse_root`: each brings a small eigenvalue 2.25 times nearer to the others."""
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
@@ -56,7 +58,7 @@ def largest_eigenvalue(matrix: Float[jax.Array, "*lead W W"]) -> Float32[jax.Arr
     power = matrix
     for _ in range(SQUARINGS):
         power = power / _trace_or_one(power)
-        power = jnp.matmul(power, power, precision=_HIGHEST)
+        power = _mm(power, power)
     image = jnp.sum(matrix * power, axis=(-2, -1))
     return image / _trace_or_one(power)[..., 0, 0]
 
@@ -71,7 +73,7 @@ def least_eigenvalue(matrix: Float[jax.Array, "*lead W W"]) -> Float32[jax.Array
     for squared in range(SQUARINGS):
         trace = _trace_or_one(power)
         log, power = log + jnp.log(trace[..., 0, 0]) / 2**squared, power / trace
-        power = jnp.matmul(power, power, precision=_HIGHEST)
+        power = _mm(power, power)
     return jnp.exp(-log - jnp.log(_trace_or_one(power)[..., 0, 0]) / 2**SQUARINGS)
 
 
@@ -85,17 +87,65 @@ def orthonormalise(basis: Float[jax.Array, "*lead W R"], passes: int = 3) -> Flo
 
     The triangular factor has a positive diagonal. All of it is matrix products and R x R factorisations, where
     Householder's QR is twenty times slower on a CPU and a serial call for each matrix on a GPU. Columns may differ in
-    scale; where they are dependent to the last bits of float32, what completes the basis is arbitrary. Fewer than three
-    `passes` only bound the condition of the result.
+    scale; where they are dependent to the last bits of float32, what completes the basis is arbitrary, and it takes five
+    `passes`. Fewer than three only bound the condition of the result.
     """
     x, eye = basis.astype(jnp.float32), jnp.eye(basis.shape[-1], dtype=jnp.float32)
-    for shift in (1e-7, 1e-7, 1e-8)[:passes]:  # of the Gram matrix' norm, above what float32 may get it wrong by
+    shifts = (*(passes - 1) * [1e-7], 1e-7 if passes < 3 else 1e-8)  # of the Gram matrix' norm: more than float32 errs by
+    for shift in shifts:
         norm = jnp.linalg.norm(x, axis=-2, keepdims=True)
         x = x / jnp.where(norm == 0, 1.0, norm)
-        gram = jnp.matmul(x.mT, x, precision=_HIGHEST)
+        gram = _mm(x.mT, x)
         shift = shift * jnp.linalg.norm(gram, axis=(-2, -1), keepdims=True)
         x = one_by_one(_solve_right, cholesky(gram + shift * eye), x)
     return x
+
+
+def orthonormal_update(
+    basis: Float[jax.Array, "*lead W R"], a: Float[jax.Array, "*lead W T"], b: Float[jax.Array, "*lead R T"]
+) -> Float32[jax.Array, "*lead W R"]:
+    """The orthonormal columns nearest to those of V = U + A B^T, of an orthonormal U: V (V^T V)^(-1/2).
+
+    V^T V - I lies in the span P of [B, U^T A], so that the root is one of a 2 T x 2 T matrix: V (I + P (M - I) P^T) with
+    M = (P^T V^T V P)^(-1/2). Two Newton-Schulz steps make it orthonormal to the last bits.
+    """
+    u, a, b = (x.astype(jnp.float32) for x in (basis, a, b))
+    span = orthonormalise(jnp.concatenate([b, _mm(u.mT, a)], axis=-1), passes=5)  # both may hold the same directions
+    moved = u + _mm(a, b.mT)
+    inside, eye = _mm(moved, span), jnp.eye(span.shape[-1])
+    nothing = eye - _mm(span.mT, span)  # where columns of zeros have added no direction
+    root = inverse_root(_mm(inside.mT, inside) + nothing)
+    return polish(polish(moved + _mm(_mm(inside, root - eye), span.mT)))
+
+
+def inverse_root(matrix: Float[jax.Array, "*lead W W"]) -> Float32[jax.Array, "*lead W W"]:
+    """M^(-1/2) of symmetric positive definite M of a condition up to about 1e6, by products alone.
+
+    Newton and Schulz's coupled iteration (Higham, Functions of Matrices, equation 6.35).
+    """
+    matrix, eye = matrix.astype(jnp.float32), jnp.eye(matrix.shape[-1])
+    norm = jnp.linalg.norm(matrix, axis=(-2, -1), keepdims=True)
+
+    def step(_, pair):
+        root, inverse = pair
+        change = 1.5 * eye - 0.5 * _mm(inverse, root)
+        return _mm(root, change), _mm(change, inverse)
+
+    start = matrix / norm, jnp.broadcast_to(eye, matrix.shape)
+    return jax.lax.fori_loop(0, ROOT_STEPS, step, start)[1] / jnp.sqrt(norm)
+
+
+def polish(basis: Float[jax.Array, "*lead W R"]) -> Float[jax.Array, "*lead W R"]:
+    """Nearly orthonormal columns `[..., W, R]` made orthonormal to the last bits by one Newton-Schulz step.
+
+    LAPACK's float32 eigenvectors are off by some dozen units in the last place, which every token coded in them bears.
+    """
+    excess = _mm(basis.mT, basis) - jnp.eye(basis.shape[-1], dtype=basis.dtype)
+    return basis - _mm(basis, excess / 2)
+
+
+def _mm(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.matmul(x, y, precision=_HIGHEST)
 
 
 def divide_right(

@@ -8,13 +8,15 @@ from jaxtyping import Float, Float32
 
 from lowrank_kv_jax.estimators.estimator import SizedEstimator, check_batch, register_estimator
 from lowrank_kv_jax.estimators.gha import start_columns
-from lowrank_kv_jax.estimators.linalg import divide_right, largest_eigenvalue, orthonormalise
+from lowrank_kv_jax.estimators.linalg import divide_right, largest_eigenvalue, orthonormal_update, orthonormalise
 from lowrank_kv_jax.estimators.svd import spectrum
 from lowrank_kv_jax.storage.state import leaf, state
 
 NORMALIZATIONS = ("median", "largest", "residual", "token", "none")
 ANCHOR = 32.0
 """Tokens that a basis itself counts for, see `anchored_update`."""
+COLUMNS_A_TOKEN = 4
+"""From so many on a step may be orthonormalised in what its tokens span: a root of 2 T x 2 T, no factor of R x R."""
 LEAST = 1e-5
 """Share of the stored energy below which a direction's is not told from rounding."""
 
@@ -65,7 +67,7 @@ def oja_update(
 
 def anchored_update(
     basis: Float[jax.Array, "B J W R"], held: Float[jax.Array, "B J R R"], x: Float[jax.Array, "B T J W"],
-    weight: Float[jax.Array, "B T"], eta: float,
+    weight: Float[jax.Array, "B T"], eta: float, ordered: bool = True,
 ) -> Float32[jax.Array, "B J W R"]:
     """A step of Oja's rule of a running mean's length: towards the basis of all that is stored and of new tokens.
 
@@ -85,16 +87,23 @@ def anchored_update(
         x: tokens `[B, T, J, W]`.
         weight: `[B, T]`, 0 leaves a token out. Rows without any token keep their basis.
         eta: weight of a new token against a stored one.
+        ordered: keep nested spans, as Gram and Schmidt do: components that are coded in steps of their own keep their
+            sizes better. Else columns of the same span, the nearest, may be taken: less work where tokens are few.
 
     Returns:
         Orthonormal basis, float32.
     """
     u, count = basis.astype(jnp.float32), jnp.sum(weight.astype(jnp.float32), axis=1)
-    step, held = pull(u, x, weight), held.astype(jnp.float32)
-    energy = jnp.sum(u * step, axis=(-2, -1)) / jnp.maximum(count, 1.0)[:, None]
+    rows = x.astype(jnp.float32).swapaxes(1, 2)  # [B, J, T, W]
+    coded, held = _mm(rows, u), held.astype(jnp.float32)
+    weighted = coded * weight.astype(jnp.float32)[:, None, :, None]
+    energy = jnp.sum(weighted * coded, axis=(-2, -1)) / jnp.maximum(count, 1.0)[:, None]
     least = ANCHOR * energy / u.shape[-1] + LEAST * jnp.trace(held, axis1=-2, axis2=-1)
     ridge = jnp.where(least > 0, least, 1.0)[..., None, None] * jnp.eye(u.shape[-1])
-    return where_fed(weight, orthonormalise(u + eta * divide_right(step, held + ridge)), u)
+    taught = eta * divide_right(weighted, held + ridge)
+    if not ordered and COLUMNS_A_TOKEN * x.shape[1] <= u.shape[-1]:
+        return where_fed(weight, orthonormal_update(u, rows.mT, taught.mT), u)
+    return where_fed(weight, orthonormalise(u + _mm(rows.mT, taught), passes=2), u)
 
 
 def pull(u: jax.Array, x: jax.Array, weight: jax.Array, by_token: bool = False) -> jax.Array:

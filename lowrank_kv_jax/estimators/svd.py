@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Float32
 
 from lowrank_kv_jax.estimators.by_products import iterated_subspace
-from lowrank_kv_jax.estimators.linalg import eigenvalues, eigenvectors
+from lowrank_kv_jax.estimators.linalg import eigenvalues, eigenvectors, polish
 from lowrank_kv_jax.storage.backend import platform
 
 
@@ -40,13 +40,3 @@ def spectrum(moment: Float[jax.Array, "*lead W W"]) -> Float[jax.Array, "*lead W
         return eigenvalues(moment)
     basis = iterated_subspace(moment, moment.shape[-1])
     return jnp.sort(jnp.sum(basis * jnp.matmul(moment, basis, precision=jax.lax.Precision.HIGHEST), axis=-2))
-
-
-def polish(basis: Float[jax.Array, "*lead W R"]) -> Float[jax.Array, "*lead W R"]:
-    """Nearly orthonormal columns `[..., W, R]` made orthonormal to the last bits by one Newton-Schulz step.
-
-    LAPACK's float32 eigenvectors are off by some dozen units in the last place, which every token coded in them bears.
-    """
-    gram = jnp.matmul(basis.mT, basis, precision=jax.lax.Precision.HIGHEST)
-    excess = gram - jnp.eye(basis.shape[-1], dtype=basis.dtype)
-    return basis - jnp.matmul(basis, excess / 2, precision=jax.lax.Precision.HIGHEST)

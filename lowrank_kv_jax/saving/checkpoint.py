@@ -174,7 +174,8 @@ def _placed(like: jax.ShapeDtypeStruct | np.ndarray) -> jax.ShapeDtypeStruct | n
     """With a place, JAX's first device by default: Orbax would look for the device that it was saved on."""
     if isinstance(like, np.ndarray) or like.sharding is not None:
         return like
-    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=here)
 
 
 def _check_files(path: Path, metadata: Mapping[str, Any]) -> None:

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Float32
 
 from lowrank_kv_jax.storage import over_tokens
+from lowrank_kv_jax.storage.backend import platform
 from lowrank_kv_jax.storage.bits import Bits
-from lowrank_kv_jax.storage.block_reads import block_range, block_slots, slice_block
+from lowrank_kv_jax.storage.block_reads import block_for, block_range, block_slots, slice_block
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.on_host import OnHost
@@ -167,6 +168,9 @@ def transport(
 
 
 def _transported(x: jax.Array, move: jax.Array, steps: Steps | None, after: Steps | None) -> jax.Array:
+    if _in_16_bits(x):  # what is rounded is the change alone, to the precision of what comes out
+        change = (move - jnp.eye(move.shape[-1], dtype=move.dtype)).astype(x.dtype)
+        return x.astype(jnp.float32) + jnp.matmul(x, change, preferred_element_type=jnp.float32)
     moved = _product(x.astype(jnp.float32) if steps is None else steps.widen(x), move)
     return moved if after is None else after.count(moved)
 
@@ -190,20 +194,33 @@ def _moment(side: str, segment: Any, steps: Steps | None) -> jax.Array:
     owner = where.owner if isinstance(where, PerHead) else None
     batch, heads, size, rank = stored.shape
     heads = heads if owner is None else where.kv_heads
+    width = block_for(size, 1, batch * heads * rank)
 
     def add(i, total):
-        start, slots, fresh = block_slots(i, size)
-        block = slice_block(stored, start).astype(jnp.float32)
+        start, slots, fresh = block_slots(i, size, width)
+        block = slice_block(stored, start, width)
         there = jnp.broadcast_to((fresh & (slots < segment.length[:, None]))[:, None], (batch, heads, len(slots)))
         if owner is not None:
             there = there & (jnp.take(owner, slots, axis=2) == jnp.arange(heads, dtype=owner.dtype)[:, None])
             block = jnp.broadcast_to(block, (batch, heads, *block.shape[2:]))
         wide = block if steps is None else steps.widen(block)
-        wide = jnp.where(there[..., None], wide, 0.0)
-        return total + _product(wide.mT, wide)
+        wide = jnp.where(there[..., None], wide, jnp.zeros((), wide.dtype))
+        return total + _gram(wide)
 
     nothing = jnp.zeros((batch, heads, rank, rank), jnp.float32)
-    return jax.lax.fori_loop(*block_range(size, segment.length), add, nothing)
+    return jax.lax.fori_loop(*block_range(size, segment.length, block=width), add, nothing)
+
+
+def _gram(x: jax.Array) -> jax.Array:
+    """X^T X `[B, J, R, R]` of `[B, J, S, R]`, in float32, in which products of 16-bit numbers are exact."""
+    if _in_16_bits(x):
+        return jnp.matmul(x.mT, x, preferred_element_type=jnp.float32)
+    return _product(x.astype(jnp.float32).mT, x.astype(jnp.float32))
+
+
+def _in_16_bits(x: jax.Array) -> bool:
+    """Whether an accelerator is to multiply tokens as they are stored; a CPU widens them."""
+    return platform() != "cpu" and x.dtype in (jnp.bfloat16, jnp.float16)
 
 
 def moved_rows(segment: Any, old: jax.Array, new: jax.Array) -> jax.Array:

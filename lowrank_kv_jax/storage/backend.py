@@ -21,15 +21,20 @@ def on_gpu() -> bool:
     return OF_PLATFORM.get(platform()) == "triton"
 
 
+def asked_for(backend: str | None = None) -> str | None:
+    """The backend that a caller names, `backend`, or the environment; None leaves it to the platform."""
+    return backend or os.environ.get(OVERRIDE) or None
+
+
 def choose(backend: str | None = None) -> str:
-    """The backend to try first: `backend`, else the environment's, else the one of the platform that is traced for.
+    """The backend to try first: the one that is `asked_for`, else that of the platform that is traced for.
 
     Decided while tracing, outside of the program: a compiled function holds one backend's code only.
 
     Raises:
         ValueError: not one of `BACKENDS`.
     """
-    asked = backend or os.environ.get(OVERRIDE) or OF_PLATFORM.get(platform(), "xla")
-    if asked not in BACKENDS:
-        raise ValueError(f"backend={asked!r}: allowed are {', '.join(BACKENDS)}")
-    return asked
+    chosen = asked_for(backend) or OF_PLATFORM.get(platform(), "xla")
+    if chosen not in BACKENDS:
+        raise ValueError(f"backend={chosen!r}: allowed are {', '.join(BACKENDS)}")
+    return chosen

@@ -11,21 +11,25 @@ from lowrank_kv_jax.storage.positions import PerHead
 
 # Blocks that stay in a core's cache: measured fastest on XLA's CPU backend, whose batched matmuls slow down beyond.
 BLOCK = 512
-FEW, AT_ONCE = 16, 2**27  # queries of a decode step at most, and numbers that may be computed of all tokens together
+FEW = 16  # queries of a decode step at most
+AT_ONCE, A_TURN = 2**27, 2**26  # numbers that may be computed of all tokens together, and else of those of a loop's turn
 
 
 def block_for(size: int, queries: int, numbers: int, block: int = BLOCK) -> int:
-    """Tokens of a block of a buffer of `size`: `block`, but all of them for a few queries on an accelerator.
+    """Tokens of a block of a buffer of `size`: `block`, but for a few queries on an accelerator all of them, or many.
 
     A loop whose end the lengths decide stops a GPU for its host at every turn, and what it spares is little there: of one
     query the logits are a few hundredths of the keys' bytes.
 
     Args:
-        queries: T.
+        queries: T; 1 where tokens meet none.
         numbers: that are computed of a token, logits of all queries or a rebuilt key, of all rows.
     """
-    whole = platform() != "cpu" and queries <= FEW and size * numbers <= AT_ONCE
-    return size if whole else block
+    if platform() == "cpu" or queries > FEW:
+        return block
+    if size * numbers <= AT_ONCE:
+        return size
+    return max(A_TURN // numbers // block, 1) * block
 
 
 def block_slots(

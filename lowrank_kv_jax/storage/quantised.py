@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import BFloat16, Bool, Float, Float32, Int, Shaped, UInt16
 
-from lowrank_kv_jax.storage.block_reads import block_range, block_slots, slice_block
+from lowrank_kv_jax.storage.block_reads import block_for, block_range, block_slots, slice_block
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.over_tokens import begin_of, on_each
 from lowrank_kv_jax.storage.state import leaf, state, static, write_tokens
@@ -231,11 +231,12 @@ def map_tokens(
 
 def _mapped(change, number: jax.Array, stored, lengths: jax.Array, rows: jax.Array, *known):
     """`map_tokens` of this device's slots."""
-    lengths = jnp.clip(lengths - begin_of(number, stored), 0, stored.shape[2])
+    batch, heads, size, channels = stored.shape
+    lengths, width = jnp.clip(lengths - begin_of(number, stored), 0, size), block_for(size, 1, batch * heads * channels)
 
     def step(i, buffer):
-        start, slots, fresh = block_slots(i, buffer.shape[2])
-        block = slice_block(buffer, start)
+        start, slots, fresh = block_slots(i, size, width)
+        block = slice_block(buffer, start, width)
         if isinstance(buffer, QuantisedTokens):
             valid = slots[None] < lengths[:, None]
             touch = fresh.reshape(1, -1, buffer.tile.tokens)[:, :, 0] & rows[:, None]
@@ -243,9 +244,11 @@ def _mapped(change, number: jax.Array, stored, lengths: jax.Array, rows: jax.Arr
         moved = jnp.where(fresh[:, None] & rows[:, None, None, None], narrow(change(block, *known), block.dtype), block)
         if hasattr(buffer, "write_block"):
             return buffer.write_block(start, moved)
+        if moved.shape == buffer.shape:
+            return moved
         return jax.lax.dynamic_update_slice_in_dim(buffer, moved, start, axis=2)
 
-    return jax.lax.fori_loop(*block_range(stored.shape[2], lengths), step, stored)
+    return jax.lax.fori_loop(*block_range(size, lengths, block=width), step, stored)
 
 
 def padded_to_tiles(stored: "jax.Array | QuantisedTokens") -> "jax.Array | QuantisedTokens":

@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.coefficient_attention.gpu_triton import bytes_of_token, check_stored, load_scale
-from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
-from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid
+from lowrank_kv_jax.pallas_kernels.dispatch import Slower
+from lowrank_kv_jax.pallas_kernels.gpu_grid import MOST_REBUILT, Grid, decode_grid
 from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, launch
 from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import rotary_grid
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
@@ -49,7 +49,9 @@ def rotary_coefficient_attention(
     """The op of `api.rotary_coefficient_attention`; `Unsupported` where the kernel does not cover a case."""
     keys, values = stored_arrays(tokens.keys), stored_arrays(tokens.values)
     if keys.runs is not None:
-        raise Unsupported("keys packed in several widths before RoPE: an H200 rebuilds them faster by XLA")
+        raise Slower("keys packed in several widths before RoPE: an H200 rebuilds them faster by XLA")
+    if key_basis.shape[-1] > MOST_REBUILT:
+        raise Slower(f"keys of more than {MOST_REBUILT} components before RoPE: an H200 rebuilds them faster by XLA")
     rotary = prepare(
         q, tokens, key_basis, rope=rope, kv_heads=kv_heads, q_positions=q_positions, causal=causal, window=window,
         key_mean=key_mean,

@@ -16,7 +16,7 @@ from lowrank_kv_jax.generation.forward import extend, make_layout, prefill, refr
 from lowrank_kv_jax.method.codec import Tokens
 from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.methods.parse import parse_method
-from lowrank_kv_jax.segments.coded import Coded, stored_moment
+from lowrank_kv_jax.segments.coded import Coded, stored_moment, transport
 from lowrank_kv_jax.storage.packed import empty_packed, hold_packed
 from lowrank_kv_jax.storage.positions import PerHead, Runs
 from lowrank_kv_jax.storage.quantised import read_tokens, store_tokens
@@ -44,6 +44,28 @@ def test_the_moment_of_stored_tokens_counts_each_rows_own(size, bits):
     x = np.asarray(read_tokens(stored), np.float64)
     for row, n in enumerate(lengths):
         np.testing.assert_allclose(found[row], np.einsum("jsr,jsp->jrp", x[row, :, :n], x[row, :, :n]), atol=2e-3)
+
+
+@pytest.mark.parametrize("turn", [2**26, 2**12], ids=["at once", "in turns"])
+def test_an_accelerator_multiplies_16_bits_as_they_are_stored(monkeypatch, turn):
+    """Sums and moved coefficients are those of a CPU, which widens them block by block."""
+    lengths, gaps = jnp.array([1500, 700]), jnp.zeros((2, 2), jnp.int32)
+    stored = normal(2, 2, 1500, 4).astype(jnp.bfloat16)
+    segment = Coded(stored, stored, lengths, Runs(gaps, gaps))
+    bases = normal(2, 2, 8, 4), normal(2, 2, 8, 4)
+    old, new = (jnp.linalg.qr(bases[0] + share * bases[1])[0] for share in (0.0, 0.1))
+
+    def both(segment):
+        return stored_moment(segment, "k"), transport(segment, "k", old, new)
+
+    wanted = jax.jit(both)(segment)
+    for module in ("storage.block_reads", "segments.coded"):
+        monkeypatch.setattr(f"lowrank_kv_jax.{module}.platform", lambda: "gpu")
+    monkeypatch.setattr("lowrank_kv_jax.storage.block_reads.AT_ONCE", turn)
+    monkeypatch.setattr("lowrank_kv_jax.storage.block_reads.A_TURN", turn)
+    found = jax.jit(lambda x: both(x))(segment)
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5, atol=1e-3)
+    np.testing.assert_allclose(*(np.asarray(x[1], np.float32) for x in (found, wanted)), rtol=2**-7, atol=2**-8)
 
 
 def test_the_moment_of_packed_tokens_is_each_heads_own():

@@ -101,3 +101,19 @@ def test_the_host_remembers_eigenvectors_only_where_it_is_told_to(monkeypatch):
     assert all(np.array_equal(one, other) for one, other in zip(found[0], (values, vectors), strict=True))
     host_eigh(matrices)
     assert len(calls) == 6
+
+
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("size", [0.0, 1e-3, 1.0, 30.0])
+def test_an_update_of_few_columns_spans_what_it_should(size, alike):
+    """Of a basis that is stored in 16 bits."""
+    rng = np.random.default_rng(3)
+    u = jnp.asarray(np.linalg.qr(rng.normal(size=(2, 3, 96, 48)))[0], jnp.bfloat16)
+    a, b = rng.normal(size=(2, 3, 96, 6)), size * rng.normal(size=(2, 3, 48, 6)) / 7
+    b[..., 40:, :] = 0
+    b = size * np.asarray(u, np.float64).mT @ a / 9 if alike else b
+    found = np.asarray(jax.jit(linalg.orthonormal_update)(u, jnp.asarray(a), jnp.asarray(b)), np.float64)
+    np.testing.assert_allclose(found.mT @ found, np.broadcast_to(np.eye(48), (2, 3, 48, 48)), atol=1e-5)
+    left, _, right = np.linalg.svd(np.asarray(u, np.float64) + a @ b.mT, full_matrices=False)
+    np.testing.assert_allclose(found, left @ right, atol=2e-3)  # U is orthonormal to as much
+    np.testing.assert_allclose(found @ found.mT, left @ left.mT, atol=1e-4)

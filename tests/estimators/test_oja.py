@@ -36,6 +36,16 @@ def test_a_step_is_one_of_orthogonal_iteration_for_what_is_stored_and_new_tokens
         np.testing.assert_allclose(projector(moved[0, head]), projector(expected), atol=1e-4)
 
 
+def test_a_step_towards_few_tokens_is_the_same():
+    """It is orthonormalised in what they span, by smaller factors."""
+    u, x, weight = basis(8, 1, 2), tokens(2), jnp.asarray([[1.0, 0.5]])
+    root = RNG.normal(size=(1, 2, 8, 8)) * 3
+    held = jnp.asarray(root @ root.swapaxes(-1, -2))
+    few, all_of_it = (anchored_update(u, held, x, weight, 0.7, ordered) for ordered in (False, True))
+    assert np.abs(np.asarray(few - all_of_it)).max() > 1e-2
+    np.testing.assert_allclose(projector(few), projector(all_of_it), atol=1e-4)
+
+
 def test_steps_end_at_the_principal_subspace_and_leave_columns_where_they_were():
     """The same text over and over, transported and stored each time; columns are not reordered on the way."""
     u, x = basis(4, 1, 1), tokens(heads=1)

@@ -60,12 +60,20 @@ def test_tokens_in_no_order_are_not_read_through_a_mask_nor_by_owner(backend):
             rotary_coefficient_attention(x.q, tokens, x.basis, **options, backend=backend)
 
 
-def test_packed_keys_before_rope_are_rebuilt_by_xla_on_a_gpu():
-    x = make(Case(rope=RopeSpec(10000.0, 64), runs=(((8, 3), (2, 9)), ((4, 10),)), mean=True, lengths=(60,), S=64))
+@pytest.mark.parametrize("case, reason", [
+    (Case(rope=RopeSpec(10000.0, 64), runs=(((8, 3), (2, 9)), ((4, 10),)), mean=True, lengths=(60,), S=64), "several widths"),
+    (Case(rope=RopeSpec(10000.0, 64), rank_k=257, lengths=(60,), S=64, poison=False), "more than 256 components"),
+], ids=["packed", "wide"])
+def test_keys_before_rope_that_xla_rebuilds_faster_are_xlas_on_a_gpu(monkeypatch, case, reason):
+    """Which is said only where the kernel was asked for."""
+    x = make(case)
     dispatch.warn_anew()
-    with pytest.warns(RuntimeWarning, match="XLA instead of triton: keys packed in several widths before RoPE"):
+    with pytest.warns(RuntimeWarning, match=f"XLA instead of triton: keys .*{reason}"):
         part = rotary_coefficient_attention(x.q, x.tokens, x.basis, **x.options, backend="triton")
     check(part, x.oracle)
+    dispatch.warn_anew()
+    monkeypatch.setattr("lowrank_kv_jax.storage.backend.platform", lambda: "gpu")
+    check(rotary_coefficient_attention(x.q, x.tokens, x.basis, **x.options), x.oracle)
 
 
 @pytest.mark.parametrize("case", [
@@ -89,7 +97,8 @@ def test_on_an_accelerator_xla_attends_to_all_slots_at_once(monkeypatch, case):
     monkeypatch.setattr(block_reads, "platform", lambda: "gpu")
     assert loops(x.q, x.options["q_positions"]) == 0 and loops(*many) == 1
     check(jax.jit(functools.partial(op, **x.options))(x.q, x.tokens), x.oracle)
-    monkeypatch.setattr(block_reads, "AT_ONCE", 1300)
+    for bound in ("AT_ONCE", "A_TURN"):
+        monkeypatch.setattr(block_reads, bound, 1300)
     assert loops(x.q, x.options["q_positions"]) == 1
 
 
