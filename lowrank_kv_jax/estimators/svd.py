@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Float32
 
-from lowrank_kv_jax.estimators.by_products import iterated_subspace
+from lowrank_kv_jax.estimators.by_products import iterated_spectrum, iterated_subspace
 from lowrank_kv_jax.estimators.linalg import eigenvalues, eigenvectors, polish
 from lowrank_kv_jax.storage.backend import platform
 
@@ -33,10 +33,6 @@ def principal_subspace(moment: Float[jax.Array, "*lead W W"], rank: int) -> Floa
 def spectrum(moment: Float[jax.Array, "*lead W W"]) -> Float[jax.Array, "*lead W"]:
     """Eigenvalues `[..., W]`, ascending, of symmetric positive semidefinite `[..., W, W]`.
 
-    On a CPU they are LAPACK's, elsewhere the energies along `iterated_subspace`, for step lengths: they may be off by a
-    tenth of the largest where many lie close together.
+    On a CPU they are LAPACK's, elsewhere those of `iterated_spectrum`, for step lengths.
     """
-    if platform() == "cpu":
-        return eigenvalues(moment)
-    basis = iterated_subspace(moment, moment.shape[-1])
-    return jnp.sort(jnp.sum(basis * jnp.matmul(moment, basis, precision=jax.lax.Precision.HIGHEST), axis=-2))
+    return eigenvalues(moment) if platform() == "cpu" else iterated_spectrum(moment)
