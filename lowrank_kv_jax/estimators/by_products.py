@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Float32
 
-from lowrank_kv_jax.estimators.linalg import cholesky, least_eigenvalue, orthonormalise
+from lowrank_kv_jax.estimators.linalg import cholesky, least_eigenvalue, orthonormalise, polish
 
 STEPS = 16
 MORE = 16  # directions beside those that are asked for: what separates these from the rest
@@ -41,13 +41,15 @@ def iterated_subspace(moment: Float[jax.Array, "*lead W W"], rank: int) -> Float
     def image(basis: jax.Array) -> jax.Array:
         return jnp.matmul(moment, basis, precision=_HIGHEST)
 
-    basis = orthonormalise(image(start), passes=2)
-    for step in range(STEPS):
+    def step(_, basis: jax.Array) -> jax.Array:
         moved = image(basis)
         if tried < width:  # a root of the iteration's polynomial in the middle of the unwanted spectrum
             unwanted = jnp.min(jnp.sum(moved * basis, axis=-2, keepdims=True), axis=-1, keepdims=True)
             moved = moved - 0.5 * unwanted * basis
-        basis = orthonormalise(moved, passes=3 if step + 1 == STEPS else 2)
+        return orthonormalise(moved, passes=2)
+
+    # a loop whose turns are known stops no device, and is compiled once
+    basis = polish(jax.lax.fori_loop(0, STEPS, step, orthonormalise(image(start), passes=2)))
     return basis[..., :rank]
 
 
@@ -63,10 +65,12 @@ def iterated_spectrum(moment: Float[jax.Array, "*lead W W"]) -> Float32[jax.Arra
     moment = moment.astype(jnp.float32)
     trace = jnp.trace(moment, axis1=-2, axis2=-1)[..., None, None]
     ridge = jnp.where(trace > 0, RIDGE * trace, 1.0)
-    turned = moment + ridge * jnp.eye(moment.shape[-1], dtype=jnp.float32)
-    for _ in range(STEPS):
+
+    def step(_, turned: jax.Array) -> jax.Array:
         factor = cholesky(turned)
-        turned = jnp.matmul(factor.mT, factor, precision=_HIGHEST)
+        return jnp.matmul(factor.mT, factor, precision=_HIGHEST)
+
+    turned = jax.lax.fori_loop(0, STEPS, step, moment + ridge * jnp.eye(moment.shape[-1], dtype=jnp.float32))
     found = jnp.diagonal(turned, axis1=-2, axis2=-1) - ridge[..., 0]
     return jnp.sort(jnp.where(trace[..., 0] > 0, found, 0.0))
 
