@@ -66,6 +66,7 @@ def learn(estimator, x, weight):
 def subspaces(x, moment):
     low = linalg.cholesky(moment), svd.second_moment(x.swapaxes(1, 2)), subspace_iteration.gram(x[:, :1].swapaxes(1, 2))
     low = *low, by_products.iterated_subspace(moment, 3), by_products.leading_factor(moment, 3, shrink=True), svd.spectrum(moment)
+    low = *low, by_products.iterated_spectrum(moment), linalg.orthonormal_update(moment[..., :4], moment[..., :2], moment[..., :4, :2])
     return *low, subspace_iteration.leading_subspace(jnp.zeros((300, 300)), 8), update_tail(x[0].mT[..., :2], x[0].mT[..., :3], x[0], None, 0.1)
 
 

@@ -159,20 +159,26 @@ def _attend(program: Program, way: Tuning | str, q, tokens, positions, *basis) -
 
 
 def _timed(program: Program, drawing: Any, compiled: Mapping[Tuning | str, Any], seed: int) -> Iterator[Launch]:
+    """Each way checked against the first, then all of them timed in turns: a device's clock does not stand still."""
     drawn = [drawing(seed + i) for i in range(_buffers(program))]
-    wanted, read = None, _bytes(program)
+    wanted, errors, ways, failures = None, {}, {}, {}
     for way, future in compiled.items():
         try:
             chain, call = future.result()
             out = np.asarray(call(*_as_read(way, drawn[0])), np.float64)
             wanted = out if wanted is None else wanted
-            error = float(np.linalg.norm(out - wanted) / np.linalg.norm(wanted))
-            if not error < ALLOWED:
-                raise ValueError(f"errs by {error:.2g} of XLA's, allowed is {ALLOWED}")
-            buffers = [_as_read(way, x)[1:] for x in drawn]
-            yield Launch(program, way, _seconds(chain, drawn[0][0], buffers) / len(buffers), read, error)
+            errors[way] = float(np.linalg.norm(out - wanted) / np.linalg.norm(wanted))
+            if not errors[way] < ALLOWED:
+                raise ValueError(f"errs by {errors[way]:.2g} of XLA's, allowed is {ALLOWED}")
+            ways[way] = functools.partial(chain, drawn[0][0], [_as_read(way, x)[1:] for x in drawn])
         except Exception as reason:  # a compiler raises what it likes, and so does a device
-            yield Launch(program, way, failure=" ".join(str(reason).split())[:200] or type(reason).__name__)
+            failures[way] = " ".join(str(reason).split())[:200] or type(reason).__name__
+    seconds = _seconds(ways)
+    for way in compiled:
+        if way in failures:
+            yield Launch(program, way, failure=failures[way])
+        else:
+            yield Launch(program, way, seconds[way] / len(drawn), _bytes(program), errors[way])
 
 
 def _drawing(program: Program) -> Any:
@@ -180,18 +186,19 @@ def _drawing(program: Program) -> Any:
     return jax.jit(functools.partial(random_arguments, program)).lower(jax.ShapeDtypeStruct((), jnp.int32)).compile()
 
 
-def _seconds(run: Callable[..., Any], *args: Any) -> float:
-    """Of a call, dispatched one behind the other, so that the device does not wait for the host; median of rounds."""
+def _seconds(ways: Mapping[Any, Callable[[], Any]]) -> dict[Any, float]:
+    """Of a call of each, medians of rounds; dispatched one behind the other, so that no device waits for its host."""
 
-    def round_of(calls: int) -> float:
+    def round_of(run: Callable[[], Any], calls: int) -> float:
         begin, out = time.perf_counter(), None
         for _ in range(calls):
-            out = run(*args)
+            out = run()
         jax.block_until_ready(out)
         return (time.perf_counter() - begin) / calls
 
-    calls = max(3, min(50, math.ceil(ROUND_SECONDS / max(round_of(2), 1e-6))))
-    return float(np.median([round_of(calls) for _ in range(ROUNDS)]))
+    calls = {way: max(3, min(50, math.ceil(ROUND_SECONDS / max(round_of(run, 2), 1e-6)))) for way, run in ways.items()}
+    taken = [{way: round_of(run, calls[way]) for way, run in ways.items()} for _ in range(ROUNDS)]
+    return {way: float(np.median([each[way] for each in taken])) for way in ways}
 
 
 def _buffers(program: Program) -> int:
