@@ -194,7 +194,7 @@ def _moment(side: str, segment: Any, steps: Steps | None) -> jax.Array:
     owner = where.owner if isinstance(where, PerHead) else None
     batch, heads, size, rank = stored.shape
     heads = heads if owner is None else where.kv_heads
-    width = block_for(size, 1, batch * heads * rank)
+    width = block_for(size, 0, batch * heads * rank)
 
     def add(i, total):
         start, slots, fresh = block_slots(i, size, width)

@@ -22,12 +22,12 @@ def block_for(size: int, queries: int, numbers: int, block: int = BLOCK) -> int:
     query the logits are a few hundredths of the keys' bytes.
 
     Args:
-        queries: T; 1 where tokens meet none.
+        queries: T; 0 where tokens are summed up or changed, in float32: half as many at once.
         numbers: that are computed of a token, logits of all queries or a rebuilt key, of all rows.
     """
     if platform() == "cpu" or queries > FEW:
         return block
-    if size * numbers <= AT_ONCE:
+    if size * numbers <= (AT_ONCE if queries else A_TURN):
         return size
     return max(A_TURN // numbers // block, 1) * block
 

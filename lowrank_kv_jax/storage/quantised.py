@@ -232,7 +232,7 @@ def map_tokens(
 def _mapped(change, number: jax.Array, stored, lengths: jax.Array, rows: jax.Array, *known):
     """`map_tokens` of this device's slots."""
     batch, heads, size, channels = stored.shape
-    lengths, width = jnp.clip(lengths - begin_of(number, stored), 0, size), block_for(size, 1, batch * heads * channels)
+    lengths, width = jnp.clip(lengths - begin_of(number, stored), 0, size), block_for(size, 0, batch * heads * channels)
 
     def step(i, buffer):
         start, slots, fresh = block_slots(i, size, width)
