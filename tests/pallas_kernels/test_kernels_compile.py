@@ -234,7 +234,7 @@ def test_tokens_in_tiles_are_read_by_kernels_on_v5e():
     specs = ["kivi:bits=4", "kivi:int8", "kivi+kvzip", "ojakv:bits=4", "ojakv:rope=post,bits=4", "ojakv:bits=8"]
     results = compiled(DOCUMENTED, "v5e", *specs)
     assert len(results) == len(specs) and not [r for r in results if r["failure"] or r["said"] or r["loops"]]
-    assert not [(r["spec"], r["temporaries"], r["moved"]) for r in results if r["temporaries"] > 1 << 20 or r["moved"] > 1 << 19]
+    assert not [(r["spec"], r["temporaries"], r["moved"]) for r in results if r["temporaries"] > 5 << 18 or r["moved"] > 1 << 19]
 
 
 @pytest.mark.slow
