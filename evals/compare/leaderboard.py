@@ -26,8 +26,9 @@ TASKS, LENGTHS, SAMPLES = ("ruler-6",), (1024, 2048), 10
 TOGETHER = 12  # methods that share a prefill; their caches of `ROWS` contexts of 2K tokens fit in 8 GB
 ROWS = 10  # contexts in a batch: answers that go on to the end are most of the work, and reading weights most of theirs
 
-ASKED: Mapping[str, Any] = {"protocol": "query-agnostic", "seed": SEED, "style": "base"}
-"""How its questions are asked; records of the same file under other conditions are not the leaderboard's."""
+ASKED: Mapping[str, Any] = {"protocol": "query-agnostic", "style": "base"}
+"""How its questions are asked; records of the same file under other conditions, or of another seed, are not the
+leaderboard's."""
 
 
 def peer_specs(ratios: Sequence[int] = RATIOS) -> list[str]:
@@ -78,7 +79,7 @@ def _reaches(method: Part, ratio: int, spec: AttentionSpec) -> bool:
 def run_leaderboard(
     model: Any, source: str, methods: Mapping[str, Part], peers: Sequence[str], json: str | os.PathLike,
     tasks: Sequence[str] = TASKS, lengths: Sequence[int] = LENGTHS, samples: int = SAMPLES, *,
-    draft: bool = False, calibrate: Corpus | None = None, progress: bool = False,
+    seed: int = SEED, draft: bool = False, calibrate: Corpus | None = None, progress: bool = False,
 ) -> None:
     """Append the records that the file does not hold yet.
 
@@ -87,7 +88,7 @@ def run_leaderboard(
         methods: of ours, by spec.
         peers: presses of kvpress; empty without torch.
         json: records; a run that was interrupted goes on there.
-        tasks, lengths, samples, draft: as of `evaluate_ruler`; of a draft, `full` answers with each group of methods.
+        tasks, lengths, samples, seed, draft: as of `evaluate_ruler`; of a draft, `full` answers with each group of methods.
 
     Raises:
         ValueError, OSError: as `evaluate_ruler` and `evaluate_kvpress`.
@@ -96,28 +97,29 @@ def run_leaderboard(
     ordered = {spec: methods[spec] for spec in sorted(methods, key=lambda spec: methods[spec].calibrated)}
     for group in few_at_a_time(ordered, TOGETHER):
         own = {"full": parse_method("full"), **group} if draft else group
-        evaluate_ruler(model, own, tasks, lengths, samples, **ASKED, rows=ROWS, json=json, draft=draft,
+        evaluate_ruler(model, own, tasks, lengths, samples, **ASKED, seed=seed, rows=ROWS, json=json, draft=draft,
                        calibrate=calibrate, progress=progress)
     if peers:
         # more rows than ours: torch takes twice as long for three as for one, and no longer for ten than for three
-        suite = make_suite(model, tasks, lengths, samples, **ASKED, rows=3 * ROWS)
+        suite = make_suite(model, tasks, lengths, samples, **ASKED, seed=seed, rows=3 * ROWS)
         evaluate_kvpress(model, source, peers, suite, json=json, progress=progress)
 
 
 def leaderboard_table(
-    json: str | os.PathLike, tasks: Sequence[str] = TASKS, fingerprint: str | None = None
+    json: str | os.PathLike, tasks: Sequence[str] = TASKS, fingerprint: str | None = None, seed: int = SEED
 ) -> str:
     """Markdown: a row a method, ours and the peer's, by the ratio that papers would print.
 
     Args:
         tasks: names of tasks and of groups of them, whose mean the score is; a method that lacks one has none.
         fingerprint: of the model, where the file holds results of several.
+        seed: of the samples that count.
 
     Raises:
         ValueError: no records, or results that cannot stand in one table.
     """
     name, members = "+".join(tasks), expand_tasks(tuple(tasks))
-    where = {"command": COMMAND, **ASKED} | ({} if fingerprint is None else {"fingerprint": fingerprint})
+    where = {"command": COMMAND, **ASKED, "seed": seed} | ({} if fingerprint is None else {"fingerprint": fingerprint})
     sections = read_sections([json], tasks=tasks, where=where)
     if len({section.length for section in sections}) < len(sections):
         raise ValueError(f"{json} holds results of several runs: {'; '.join(section.title for section in sections)}")

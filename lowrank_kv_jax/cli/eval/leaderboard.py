@@ -20,6 +20,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
                         help="of RULER, or groups of them, e.g. ruler-11 (%(default)s)")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 2048], metavar="N", help="(1024 2048)")
     parser.add_argument("--samples", type=int, default=10, help="of each task and length (%(default)s)")
+    parser.add_argument("--seed", type=int, default=42, help="of the samples (%(default)s)")
     parser.add_argument("--methods", nargs="+", metavar="SPEC",
                         help="by default all registered ones at the ratios that they reach; `none` for only the peer")
     parser.add_argument("--peer", choices=("kvpress",), help="run its presses too (needs torch and kvpress)")
@@ -43,13 +44,14 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.evals.compare.leaderboard import leaderboard_table, method_specs, peer_specs, run_leaderboard
     from lowrank_kv_jax.evals.peers.kvpress_presses import parse_press, require_kvpress
     from lowrank_kv_jax.evals.results.records import check_writable
-    from lowrank_kv_jax.evals.ruler.tasks import expand_tasks
+    from lowrank_kv_jax.evals.ruler import check_seed, expand_tasks
     from lowrank_kv_jax.files import write_text
 
     expand_tasks(args.tasks)
     if args.presses and not args.peer:
         raise ValueError("--presses: name their peer too, --peer kvpress")
     check_numbers(args, lengths=1, samples=1)
+    check_seed(args.seed)
     for path in filter(None, (args.json, args.markdown)):
         check_writable(path)
     peers = (args.presses or peer_specs()) if args.peer else []
@@ -62,9 +64,9 @@ def run(args: argparse.Namespace) -> int:
     methods = {} if specs == ["none"] else parse_methods(specs)
     run_leaderboard(
         model, args.model, methods, peers, args.json, args.tasks, args.lengths, args.samples,
-        draft=args.draft, progress=True,
+        seed=args.seed, draft=args.draft, progress=True,
     )
-    table = leaderboard_table(args.json, args.tasks, model.fingerprint)
+    table = leaderboard_table(args.json, args.tasks, model.fingerprint, args.seed)
     print(table)
     if args.markdown:
         write_text(args.markdown, table)

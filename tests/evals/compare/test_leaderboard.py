@@ -16,6 +16,7 @@ from lowrank_kv_jax.evals.compare.leaderboard import ASKED, leaderboard_table, m
 from lowrank_kv_jax.evals.peers import kvpress_run
 from lowrank_kv_jax.evals.peers.kvpress_presses import PRESSES, parse_press, require_kvpress
 from lowrank_kv_jax.evals.results.records import read_records
+from lowrank_kv_jax.evals.ruler.generate import SEED
 from lowrank_kv_jax.evals.ruler.tasks import RULER_6
 from lowrank_kv_jax.methods import REGISTRY
 
@@ -52,7 +53,7 @@ def test_it_goes_on_and_prints_a_table(tmp_path, monkeypatch):
 def test_the_table_holds_this_run_only(tmp_path):
     """Records of other models, protocols, seeds and styles in the same file overwrite nothing; ruler-6 needs six tasks."""
     path, own = tmp_path / "r.jsonl", {"command": "eval ruler", "model": "m", "fingerprint": "a", "length": 1024,
-                                       "cache_bytes": 10, "full_cache_bytes": 20, "nominal_smaller": 1.0, **ASKED}
+                                       "cache_bytes": 10, "full_cache_bytes": 20, "nominal_smaller": 1.0, "seed": SEED, **ASKED}
     rows = [{**own, "method": method, "task": task, "index": i, "score": 100.0}
             for method, tasks in (("full", RULER_6), ("part", RULER_6[:5])) for task in tasks for i in range(2)]
     rows = [dict(row, shared_bytes=5) if row["method"] == "part" else row for row in rows]
@@ -65,6 +66,7 @@ def test_the_table_holds_this_run_only(tmp_path):
         leaderboard_table(path)
     with pytest.raises(ValueError, match="no record.*fingerprint 'c'"):
         leaderboard_table(path, fingerprint="c")
+    assert [row[-1] for row in cells(leaderboard_table(path, fingerprint="a", seed=1))] == ["0 [0, 0]", ""]
 
 
 def cells(table):
@@ -74,6 +76,7 @@ def cells(table):
 
 @pytest.mark.parametrize(("argv", "message"), [
     (["--samples", "0"], "--samples 0: must be at least 1"),
+    (["--seed", "-1"], "seed"),
     (["--presses", "snapkv:2x"], "--peer kvpress"),
     (["--tasks", "niah_sngle_1"], "did you mean 'niah_single_1'?"),
     (["--peer", "kvpress", "--presses", "snap:2x"], "unknown kvpress method 'snap'"),
