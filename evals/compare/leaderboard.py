@@ -88,7 +88,8 @@ def run_leaderboard(
         methods: of ours, by spec.
         peers: presses of kvpress; empty without torch.
         json: records; a run that was interrupted goes on there.
-        tasks, lengths, samples, seed, draft: as of `evaluate_ruler`; of a draft, `full` answers with each group of methods.
+        tasks, lengths, samples, seed, draft: as of `evaluate_ruler`; of a draft, `full` answers with each group of
+            methods.
 
     Raises:
         ValueError, OSError: as `evaluate_ruler` and `evaluate_kvpress`.
