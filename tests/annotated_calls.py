@@ -29,7 +29,7 @@ from lowrank_kv_jax.estimators.gha_tail import update_tail
 from lowrank_kv_jax.generation.generate import ingest
 from lowrank_kv_jax.generation.sampling import sample
 from lowrank_kv_jax.models.decoder import init_params
-from lowrank_kv_jax.storage import block_reads, lanes, on_host, pages_in_rows, positions, quantised, water_filled
+from lowrank_kv_jax.storage import block_reads, lanes, on_host, pages_in_rows, positions, precise, quantised, water_filled
 from lowrank_kv_jax.testing.models import Model
 
 ONE = dataclasses.replace(PLAIN, num_layers=1, windows=(None,))
@@ -64,9 +64,10 @@ def learn(estimator, x, weight):
 
 
 def subspaces(x, moment):
-    low = linalg.cholesky(moment), svd.second_moment(x.swapaxes(1, 2)), subspace_iteration.gram(x[:, :1].swapaxes(1, 2))
+    low = linalg.cholesky(moment), svd.second_moment(x.swapaxes(1, 2)), subspace_iteration.wide_gram(x[:, :1].swapaxes(1, 2))
     low = *low, by_products.iterated_subspace(moment, 3), by_products.leading_factor(moment, 3, shrink=True), svd.spectrum(moment)
     low = *low, by_products.iterated_spectrum(moment), linalg.orthonormal_update(moment[..., :4], moment[..., :2], moment[..., :4, :2])
+    low = *low, precise.gram(moment)
     return *low, subspace_iteration.leading_subspace(jnp.zeros((300, 300)), 8), update_tail(x[0].mT[..., :2], x[0].mT[..., :3], x[0], None, 0.1)
 
 

@@ -12,6 +12,7 @@ from lowrank_kv_jax.calibration.checkpoint_sums import CheckpointedSums
 from lowrank_kv_jax.estimators.moments import Fisher
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.progress import ProgressBar
+from lowrank_kv_jax.storage import precise
 from lowrank_kv_jax.storage.sharding import to_host
 
 PROJECTIONS = {"k": "k_proj", "v": "v_proj"}
@@ -121,7 +122,7 @@ def _backward(config: ModelConfig, window: int | None, layer: Any, x: jax.Array,
 
     def square(g):
         g = g.astype(jnp.float32)
-        return jnp.matmul(g.T, g, precision=jax.lax.Precision.HIGHEST)
+        return precise.matmul(g.T, g)
 
     squares = {f"{side}_squares": jnp.square(g.astype(jnp.float32)) for side, g in by_kernels.items()}
     return by_x, {side: square(g) for side, g in by_kernels.items()} | squares

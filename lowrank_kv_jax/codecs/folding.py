@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
+from lowrank_kv_jax.storage import precise
 from lowrank_kv_jax.storage.basis import split_heads
-
-_HIGHEST = jax.lax.Precision.HIGHEST
 
 
 class Folded(NamedTuple):
@@ -61,7 +60,7 @@ def _fold_input(projection: dict[str, jax.Array], basis: jax.Array, mean: jax.Ar
 
     def code(rows):
         rows = rows.reshape(-1, groups, width)
-        return jnp.einsum("hjw,jwr->hjr", rows, basis.astype(jnp.float32), precision=_HIGHEST).reshape(len(rows), -1)
+        return precise.einsum("hjw,jwr->hjr", rows, basis.astype(jnp.float32)).reshape(len(rows), -1)
 
     offset = jnp.zeros(kernel.shape[-1:]) if "bias" not in projection else projection["bias"].astype(jnp.float32)
     offset = offset if mean is None else offset - mean.astype(jnp.float32).reshape(-1)
@@ -74,8 +73,8 @@ def _fold_output(spec: AttentionSpec, projection: dict[str, jax.Array], basis: j
     by_query = kernel.reshape(spec.kv_heads, spec.group_size, spec.head_dim, -1)
     by_head = split_heads(basis.astype(jnp.float32), spec.kv_heads)
     by_head = by_head.reshape(spec.kv_heads, spec.head_dim, -1)
-    folded = jnp.einsum("kdr,kgdh->kgrh", by_head, by_query, precision=_HIGHEST)
+    folded = precise.einsum("kdr,kgdh->kgrh", by_head, by_query)
     bias = jnp.zeros(kernel.shape[-1:]) if "bias" not in projection else projection["bias"].astype(jnp.float32)
     if mean is not None:
-        bias = bias + jnp.einsum("kd,kgdh->h", mean.astype(jnp.float32), by_query, precision=_HIGHEST)
+        bias = bias + precise.einsum("kd,kgdh->h", mean.astype(jnp.float32), by_query)
     return folded.reshape(-1, kernel.shape[-1]), bias

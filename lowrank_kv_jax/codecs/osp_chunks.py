@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.segments import coded as coded_tokens
+from lowrank_kv_jax.storage import precise
 from lowrank_kv_jax.storage.chunk_bases import ChunkBases
 from lowrank_kv_jax.storage.state import leaf, state
 
@@ -48,7 +49,7 @@ def slots_of(store: ChunkedStore) -> jax.Array:
 
 def overlap_of(first: jax.Array, second: jax.Array) -> jax.Array:
     """Tr(U1^T U2 U2^T U1) / r, `[B, J]`."""
-    across = jnp.matmul(first.mT, second, precision=jax.lax.Precision.HIGHEST)
+    across = precise.matmul(first.mT, second)
     return jnp.sum(across**2, axis=(-2, -1)) / first.shape[-1]
 
 

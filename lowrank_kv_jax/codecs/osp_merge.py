@@ -1,7 +1,6 @@
 """Room for one more basis: the two adjacent chunks that lose least by it share one from then on."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ from lowrank_kv_jax.codecs.osp_chunks import ChunkedStore, Chunks
 from lowrank_kv_jax.codecs.osp_sides import Side
 from lowrank_kv_jax.estimators.svd import principal_subspace
 from lowrank_kv_jax.segments import coded as coded_tokens
+from lowrank_kv_jax.storage import precise
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.chunk_bases import ChunkBases
 from lowrank_kv_jax.storage.quantised import QuantisedTokens, read_tokens
@@ -47,9 +47,9 @@ def _moments(stored, chunks: Chunks, lengths: jax.Array, page: int) -> jax.Array
     x = read_tokens(stored).astype(jnp.float32)
     x = jnp.where((jnp.arange(x.shape[2]) < lengths[:, None])[:, None, :, None], x, 0)
     x = x.reshape(*x.shape[:2], -1, page, x.shape[-1])
-    of_pages = jnp.einsum("bjpsr,bjpsq->bpjrq", x, x, precision=jax.lax.Precision.HIGHEST)
+    of_pages = precise.einsum("bjpsr,bjpsq->bpjrq", x, x)
     hot = chunks.owner[:, None] == jnp.arange(chunks.k_bases.capacity)[:, None]
-    return jnp.einsum("bcp,bpjrq->bcjrq", hot.astype(jnp.float32), of_pages, precision=jax.lax.Precision.HIGHEST)
+    return precise.einsum("bcp,bpjrq->bcjrq", hot.astype(jnp.float32), of_pages)
 
 
 def _losses(bases: jax.Array, moments: jax.Array) -> jax.Array:
@@ -57,11 +57,10 @@ def _losses(bases: jax.Array, moments: jax.Array) -> jax.Array:
 
     A bound on what they lose in their common principal basis. Means over heads.
     """
-    across = jnp.einsum("bcjwr,bcjwq->bcjrq", bases[:, :-1], bases[:, 1:], precision=jax.lax.Precision.HIGHEST)
+    across = precise.einsum("bcjwr,bcjwq->bcjrq", bases[:, :-1], bases[:, 1:])
     energy = jnp.trace(moments, axis1=-2, axis2=-1)
-    kept = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-    in_next = energy[:, :-1] - kept("bcjrq,bcjrs,bcjsq->bcj", across, moments[:, :-1], across)
-    in_last = energy[:, 1:] - kept("bcjrq,bcjqs,bcjrs->bcj", across, moments[:, 1:], across)
+    in_next = energy[:, :-1] - precise.einsum("bcjrq,bcjrs,bcjsq->bcj", across, moments[:, :-1], across)
+    in_last = energy[:, 1:] - precise.einsum("bcjrq,bcjqs,bcjrs->bcj", across, moments[:, 1:], across)
     total = jnp.sum(energy, axis=1, keepdims=True)
     return jnp.mean(jnp.minimum(in_next, in_last) / jnp.where(total > 0, total, 1), axis=2)
 
@@ -74,9 +73,7 @@ def _merge_side(
         return jax.vmap(lambda own, i: own[i])(x, number)
 
     pair = [(of(bases, first + i), of(moments, first + i)) for i in (0, 1)]
-    first_part, second_part = (
-        jnp.einsum("bjwr,bjrq,bjxq->bjwx", u, s, u, precision=jax.lax.Precision.HIGHEST) for u, s in pair
-    )
+    first_part, second_part = (precise.einsum("bjwr,bjrq,bjxq->bjwx", u, s, u) for u, s in pair)
     new = side.joined(principal_subspace(side.moment(first_part + second_part), side.columns))
     room = room.without(first, rows).put(first, new, rows)
     stored = room.take(first[:, None])[:, 0]
@@ -89,7 +86,7 @@ def _transported(stored, moves, owner: jax.Array, first: jax.Array, lengths: jax
     x = old.astype(jnp.float32)
     by_page = x.reshape(*x.shape[:2], -1, page, x.shape[-1])
     for i, move in enumerate(moves):
-        changed = jnp.einsum("bjpsr,bjrq->bjpsq", by_page, move, precision=jax.lax.Precision.HIGHEST)
+        changed = precise.einsum("bjpsr,bjrq->bjpsq", by_page, move)
         own = (owner == first[:, None] + i) & rows[:, None]
         by_page = jnp.where(own[:, None, :, None, None], changed, by_page)
     touched = jnp.repeat((owner - first[:, None] < 2) & (owner >= first[:, None]) & rows[:, None], page, axis=1)

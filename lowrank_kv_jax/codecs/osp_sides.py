@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowrank_kv_jax.storage import precise
 from lowrank_kv_jax.storage.chunk_bases import hot_columns
 
 
@@ -39,7 +40,7 @@ class Side(NamedTuple):
         if self.turn is None:
             return x, weight
         x = x.astype(jnp.float32)
-        return jnp.concatenate([x, _exactly(x, self.turn)], axis=-2), jnp.concatenate([weight, weight], axis=-1)
+        return jnp.concatenate([x, precise.matmul(x, self.turn)], axis=-2), jnp.concatenate([weight, weight], axis=-1)
 
     def seen(self, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         """As `turned`, of tokens as they are coded, head by head where heads are learned so."""
@@ -50,7 +51,7 @@ class Side(NamedTuple):
     def moment(self, coded: jax.Array) -> jax.Array:
         """A second moment as estimators would have it, of that of coded tokens `[B, J, W, W]`."""
         if self.turn is not None:
-            return coded + _exactly(_exactly(self.turn.T, coded), self.turn)
+            return coded + precise.matmul(precise.matmul(self.turn.T, coded), self.turn)
         if self.heads is None:
             return coded
         blocks = coded.reshape(len(coded), self.kv_heads, -1, self.kv_heads, coded.shape[-1] // self.kv_heads)
@@ -71,13 +72,8 @@ class Side(NamedTuple):
         if self.heads is None:
             return jnp.sum(x * x, axis=-1), jnp.sum(c * c, axis=-1)
         total = jnp.sum(x.reshape(*x.shape[:3], self.kv_heads, -1) ** 2, axis=-1)
-        kept = _exactly(jnp.square(c), hot_columns(self.heads, self.kv_heads).T)
+        kept = precise.matmul(jnp.square(c), hot_columns(self.heads, self.kv_heads).T)
         return total[:, 0].swapaxes(1, 2), kept[:, 0].swapaxes(1, 2)
-
-
-def _exactly(x: jax.Array | np.ndarray, y: jax.Array | np.ndarray) -> jax.Array:
-    """A product that accelerators do not round to fewer bits than float32 has."""
-    return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
 
 
 def prior_tokens(basis: jax.Array, energy: jax.Array, heads: jax.Array | None, kv_heads: int) -> jax.Array:

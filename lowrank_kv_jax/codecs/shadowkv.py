@@ -11,7 +11,7 @@ from lowrank_kv_jax.attention.partial import AttnPartial, merge
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.codecs.refit import refit
 from lowrank_kv_jax.estimators.rank import check_rank, resolve_rank
-from lowrank_kv_jax.estimators.subspace_iteration import gram, leading_subspace
+from lowrank_kv_jax.estimators.subspace_iteration import leading_subspace, wide_gram
 from lowrank_kv_jax.method import Layout, register
 from lowrank_kv_jax.method.codec import Codec, Ends, Tokens, hold
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
@@ -181,7 +181,8 @@ class ShadowKV(Codec):
     def learn(self, layout, bases, store, taps, lengths, weight):
         (tap,) = taps
         keys = _side_by_side(tap.k_pre) * weight[:, :, None, None]
-        return dataclasses.replace(store, basis=narrow(leading_subspace(gram(keys), store.basis.shape[-1]), layout.dtype))
+        basis = leading_subspace(wide_gram(keys), store.basis.shape[-1])
+        return dataclasses.replace(store, basis=narrow(basis, layout.dtype))
 
     def take_in(self, layout, bases, store, tokens, counts, seen, positions=None, of_prompt=False):
         if positions is None:
@@ -212,7 +213,7 @@ class ShadowKV(Codec):
         weight = (jnp.arange(one.k.shape[1])[None] < counts[:, None]).astype(jnp.float32)
         x, size, rank = _side_by_side(one.k_pre) * weight[:, :, None, None], held.k.shape[2], store.basis.shape[-1]
         codes, basis, _ = refit(
-            layout, held, "k", store.basis, None, x, weight, gram(x),
+            layout, held, "k", store.basis, None, x, weight, wide_gram(x),
             lambda moment: narrow(leading_subspace(moment, rank), layout.dtype),
         )
         k = write_tokens(codes, project(basis, x)[:, :, :size], start, counts)

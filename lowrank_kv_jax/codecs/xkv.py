@@ -28,7 +28,7 @@ from lowrank_kv_jax.codecs.xkv_store import SIDES, XKVStore, key_mean_of, side_b
 from lowrank_kv_jax.estimators.rank import check_rank, rank_multiple, resolve_rank
 from lowrank_kv_jax.estimators.rank_for_bytes import largest_rank
 from lowrank_kv_jax.estimators.row_steps import fitted_steps
-from lowrank_kv_jax.estimators.subspace_iteration import gram, leading_subspace
+from lowrank_kv_jax.estimators.subspace_iteration import leading_subspace, wide_gram
 from lowrank_kv_jax.method import Layout, register
 from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, Tokens, codes_of, take_tokens_in
 from lowrank_kv_jax.method.group import LayerGroup
@@ -243,7 +243,7 @@ class XKV(TokenCodec):
         new: dict[str, Any] = {"k_mean": mean}
         for side, _ in SIDES:
             x = side_by_side(taps, side, weight, mean)
-            found = self._store_basis(layout, leading_subspace(gram(x), getattr(store, f"{side}_basis").shape[-1]))
+            found = self._store_basis(layout, leading_subspace(wide_gram(x), getattr(store, f"{side}_basis").shape[-1]))
             new[f"{side}_basis"] = found
             if store.k_steps is not None:
                 runs = getattr(store.tokens, side).runs
@@ -293,7 +293,7 @@ class XKV(TokenCodec):
                 return self._store_basis(layout, leading_subspace(moment, rank))
 
             codes, new[f"{side}_basis"], new[f"{side}_steps"] = refit(
-                layout, held, side, basis, steps, x, weight, gram(x), fit)
+                layout, held, side, basis, steps, x, weight, wide_gram(x), fit)
             held = dataclasses.replace(held, **{side: codes})
         return dataclasses.replace(store, tokens=held, **new)
 

@@ -9,13 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Float, Float32
 
 from lowrank_kv_jax.estimators.linalg import cholesky, least_eigenvalue, orthonormalise, polish
+from lowrank_kv_jax.storage.precise import gram, matmul
 
 STEPS = 16
 MORE = 16  # directions beside those that are asked for: what separates these from the rest
 FLOOR = 1e-7  # of the trace: what float32 cannot tell from zero
 RIDGE = 1e-6  # of the trace, without which a deficient moment would have no Cholesky factor in float32
-
-_HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def iterated_subspace(moment: Float[jax.Array, "*lead W W"], rank: int) -> Float32[jax.Array, "*lead W R"]:
@@ -39,7 +38,7 @@ def iterated_subspace(moment: Float[jax.Array, "*lead W W"], rank: int) -> Float
     start = jnp.broadcast_to(start, (*moment.shape[:-1], tried))
 
     def image(basis: jax.Array) -> jax.Array:
-        return jnp.matmul(moment, basis, precision=_HIGHEST)
+        return matmul(moment, basis)
 
     def step(_, basis: jax.Array) -> jax.Array:
         moved = image(basis)
@@ -68,7 +67,7 @@ def iterated_spectrum(moment: Float[jax.Array, "*lead W W"]) -> Float32[jax.Arra
 
     def step(_, turned: jax.Array) -> jax.Array:
         factor = cholesky(turned)
-        return jnp.matmul(factor.mT, factor, precision=_HIGHEST)
+        return gram(factor)
 
     turned = jax.lax.fori_loop(0, STEPS, step, moment + ridge * jnp.eye(moment.shape[-1], dtype=jnp.float32))
     found = jnp.diagonal(turned, axis1=-2, axis2=-1) - ridge[..., 0]
@@ -96,13 +95,13 @@ def leading_factor(
     kept, lost, basis = moment, jnp.zeros_like(trace), None
     if size < width:
         basis = iterated_subspace(moment, size + 1)
-        image = jnp.matmul(moment, basis, precision=_HIGHEST)
+        image = matmul(moment, basis)
         behind, basis = jnp.sum(basis * image, axis=-2)[..., size], basis[..., :size]
-        kept = jnp.matmul(basis.mT, image[..., :size], precision=_HIGHEST)
+        kept = matmul(basis.mT, image[..., :size])
         kept = (kept + kept.mT) / 2
     ridged = kept + ridge[..., None, None] * jnp.eye(kept.shape[-1])
     if shrink and basis is not None:
         lost = jnp.where(trace > 0, jnp.clip(behind, 0.0, jnp.maximum(least_eigenvalue(ridged) - ridge, 0.0)), 0.0)
     rows = cholesky(ridged - lost[..., None, None] * jnp.eye(kept.shape[-1])).mT
-    rows = rows if basis is None else jnp.matmul(rows, basis.mT, precision=_HIGHEST)
+    rows = rows if basis is None else matmul(rows, basis.mT)
     return jnp.where(trace[..., None, None] > 0, rows, 0.0), lost

@@ -11,6 +11,7 @@ from jaxtyping import Float, Float32
 
 from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.method.registry import check_free
+from lowrank_kv_jax.storage import precise
 
 PRIOR = 1e-3  # energy of a starting basis in estimators that keep energies: it decides only where no token does
 
@@ -142,11 +143,11 @@ def batch_moment(
 ) -> Float32[jax.Array, "*lead W W"]:
     """Sum of w_t x_t x_t^T, float32 `[..., W, W]`, of tokens `[..., T, W]`."""
     left = x * weight[..., None]
-    return jnp.matmul(left.mT, x, precision=jax.lax.Precision.HIGHEST)
+    return precise.matmul(left.mT, x)
 
 
 def start_moment(start: Float[jax.Array, "*lead W R"]) -> Float32[jax.Array, "*lead W W"]:
     """A second moment `[..., W, W]` of little energy whose leading directions are the columns of `start` in order."""
     rank = start.shape[-1]
     energy = PRIOR * (2 - jnp.arange(rank, dtype=jnp.float32) / rank)
-    return jnp.matmul(start * energy, start.mT, precision=jax.lax.Precision.HIGHEST).astype(jnp.float32)
+    return precise.matmul(start * energy, start.mT).astype(jnp.float32)

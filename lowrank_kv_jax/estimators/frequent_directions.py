@@ -18,6 +18,7 @@ from lowrank_kv_jax.estimators.estimator import (
 from lowrank_kv_jax.estimators.linalg import eigenvectors
 from lowrank_kv_jax.estimators.svd import principal_subspace
 from lowrank_kv_jax.storage.backend import platform
+from lowrank_kv_jax.storage.precise import gram, matmul
 from lowrank_kv_jax.storage.state import leaf, state
 
 
@@ -94,11 +95,6 @@ class FrequentDirections(SizedEstimator):
         return Sketch(rows, first.shrunk + second.shrunk + lost)
 
 
-def gram(rows: Float32[jax.Array, "*lead l W"]) -> Float32[jax.Array, "*lead W W"]:
-    """S^T S, `[..., W, W]`."""
-    return jnp.matmul(rows.mT, rows, precision=jax.lax.Precision.HIGHEST)
-
-
 def leading_rows(
     moment: Float32[jax.Array, "*lead W W"], size: int, *, shrink: bool
 ) -> tuple[Float32[jax.Array, "*lead {size} W"], Float32[jax.Array, "*lead"]]:
@@ -119,7 +115,7 @@ def leading_rows(
 def _decomposed(moment: jax.Array, size: int, *, shrink: bool) -> tuple[jax.Array, jax.Array]:
     """At most W rows, by LAPACK."""
     vectors = eigenvectors(moment)[..., ::-1]
-    values = jnp.sum(vectors * jnp.matmul(moment, vectors, precision=jax.lax.Precision.HIGHEST), axis=-2)
+    values = jnp.sum(vectors * matmul(moment, vectors), axis=-2)
     values = jnp.maximum(values, 0.0)
     nothing = jnp.zeros(values.shape[:-1], jnp.float32)
     lost = values[..., size] if shrink and size < moment.shape[-1] else nothing

@@ -9,12 +9,11 @@ from jaxtyping import Float, Float32
 from lowrank_kv_jax.estimators.estimator import SizedEstimator, batch_moment, check_batch, register_estimator
 from lowrank_kv_jax.estimators.linalg import orthonormalise
 from lowrank_kv_jax.estimators.svd import principal_subspace, spectrum
+from lowrank_kv_jax.storage.precise import matmul
 from lowrank_kv_jax.storage.state import leaf, state
 
 ORIENTATIONS = ("sanger", "printed")
 SCALES = ("largest", "mean", "sum")
-
-_HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def gha_update(
@@ -62,14 +61,14 @@ def gha_update(
     moment = batch_moment(x, weight)
 
     def outputs(a):
-        image = jnp.matmul(moment, a, precision=_HIGHEST)  # sum of w x h^T
-        return image, jnp.matmul(a.mT, image, precision=_HIGHEST)  # and of w h h^T
+        image = matmul(moment, a)  # sum of w x h^T
+        return image, matmul(a.mT, image)  # and of w h h^T
 
     image, inner = outputs(a)
     for step in range(iterations):
         if step and not frozen_outputs:
             image, inner = outputs(a)
-        move = image - jnp.matmul(a, triangle(inner), precision=_HIGHEST)
+        move = image - matmul(a, triangle(inner))
         move = move / _scale(inner, weight, scale)
         a = a.at[..., rank - tail :].add(eta * move[..., rank - tail :])
     return a
@@ -139,5 +138,5 @@ def start_columns(
     start = jnp.broadcast_to(start, (*lead, *start.shape[-2:])).astype(jnp.float32)[..., :size]
     if start.shape[-1] == size:
         return start
-    rest = principal_subspace(eye - jnp.matmul(start, start.mT, precision=_HIGHEST), size - start.shape[-1])
+    rest = principal_subspace(eye - matmul(start, start.mT), size - start.shape[-1])
     return jnp.concatenate([start, rest], axis=-1)

@@ -5,13 +5,12 @@ import jax.numpy as jnp
 from jaxtyping import Float, Float32
 
 from lowrank_kv_jax.estimators.estimator import batch_moment, check_batch
+from lowrank_kv_jax.storage.precise import matmul
 
 TRIANGLES = ("sanger", "printed", "full")
 STEP_SCALES = ("bound", "mean", "sum")
 LARGEST_NORM = 1e3
 """Norm of a column beyond which an update has diverged: the rule's own fixed points have norm 1."""
-
-_HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def update_tail(
@@ -52,31 +51,27 @@ def update_tail(
     deflated = triangle != "printed"
     if x.shape[-2] > x.shape[-1]:
         moment = batch_moment(x, weight)
-        source = moment - _mm(lead, _mm(lead.mT, moment)) if deflated else moment
+        source = moment - matmul(lead, matmul(lead.mT, moment)) if deflated else moment
 
         def outputs(a):
-            return _mm(source, a), _mm(a.mT, _mm(moment, a))
+            return matmul(source, a), matmul(a.mT, matmul(moment, a))
     else:
-        source = x - _mm(_mm(x, lead), lead.mT) if deflated else x
+        source = x - matmul(matmul(x, lead), lead.mT) if deflated else x
 
         def outputs(a):
-            h = _mm(x, a)
+            h = matmul(x, a)
             weighted = h * weight[..., None]
-            return _mm(source.mT, weighted), _mm(h.mT, weighted)
+            return matmul(source.mT, weighted), matmul(h.mT, weighted)
 
     total = jnp.sum(weight, axis=-1)
     image, inner = outputs(a)
     for step in range(iterations):
         if step and not frozen_outputs:
             image, inner = outputs(a)
-        a = a + eta * (image - _mm(a, corner(inner))) / _divisor(inner, total, scale)
+        a = a + eta * (image - matmul(a, corner(inner))) / _divisor(inner, total, scale)
     norms = jnp.linalg.norm(a, axis=-2)
     broke = ~jnp.all(norms <= LARGEST_NORM, axis=-1)  # NaN compares false
     return jnp.where(broke[..., None, None], jnp.nan, a)
-
-
-def _mm(x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.matmul(x, y, precision=_HIGHEST)
 
 
 def _divisor(inner: jax.Array, total: jax.Array, scale: str) -> jax.Array:

@@ -13,8 +13,9 @@ from lowrank_kv_jax.estimators.estimator import (
     register_estimator,
     start_moment,
 )
-from lowrank_kv_jax.estimators.frequent_directions import gram, leading_rows
+from lowrank_kv_jax.estimators.frequent_directions import leading_rows
 from lowrank_kv_jax.estimators.svd import principal_subspace
+from lowrank_kv_jax.storage.precise import gram
 from lowrank_kv_jax.storage.state import leaf, state
 
 

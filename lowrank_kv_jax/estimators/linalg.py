@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Float, Float32
 
 from lowrank_kv_jax.storage.backend import platform
+from lowrank_kv_jax.storage.precise import gram, matmul
 
 SQUARINGS = 8
 """Of a matrix, until the largest eigenvalue outweighs the others."""
 ROOT_STEPS = 22
 """Of `inverse_root`: each brings a small eigenvalue 2.25 times nearer to the others."""
-_HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def one_by_one(factorise: Callable[..., jax.Array], *matrices: jax.Array) -> jax.Array:
@@ -58,7 +58,7 @@ def largest_eigenvalue(matrix: Float[jax.Array, "*lead W W"]) -> Float32[jax.Arr
     power = matrix
     for _ in range(SQUARINGS):
         power = power / _trace_or_one(power)
-        power = _mm(power, power)
+        power = matmul(power, power)
     image = jnp.sum(matrix * power, axis=(-2, -1))
     return image / _trace_or_one(power)[..., 0, 0]
 
@@ -73,7 +73,7 @@ def least_eigenvalue(matrix: Float[jax.Array, "*lead W W"]) -> Float32[jax.Array
     for squared in range(SQUARINGS):
         trace = _trace_or_one(power)
         log, power = log + jnp.log(trace[..., 0, 0]) / 2**squared, power / trace
-        power = _mm(power, power)
+        power = matmul(power, power)
     return jnp.exp(-log - jnp.log(_trace_or_one(power)[..., 0, 0]) / 2**SQUARINGS)
 
 
@@ -95,9 +95,9 @@ def orthonormalise(basis: Float[jax.Array, "*lead W R"], passes: int = 3) -> Flo
     for shift in shifts:
         norm = jnp.linalg.norm(x, axis=-2, keepdims=True)
         x = x / jnp.where(norm == 0, 1.0, norm)
-        gram = _mm(x.mT, x)
-        shift = shift * jnp.linalg.norm(gram, axis=(-2, -1), keepdims=True)
-        x = one_by_one(_solve_right, cholesky(gram + shift * eye), x)
+        square = gram(x)
+        shift = shift * jnp.linalg.norm(square, axis=(-2, -1), keepdims=True)
+        x = one_by_one(_solve_right, cholesky(square + shift * eye), x)
     return x
 
 
@@ -110,12 +110,12 @@ def orthonormal_update(
     M = (P^T V^T V P)^(-1/2). Two Newton-Schulz steps make it orthonormal to the last bits.
     """
     u, a, b = (x.astype(jnp.float32) for x in (basis, a, b))
-    span = orthonormalise(jnp.concatenate([b, _mm(u.mT, a)], axis=-1), passes=5)  # both may hold the same directions
-    moved = u + _mm(a, b.mT)
-    inside, eye = _mm(moved, span), jnp.eye(span.shape[-1])
-    nothing = eye - _mm(span.mT, span)  # where columns of zeros have added no direction
-    root = inverse_root(_mm(inside.mT, inside) + nothing)
-    return polish(polish(moved + _mm(_mm(inside, root - eye), span.mT)))
+    span = orthonormalise(jnp.concatenate([b, matmul(u.mT, a)], axis=-1), passes=5)  # both may hold the same directions
+    moved = u + matmul(a, b.mT)
+    inside, eye = matmul(moved, span), jnp.eye(span.shape[-1])
+    nothing = eye - gram(span)  # where columns of zeros have added no direction
+    root = inverse_root(gram(inside) + nothing)
+    return polish(polish(moved + matmul(matmul(inside, root - eye), span.mT)))
 
 
 def inverse_root(matrix: Float[jax.Array, "*lead W W"]) -> Float32[jax.Array, "*lead W W"]:
@@ -128,8 +128,8 @@ def inverse_root(matrix: Float[jax.Array, "*lead W W"]) -> Float32[jax.Array, "*
 
     def step(_, pair):
         root, inverse = pair
-        change = 1.5 * eye - 0.5 * _mm(inverse, root)
-        return _mm(root, change), _mm(change, inverse)
+        change = 1.5 * eye - 0.5 * matmul(inverse, root)
+        return matmul(root, change), matmul(change, inverse)
 
     start = matrix / norm, jnp.broadcast_to(eye, matrix.shape)
     return jax.lax.fori_loop(0, ROOT_STEPS, step, start)[1] / jnp.sqrt(norm)
@@ -140,12 +140,8 @@ def polish(basis: Float[jax.Array, "*lead W R"]) -> Float[jax.Array, "*lead W R"
 
     LAPACK's float32 eigenvectors are off by some dozen units in the last place, which every token coded in them bears.
     """
-    excess = _mm(basis.mT, basis) - jnp.eye(basis.shape[-1], dtype=basis.dtype)
-    return basis - _mm(basis, excess / 2)
-
-
-def _mm(x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.matmul(x, y, precision=_HIGHEST)
+    excess = gram(basis) - jnp.eye(basis.shape[-1], dtype=basis.dtype)
+    return basis - matmul(basis, excess / 2)
 
 
 def divide_right(

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Float32, Int
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
 from lowrank_kv_jax.estimators.rank_for_output import OutputErrors
+from lowrank_kv_jax.storage import precise
 
 
 class Fisher(NamedTuple):
@@ -200,7 +201,7 @@ def layer_moments(
     def queries(q):
         q = q.reshape(*q.shape[:2], spec.kv_heads, spec.group_size, spec.head_dim).astype(jnp.float32)
         q = (q * keep[..., None, None]).transpose(2, 0, 1, 3, 4).reshape(spec.kv_heads, -1, spec.head_dim)
-        return jnp.matmul(q.swapaxes(1, 2), q, precision=jax.lax.Precision.HIGHEST)
+        return precise.matmul(q.swapaxes(1, 2), q)
 
     return {
         "k": joint(taps.k), "k_pre": joint(taps.k_pre), "v": joint(taps.v),
@@ -232,4 +233,4 @@ def _side_by_side(taps: Sequence[Taps], name: str, valid: jax.Array) -> jax.Arra
 
 
 def _products(x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.matmul(x.T, y, precision=jax.lax.Precision.HIGHEST)
+    return precise.matmul(x.T, y)

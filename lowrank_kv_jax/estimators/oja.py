@@ -10,6 +10,7 @@ from lowrank_kv_jax.estimators.estimator import SizedEstimator, check_batch, reg
 from lowrank_kv_jax.estimators.gha import start_columns
 from lowrank_kv_jax.estimators.linalg import divide_right, largest_eigenvalue, orthonormal_update, orthonormalise
 from lowrank_kv_jax.estimators.svd import spectrum
+from lowrank_kv_jax.storage.precise import matmul
 from lowrank_kv_jax.storage.state import leaf, state
 
 NORMALIZATIONS = ("median", "largest", "residual", "token", "none")
@@ -56,9 +57,9 @@ def oja_update(
     step = pull(u, x, weight, by_token)
     if queries is not None:
         step = step + pull_of_queries(u, queries, weight, x.shape[2] * x.shape[3] // queries.shape[3], by_token)
-    inner = _mm(u.mT, step)
+    inner = matmul(u.mT, step)
     if normalize in ("residual", "token", "none"):
-        step = step - _mm(u, inner)
+        step = step - matmul(u, inner)
     if normalize not in ("token", "none"):
         scale = _median(inner) if normalize == "median" else largest_eigenvalue(inner)
         step = step / jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)[..., None, None]
@@ -95,7 +96,7 @@ def anchored_update(
     """
     u, count = basis.astype(jnp.float32), jnp.sum(weight.astype(jnp.float32), axis=1)
     rows = x.astype(jnp.float32).swapaxes(1, 2)  # [B, J, T, W]
-    coded, held = _mm(rows, u), held.astype(jnp.float32)
+    coded, held = matmul(rows, u), held.astype(jnp.float32)
     weighted = coded * weight.astype(jnp.float32)[:, None, :, None]
     energy = jnp.sum(weighted * coded, axis=(-2, -1)) / jnp.maximum(count, 1.0)[:, None]
     least = ANCHOR * energy / u.shape[-1] + LEAST * jnp.trace(held, axis1=-2, axis2=-1)
@@ -103,7 +104,7 @@ def anchored_update(
     taught = eta * divide_right(weighted, held + ridge)
     if not ordered and COLUMNS_A_TOKEN * x.shape[1] <= u.shape[-1]:
         return where_fed(weight, orthonormal_update(u, rows.mT, taught.mT), u)
-    return where_fed(weight, orthonormalise(u + _mm(rows.mT, taught), passes=2), u)
+    return where_fed(weight, orthonormalise(u + matmul(rows.mT, taught), passes=2), u)
 
 
 def pull(u: jax.Array, x: jax.Array, weight: jax.Array, by_token: bool = False) -> jax.Array:
@@ -115,7 +116,7 @@ def pull(u: jax.Array, x: jax.Array, weight: jax.Array, by_token: bool = False) 
     x, weights = x.astype(jnp.float32).swapaxes(1, 2), weight.astype(jnp.float32)[:, None, :, None]
     if by_token:
         weights = weights / jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    return _mm(x.mT, _mm(x, u) * weights)
+    return matmul(x.mT, matmul(x, u) * weights)
 
 
 def pull_of_queries(
@@ -138,10 +139,6 @@ def _median(inner: jax.Array) -> jax.Array:
     """Median eigenvalue; a batch smaller than the rank has zero, and its own largest one bounds its step."""
     values = spectrum(inner)
     return jnp.maximum(jnp.median(values, axis=-1), values[..., -1] * 1e-3)
-
-
-def _mm(x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
 
 
 @state

@@ -11,21 +11,20 @@ from jaxtyping import Float, Float32
 
 from lowrank_kv_jax.estimators.linalg import orthonormalise
 from lowrank_kv_jax.estimators.svd import principal_subspace
+from lowrank_kv_jax.storage.precise import einsum, matmul
 
 ITERATIONS = 2
 SMALL = 256  # up to this width a full eigendecomposition is the cheaper way
 FLOOR = 1e-7  # of the trace: what float32 cannot tell from zero
 
-_HIGHEST = jax.lax.Precision.HIGHEST
 
-
-def gram(x: Float[jax.Array, "B S 1 W"]) -> Float32[jax.Array, "B 1 W W"]:
+def wide_gram(x: Float[jax.Array, "B S 1 W"]) -> Float32[jax.Array, "B 1 W W"]:
     """X^T X of wide tokens `[B, S, 1, W]`, float32 `[B, 1, W, W]`: three quarters of the work of a plain product."""
     x = x[:, :, 0].astype(jnp.float32)
     half = x.shape[-1] // 2
 
     def product(x, y):
-        return jnp.einsum("bsv,bsw->bvw", x, y, precision=_HIGHEST)
+        return einsum("bsv,bsw->bvw", x, y)
 
     left, right = x[..., :half], x[..., half:]
     corner = product(left, right)
@@ -61,13 +60,13 @@ def leading_subspace(
     basis = jax.random.normal(jax.random.key(0), (width, tried), jnp.float32)
     basis = jnp.broadcast_to(basis, (*moment.shape[:-2], width, tried))
     # between two steps well-conditioned columns are enough: two passes, and three at the end
-    basis = orthonormalise(jnp.matmul(moment, basis, precision=_HIGHEST), passes=2)
+    basis = orthonormalise(matmul(moment, basis), passes=2)
     for step in range(iterations):
-        image = jnp.matmul(moment, basis, precision=_HIGHEST)
+        image = matmul(moment, basis)
         # a root of the iteration's polynomial in the middle of the unwanted spectrum: twice as fast as powers
         energy, norm = (jnp.sum(basis * x, axis=-2, keepdims=True) for x in (image, basis))
         unwanted = jnp.min(energy / norm, axis=-1, keepdims=True)
         passes = 3 if step + 1 == iterations else 2
         basis = orthonormalise(image - 0.5 * unwanted * basis, passes)
-    within = jnp.matmul(basis.mT, jnp.matmul(moment, basis, precision=_HIGHEST), precision=_HIGHEST)
-    return jnp.matmul(basis, principal_subspace(within, rank), precision=_HIGHEST)
+    within = matmul(basis.mT, matmul(moment, basis))
+    return matmul(basis, principal_subspace(within, rank))

@@ -6,6 +6,7 @@ from jaxtyping import Float, Float32
 
 from lowrank_kv_jax.estimators.by_products import iterated_spectrum, iterated_subspace
 from lowrank_kv_jax.estimators.linalg import eigenvalues, eigenvectors, polish
+from lowrank_kv_jax.storage import precise
 from lowrank_kv_jax.storage.backend import platform
 
 
@@ -17,7 +18,7 @@ def second_moment(
     left = x if weight is None else x * weight[:, :, None, None]
     # heads first: the layout in which XLA runs one matrix product per head
     left, right = left.transpose(0, 2, 3, 1), x.transpose(0, 2, 1, 3)
-    return jnp.matmul(left, right, precision=jax.lax.Precision.HIGHEST)
+    return precise.matmul(left, right)
 
 
 def principal_subspace(moment: Float[jax.Array, "*lead W W"], rank: int) -> Float[jax.Array, "*lead W R"]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float32
 
-from lowrank_kv_jax.storage import over_tokens
+from lowrank_kv_jax.storage import over_tokens, precise
 from lowrank_kv_jax.storage.backend import platform
 from lowrank_kv_jax.storage.bits import Bits
 from lowrank_kv_jax.storage.block_reads import block_for, block_range, block_slots, slice_block
@@ -171,7 +171,7 @@ def _transported(x: jax.Array, move: jax.Array, steps: Steps | None, after: Step
     if _in_16_bits(x):  # what is rounded is the change alone, to the precision of what comes out
         change = (move - jnp.eye(move.shape[-1], dtype=move.dtype)).astype(x.dtype)
         return x.astype(jnp.float32) + jnp.matmul(x, change, preferred_element_type=jnp.float32)
-    moved = _product(x.astype(jnp.float32) if steps is None else steps.widen(x), move)
+    moved = precise.matmul(x.astype(jnp.float32) if steps is None else steps.widen(x), move)
     return moved if after is None else after.count(moved)
 
 
@@ -215,7 +215,7 @@ def _gram(x: jax.Array) -> jax.Array:
     """X^T X `[B, J, R, R]` of `[B, J, S, R]`, in float32, in which products of 16-bit numbers are exact."""
     if _in_16_bits(x):
         return jnp.matmul(x.mT, x, preferred_element_type=jnp.float32)
-    return _product(x.astype(jnp.float32).mT, x.astype(jnp.float32))
+    return precise.gram(x)
 
 
 def _in_16_bits(x: jax.Array) -> bool:
@@ -235,12 +235,8 @@ def change_of_basis(old: jax.Array, new: jax.Array) -> jax.Array:
     with every refresh: the least-squares coefficients divide by it, here by one Newton step.
     """
     old, new = old.astype(jnp.float32), new.astype(jnp.float32)
-    correction = 2 * jnp.eye(new.shape[-1]) - _product(new.mT, new)
-    return _product(_product(old.mT, new), correction)
-
-
-def _product(x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
+    correction = 2 * jnp.eye(new.shape[-1]) - precise.matmul(new.mT, new)
+    return precise.matmul(precise.matmul(old.mT, new), correction)
 
 
 def change_tokens(segment: Any, side: str, change: Callable[..., jax.Array], rows: jax.Array, *known: Any) -> Any:

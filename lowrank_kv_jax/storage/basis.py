@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
+from lowrank_kv_jax.storage import precise
+
 
 def _per_row(basis: jax.Array) -> str:
     return "b" if basis.ndim == 4 else ""
@@ -18,7 +20,7 @@ def project(basis: Float[jax.Array, "... J W R"], x: Float[jax.Array, "B T K D"]
     """Coefficients `[B, J, T, R]` of tokens `x` `[B, T, K, D]`: C = X U, in the dtype of `x`."""
     groups, width = basis.shape[-3:-1]
     x = x.reshape(*x.shape[:2], groups, width)
-    return jnp.einsum(f"btjw,{_per_row(basis)}jwr->bjtr", x, basis.astype(x.dtype), precision=jax.lax.Precision.HIGHEST)
+    return precise.einsum(f"btjw,{_per_row(basis)}jwr->bjtr", x, basis.astype(x.dtype))
 
 
 def reconstruct(

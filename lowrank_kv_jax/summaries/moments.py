@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.storage import precise
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.fixed_point import FixedPoint, fixed_point
 from lowrank_kv_jax.storage.state import leaf, state
@@ -68,13 +69,13 @@ def update(moments: EvictedMoments, k: jax.Array, v: jax.Array, weight: jax.Arra
     k, v, weight = (x.astype(jnp.float32) for x in (k, v, weight))
     there = weight[..., None] > 0
     k, v = (jnp.where(there, x, 0.0) for x in (k, v))  # slots that hold nothing may hold anything
-    count, high = weight.sum(-1), jax.lax.Precision.HIGHEST
+    count = weight.sum(-1)
     each = 1 / jnp.maximum(count, 1.0)[..., None]
     keys, values = k.sum(2) * each, v.sum(2) * each
     k_off, v_off = (jnp.where(there, x - mean[:, :, None], 0.0) for x, mean in ((k, keys), (v, values)))
 
     def outer(x, y):
-        return jnp.einsum("bktd,bkte->bkde", x, y, precision=high) * each[..., None]
+        return precise.einsum("bktd,bkte->bkde", x, y) * each[..., None]
 
     return combine(moments, EvictedMoments(
         count, keys, values, None if moments.covariance is None else outer(v_off, k_off),

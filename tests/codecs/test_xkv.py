@@ -12,7 +12,7 @@ from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, model, prompts, r
 from lowrank_kv_jax import methods
 from lowrank_kv_jax.codecs.layer_groups import read_table, split_rank, stride_groups
 from lowrank_kv_jax.estimators.linalg import orthonormalise
-from lowrank_kv_jax.estimators.subspace_iteration import gram, leading_subspace
+from lowrank_kv_jax.estimators.subspace_iteration import leading_subspace, wide_gram
 from lowrank_kv_jax.generation.forward import make_layout, prefill
 from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.methods import machine_of
@@ -72,7 +72,7 @@ def test_the_fit_is_within_a_percent_of_the_best_there_is(kind, rank):
 @pytest.mark.parametrize("width", [6, 7])
 def test_the_moment_of_wide_tokens(width):
     x = np.random.default_rng(0).normal(size=(2, 9, 1, width)).astype(np.float32)
-    np.testing.assert_allclose(gram(x), np.einsum("bsjv,bsjw->bjvw", x, x), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(wide_gram(x), np.einsum("bsjv,bsjw->bjvw", x, x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 20])
