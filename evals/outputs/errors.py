@@ -76,7 +76,7 @@ def _attend(
     prompts: tuple[Taps, ...], queries: tuple[jax.Array, ...],
 ) -> list[jax.Array]:
     """Outputs `[1, T, N, D]` of each layer of a group that holds the prompts alone."""
-    of_layer = layout.of_layer(group[0])
+    of_layer = layout.of_group(group)
     state = compress_group(method, of_layer, bases, prompts, jnp.asarray([layout.prompt], jnp.int32))
     return [
         _through(method, of_layer, Place(index, windows[layer]), bases, state, q, prompt.sink_logits)

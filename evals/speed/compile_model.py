@@ -53,7 +53,7 @@ def model_program(method: Part, target: str, layers: int, tokens: int) -> tuple[
     def empty() -> tuple[Any, ...]:
         groups = zip(method.layer_groups(config.attention), own, strict=True)
         return tuple(
-            lay_out(machine_of(method).init(layout.of_layer(group[0]), bases), layout.tokens) for group, bases in groups)
+            lay_out(machine_of(method).init(layout.of_group(group), bases), layout.tokens) for group, bases in groups)
 
     token, pending = jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     cache = Cache(jax.eval_shape(empty), token, token, pending, method, layout)

@@ -80,7 +80,7 @@ def collect_moments(
 
 
 def calibrate(
-    model: Any, method: Part | str, texts: Corpus | Sequence[str] | None = None, length: int = 2048,
+    model: Any, method: Part | str, texts: Corpus | Sequence[str] | None = None, *, length: int = 2048,
     windows: int = 4, seed: int = 0, dtype: Any = jnp.bfloat16, progress: bool = False,
     resume: str | os.PathLike | None = None, refine: int = 0, fisher_length: int = FisherSample().length,
     fisher_sequences: int | None = None,

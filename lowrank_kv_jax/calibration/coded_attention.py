@@ -92,7 +92,7 @@ def groups_of(model: Any, method: Part, texts: np.ndarray, seed: int = 0) -> Ite
         weights = [model.params["layers"][layer] for layer in layers]
         outward = tuple(own.get("attention", own)["o_proj"]["kernel"] for own in weights)
         windows = tuple(config.windows[layer] for layer in layers)
-        group = Group(layers, codec, config.by_layer[layers[0]], layout.of_layer(layers[0]), windows)
+        group = Group(layers, codec, config.by_layer[layers[0]], layout.of_group(layers), windows)
         yield group, Seen(own, at, outward)
 
 

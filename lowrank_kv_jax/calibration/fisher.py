@@ -49,8 +49,8 @@ def check_projections(params: Any) -> None:
     """Raise ValueError where keys and values have no projections of their own to differentiate by."""
     attention = params["layers"][0].get("attention", {})
     if not all(name in attention for name in PROJECTIONS.values()):
-        raise ValueError("ranks='fisher': this model's keys and values have no projections of their own (found "
-                         f"{', '.join(sorted(attention))}); use ranks='uniform'")
+        raise ValueError("rank_by='fisher': this model's keys and values have no projections of their own (found "
+                         f"{', '.join(sorted(attention))}); use rank_by='uniform'")
 
 
 def collect_fisher(

@@ -28,7 +28,7 @@ def check_number(name: str, value: Any, least: float = -MOST, most: float = MOST
     Args:
         sign: between name and value, as the caller wrote them.
     """
-    if isinstance(value, float) and not math.isfinite(value):
+    if not _is(value, int) and not math.isfinite(value):
         raise ValueError(f"{name}{sign}{value}: must be a finite number")
     if value < least:
         raise ValueError(f"{name}{sign}{short(value)}: must be at least {least}")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from lowrank_kv_jax.estimators.row_steps import fitted_steps
 from lowrank_kv_jax.method.layout import Layout
 from lowrank_kv_jax.segments import coded as coded_tokens
+from lowrank_kv_jax.storage import precise
 from lowrank_kv_jax.storage.basis import project
 from lowrank_kv_jax.storage.positions import PerHead
 from lowrank_kv_jax.storage.quantised import read_basis, read_tokens
@@ -42,14 +43,14 @@ def refit(
     if packed:
         mine = held.positions.owner == jnp.arange(before.shape[1])[:, None]
         old = jnp.where(mine[..., None], old, 0.0)
-    inner = jnp.einsum("bjsr,bjsp->bjrp", old, old)
-    found = fit(jnp.einsum("bjwr,bjrp,bjvp->bjwv", before, inner, before) + moment)
+    inner = precise.gram(old)
+    found = fit(precise.einsum("bjwr,bjrp,bjvp->bjwv", before, inner, before) + moment)
     moved = in_rows(rows, found, basis)
     now, after = read_basis(moved), None
     if steps is not None and packed:
         after = steps.moved(coded_tokens.change_of_basis(before, now), rows)
     elif steps is not None:
-        carried = jnp.einsum("bjsr,bjrp->bjsp", old, coded_tokens.change_of_basis(before, now))
+        carried = precise.matmul(old, coded_tokens.change_of_basis(before, now))
         every = jnp.concatenate([carried, project(now, x)], axis=2)
         counts = jnp.concatenate([slots(held, side), weight], axis=1).astype(jnp.float32)
         after = in_rows(rows, fitted_steps(every, counts, stored.runs, layout.dtype), steps)

@@ -19,6 +19,8 @@ from lowrank_kv_jax.estimators.linalg import orthonormalise
 from lowrank_kv_jax.method import Layout, register
 from lowrank_kv_jax.method.codec import Tokens
 from lowrank_kv_jax.segments.coded import Coded, change_tokens
+from lowrank_kv_jax.storage import precise
+from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.steps import Steps
 
 if TYPE_CHECKING:
@@ -224,7 +226,7 @@ class StreamingKV(GroupedProjections):
         """What is kept of an update: a basis that decodes too must be orthonormal."""
         if self.form == "encoder":
             return tail
-        return orthonormalise(tail - lead @ (lead.mT @ tail))
+        return orthonormalise(tail - precise.matmul(lead, precise.matmul(lead.mT, tail)))
 
     # ---- between prompts, and when it breaks ---------------------------------------------------------------------
 
@@ -277,7 +279,7 @@ def _transport_tail(segment: Coded, side: str, old: jax.Array, new: jax.Array, s
 
     What the columns at rest hold stays as it is; see `segments.coded.transport`.
     """
-    move, rows = jnp.einsum("bjwr,bjwp->bjrp", old, new), jnp.any(old != new, axis=(1, 2, 3))
+    move, rows = precise.matmul(old.mT, new), jnp.any(old != new, axis=(1, 2, 3))
     tail = move.shape[-1]
     before = after = None
     if steps is not None:
@@ -291,9 +293,10 @@ def _transport_tail(segment: Coded, side: str, old: jax.Array, new: jax.Array, s
 def _with_tail(block: jax.Array, move: jax.Array, before: Steps | None, after: Steps | None) -> jax.Array:
     """Coefficients `[B, J, T, R]` with their last ones, as many as `move` has columns, read in the moved basis."""
     tail = move.shape[-1]
-    last = block[..., -tail:] if before is None else before.widen(block[..., -tail:])
-    last = jnp.einsum("bjsr,bjrp->bjsp", last, move.astype(last.dtype))
-    return jnp.concatenate([block[..., :-tail], last if after is None else after.count(last)], axis=-1)
+    last = block[..., -tail:].astype(jnp.float32) if before is None else before.widen(block[..., -tail:])
+    last = precise.matmul(last, move)
+    last = narrow(last, block.dtype) if after is None else after.count(last)
+    return jnp.concatenate([block[..., :-tail], last], axis=-1)
 
 
 @jax.jit

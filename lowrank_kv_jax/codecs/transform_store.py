@@ -13,6 +13,7 @@ from lowrank_kv_jax.estimators.row_steps import PRIOR
 from lowrank_kv_jax.method.codec import Tokens
 from lowrank_kv_jax.method.layout import Layout
 from lowrank_kv_jax.segments import coded as coded_tokens
+from lowrank_kv_jax.storage import precise
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.positions import PerHead
 from lowrank_kv_jax.storage.state import leaf, state, static
@@ -80,7 +81,7 @@ def with_means_of(store: Transformed, taps: tuple[Taps, ...], keys: str, weight:
     total = PRIOR + weight.sum(1)[:, None, None, None]
 
     def mean(known: jax.Array, name: str) -> jax.Array:
-        sums = [jnp.einsum("bt,btkd->bkd", weight, getattr(tap, name).astype(jnp.float32)) for tap in taps]
+        sums = [precise.einsum("bt,btkd->bkd", weight, getattr(tap, name).astype(jnp.float32)) for tap in taps]
         return narrow((PRIOR * known.astype(jnp.float32) + jnp.stack(sums, axis=1)) / total, known.dtype)
 
     return dataclasses.replace(store, k_mean=mean(store.k_mean, keys), v_mean=mean(store.v_mean, "v"))

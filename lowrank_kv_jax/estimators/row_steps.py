@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Float, Float32
 
 from lowrank_kv_jax.estimators.bit_allocation import steps_of
+from lowrank_kv_jax.storage import precise
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.steps import Steps
 from lowrank_kv_jax.storage.water_filled import WIDTHS, WidthRuns
@@ -32,7 +33,7 @@ def own_ratios(
         deviations: of tokens, in units of the calibrated standard deviations.
         weight: 1 for the tokens that count.
     """
-    squares = jnp.einsum("bt,bjtr->bjr", weight, jnp.clip(deviations, -FAR, FAR) ** 2)
+    squares = precise.einsum("bt,bjtr->bjr", weight, jnp.clip(deviations, -FAR, FAR) ** 2)
     own = jnp.sqrt((PRIOR + squares) / (PRIOR + weight.sum(1)[:, None, None]))
     return jnp.where(_bits_of(runs) == WIDTHS[0], 1.0, jnp.clip(own, LEAST, MOST))
 
@@ -57,7 +58,7 @@ def drawn_steps(
     """
     scale = scale.astype(jnp.float32)
     total = PRIOR + weight.sum(1)[:, None, None]
-    around = narrow((PRIOR * zero.astype(jnp.float32) + jnp.einsum("bt,bjtr->bjr", weight, x)) / total, dtype)
+    around = narrow((PRIOR * zero.astype(jnp.float32) + precise.einsum("bt,bjtr->bjr", weight, x)) / total, dtype)
     deviations = (x - around.astype(jnp.float32)[:, :, None]) / scale[:, None]
     ratio = own_ratios(deviations, weight, runs)
     return Steps(_above_zero(ratio * scale * jnp.asarray(steps_of(runs), jnp.float32), dtype), around)
@@ -68,8 +69,8 @@ def fitted_steps(
 ) -> Steps:
     """Those of a prompt's coefficients alone, rounded to `dtype`; 1 and 0 of a row without tokens."""
     count = jnp.maximum(weight.sum(1), 1)[:, None, None]
-    around = narrow(jnp.einsum("bt,bjtr->bjr", weight, x) / count, dtype)
-    squares = jnp.einsum("bt,bjtr->bjr", weight, (x - around.astype(jnp.float32)[:, :, None]) ** 2)
+    around = narrow(precise.einsum("bt,bjtr->bjr", weight, x) / count, dtype)
+    squares = precise.einsum("bt,bjtr->bjr", weight, (x - around.astype(jnp.float32)[:, :, None]) ** 2)
     deviation = jnp.sqrt(squares / count)
     most = jnp.max(deviation, axis=-1, keepdims=True)
     deviation = jnp.where(most > 0, jnp.maximum(deviation, FLAT * most), 1.0)

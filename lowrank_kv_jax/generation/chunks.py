@@ -63,7 +63,7 @@ def read_chunk(
             taps.append(tap)
             seen.append(found)
         state = ingest_group(
-            method, layout.of_layer(group[0]), own, state, tuple(taps), tuple(seen), positions[:, :width], counts,
+            method, layout.of_group(group), own, state, tuple(taps), tuple(seen), positions[:, :width], counts,
             of_prompt,
         )
         x, state = together(x, state)

@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jaxtyping import Bool, Float, Int
 
 from lowrank_kv_jax.attention.spec import Taps
+from lowrank_kv_jax.checks.arrays import array_of
 from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.generation.chunks import read_chunk, settled
 from lowrank_kv_jax.generation.groups import compress_group, given, refresh_group, taken_back
@@ -35,6 +36,7 @@ from lowrank_kv_jax.method.filling import checked_lengths, guard, next_block, re
 from lowrank_kv_jax.method.layout import DEFAULT_BLOCK, layout_of
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.group_bases import bases_of_group
+from lowrank_kv_jax.methods.parse import as_method
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.selections.reread import CHUNK, prompt_twice
 from lowrank_kv_jax.storage.sharding import replicate, shard_rows
@@ -51,7 +53,7 @@ def make_layout(
 
 
 def prefill(
-    method: Part, config: ModelConfig, params: Any, tokens: Int[jax.Array | np.ndarray, "B S"],
+    method: Part | str, config: ModelConfig, params: Any, tokens: Int[jax.Array | np.ndarray, "B S"],
     lengths: Int[jax.Array | np.ndarray, " B"] | None = None, *, bases: Any = None, capacity: int | None = None,
     block: int = DEFAULT_BLOCK, dtype: Any = None, mesh: jax.sharding.Mesh | None = None, chunk: int | None = None,
 ) -> tuple[Cache, Float[jax.Array, "B V"]]:
@@ -60,7 +62,7 @@ def prefill(
     At most one group's exact keys and values are alive at any time; with `chunk`, those of a chunk.
 
     Args:
-        method: how to compress.
+        method: how to compress, or its spec (see `parse_method`).
         config, params: the model (`LoadedModel.config`, `LoadedModel.params`).
         tokens: int32 `[B, S]`, rows padded on the right.
         lengths: int32 `[B]` in 1..S; None means that no row is padded.
@@ -80,6 +82,7 @@ def prefill(
     Raises:
         ValueError: shapes, lengths, capacity, method or bases do not fit; see `make_layout`.
     """
+    method = as_method(method)
     if chunk is not None:
         check_int("chunk", chunk, 1)
     tokens, lengths = _checked_tokens(tokens, lengths, config.vocab_size)
@@ -131,7 +134,7 @@ def _compressed(method, config, params, layout: Layout, bases, tokens, lengths, 
             own = Coding(method, layout.of_layer(layer), group_bases, lengths)
             reading, tap = read_layer(config, params, layer, reading, own)
             taps.append(tap)
-        state = compress_group(method, layout.of_layer(group[0]), group_bases, tuple(taps), lengths, goes_on)
+        state = compress_group(method, layout.of_group(group), group_bases, tuple(taps), lengths, goes_on)
         # Without the barrier a compiler may compress all groups at the end and keep every exact K/V until then.
         reading, state = together(reading, state)
         states.append(state)
@@ -203,7 +206,7 @@ def read_layer(
 
 
 def extend(
-    method: Part, config: ModelConfig, params: Any, cache: Cache, tokens: Int[jax.Array | np.ndarray, "B T"],
+    method: Part | str, config: ModelConfig, params: Any, cache: Cache, tokens: Int[jax.Array | np.ndarray, "B T"],
     counts: Int[jax.Array | np.ndarray, " B"] | None = None, *, bases: Any = None, all_logits: bool = False,
 ) -> tuple[Cache, Float[jax.Array, "B V"] | Float[jax.Array, "B T V"]]:
     """Append a block of T <= `block` tokens (a question, a turn, a text to score) and attend through the cache.
@@ -221,6 +224,7 @@ def extend(
     Returns:
         The cache and float32 logits.
     """
+    method, tokens = as_method(method), array_of("tokens", tokens)
     check_method(cache, method)
     if tokens.ndim != 2:
         raise ValueError(f"tokens: expected integers [rows, tokens], got shape {tokens.shape}")
@@ -250,7 +254,7 @@ def extend(
 
 
 def decode_step(
-    method: Part, config: ModelConfig, params: Any, cache: Cache, token: Int[jax.Array | np.ndarray, " B"], *,
+    method: Part | str, config: ModelConfig, params: Any, cache: Cache, token: Int[jax.Array | np.ndarray, " B"], *,
     bases: Any = None, active: Bool[jax.Array | np.ndarray, " B"] | None = None,
 ) -> tuple[Cache, Float[jax.Array, "B V"]]:
     """Append one token `[B]` to every row; returns the cache and logits `[B, V]`.
@@ -258,23 +262,25 @@ def decode_step(
     Args:
         active: bool `[B]`; rows that are not active keep their cache as it is.
     """
+    token = array_of("token", token)
     if token.ndim != 1:
         raise ValueError(f"token: expected one for each row, [rows], got shape {token.shape}")
-    counts = None if active is None else active.astype(jnp.int32)
+    counts = None if active is None else array_of("active", active).astype(jnp.int32)
     return extend(method, config, params, cache, token[:, None], counts, bases=bases)
 
 
-def refresh(method: Part, cache: Cache, *, bases: Any = None) -> Cache:
+def refresh(method: Part | str, cache: Cache, *, bases: Any = None) -> Cache:
     """Periodic work of the method (flush, evict, move bases), after at most `layout.block` appended tokens."""
+    method, layout = as_method(method), cache.layout
     check_method(cache, method)
-    layout = cache.layout
     bases = bases_of_group(method, layout.spec, replicate(layout.mesh, bases))
-    layouts = (layout.of_layer(group[0]) for group in method.layer_groups(layout.spec))
+    layouts = (layout.of_group(group) for group in method.layer_groups(layout.spec))
     states = (refresh_group(method, *of_group) for of_group in zip(layouts, bases, cache.groups, strict=True))
     return dataclasses.replace(refreshed(cache), groups=tuple(states))
 
 
 def _checked_tokens(tokens, lengths, vocab_size: int):
+    tokens = array_of("tokens", tokens)
     if tokens.ndim != 2 or tokens.shape[1] == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens: expected non-empty integers [batch, length], got {tokens.dtype}{tokens.shape}")
     if not isinstance(tokens, Tracer) and getattr(tokens, "is_fully_addressable", True):

@@ -55,7 +55,7 @@ class Progress(NamedTuple):
 
 
 @functools.partial(
-    jax.jit, static_argnames=("method", "config", "sampler", "eos"), donate_argnames=("cache", "progress")
+    jax.jit, static_argnames=("method", "config", "eos"), donate_argnames=("cache", "progress")
 )
 def decode_block(
     method: Part, config: ModelConfig, params: Any, cache: Cache, progress: Progress,
@@ -69,6 +69,7 @@ def decode_block(
         progress: donated.
         keys: PRNG keys `[B]`; a draw depends on its row's key and its position in the text.
         steps: int32 scalar in 1..block, traced.
+        sampler: its numbers are traced, too.
 
     Returns:
         Cache, progress, and the tokens drawn, int32 `[B, block]`, -1 where none was: behind the end of a row, and where
@@ -97,7 +98,7 @@ def decode_block(
 
 
 def ingest(
-    method: Part, config: ModelConfig, params: Any, cache: Cache, tokens: Sequence[Sequence[int]], *,
+    method: Part | str, config: ModelConfig, params: Any, cache: Cache, tokens: Sequence[Sequence[int]], *,
     bases: Any = None, chunk: int | None = None,
 ) -> tuple[Cache, Float[jax.Array, "B V"]]:
     """Append a turn of any length to every row, block by block, refreshing in between.
@@ -112,14 +113,18 @@ def ingest(
         The refreshed cache and logits `[B, V]` at each row's last token.
 
     Raises:
-        ValueError: an empty row, a row that outgrows the capacity, or `chunk` below 1.
+        ValueError: an empty row, a row that outgrows the capacity, ids outside of the vocabulary, or `chunk` below 1.
     """
+    method = as_method(method)
     if chunk is not None:
         check_int("chunk", chunk, 1)
     counts = np.array([len(row) for row in tokens])
     if len(tokens) != cache.layout.batch or (counts == 0).any():
         raise ValueError(f"tokens: expected {cache.layout.batch} rows of at least one token, got lengths "
                          f"{counts.tolist()}")
+    wrong = [token for row in tokens for token in row if not 0 <= token < config.vocab_size]
+    if wrong:
+        raise ValueError(f"tokens hold id {wrong[0]}: ids lie in 0..{config.vocab_size - 1}")
     check_room(cache, counts)
     return _ingest(method, config, params, cache, tokens, bases, chunk)
 

@@ -117,7 +117,7 @@ def plan_layers(
     groups = method.layer_groups(spec)
     windows = (tuple(spec.windows[layer] for layer in group) for group in groups)
     known = bases_of_group(method, spec, replicate(layout.mesh, bases))
-    layouts = (layout.of_layer(group[0]) for group in groups)
+    layouts = (layout.of_group(group) for group in groups)
     return tuple(LayerPlan(own, method, *of_group) for own, *of_group in zip(known, layouts, windows, strict=True))
 
 
@@ -203,8 +203,8 @@ def _step(method, layout, place, bases, state, taps, positions, counts):
 def check_plan(plan: LayerPlan, cache: LayerCache) -> None:
     """Raise ValueError unless the cache is of this plan, or of one for the same attention and method."""
     check_method(cache, plan.method)
-    if cache.layout.spec != plan.layout.spec:
-        raise ValueError("this cache was made for another decoder: its attention differs")
+    if (cache.layout.spec, cache.layout.window) != (plan.layout.spec, plan.layout.window):
+        raise ValueError("this cache was made for another decoder, or another of its layers: its attention differs")
 
 
 def check_ended(cache: LayerCache) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.method import Layout, Part
 from lowrank_kv_jax.method.describe import as_html, as_text
 from lowrank_kv_jax.storage.held import hold
@@ -58,8 +59,7 @@ def fork(cache: _Cache, copies: int | None = None) -> _Cache:
     """
     if copies is None:
         return jax.tree.map(jnp.copy, cache)
-    if copies < 1:
-        raise ValueError(f"copies={copies}: must be at least 1")
+    check_int("copies", copies, 1)
     return _rebatch(cache, lambda axis, x: jnp.repeat(x, copies, axis=axis), cache.layout.batch * copies)
 
 

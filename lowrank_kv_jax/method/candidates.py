@@ -74,6 +74,18 @@ def arrange(room: Room, position: jax.Array, votes: jax.Array, valid: jax.Array)
     return Candidates(position[:, ::each], votes, valid[:, ::each], None)
 
 
+def reached(found: Candidates, window: int | None, newest: jax.Array) -> Candidates:
+    """The candidates without those that no later query sees.
+
+    Args:
+        window: sliding window of the layers.
+        newest: int32 `[B]`, position of the last token so far.
+    """
+    if window is None:
+        return found
+    return found._replace(valid=found.valid & (found.position > newest[:, None, None] + 1 - window))
+
+
 def stored(state: Any) -> Candidates:
     """The stored tokens as candidates."""
     tokens = state.store.tokens

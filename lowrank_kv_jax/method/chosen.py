@@ -59,6 +59,7 @@ def _select_prompt(machine, layout, bases, state, taps, lengths, votes, middle):
             sums = [moment_summary.update(s, k, v, weight) for s, (k, v) in zip(sums, exact, strict=True)]
         pairs = [(pool.pack(k), pool.pack(v)) if room.packed else (k, v) for k, v in exact]
         score = _informed(layout, room, score, sums, pairs, found.owner)
+    found = pool.reached(found, layout.window, lengths - 1)
     kept = _best(machine, layout, bases, room, found, score)
     picked = pool.Picked.of(found, kept, state.store.tokens.k.shape[2], heads)
     stays = pool.of_heads(kept, size, heads, packed=room.packed)
@@ -135,7 +136,8 @@ def _choose_anew(machine, layout, bases, state, fresh: pool.Candidates, codes, c
             sums = [moment_summary.update(s, *pair, weight) for s, pair in zip(sums, pairs, strict=True)]
         score = _informed(layout, room, score, sums, pairs, found.owner)
     waits = (counts == 0)[:, None, None]  # what such a row holds stays, though budgets of heads were rounded
-    kept = jnp.where(waits, found.valid, _best(machine, layout, bases, room, found, score))
+    there = pool.reached(found, layout.window, _newest(state, fresh))
+    kept = jnp.where(waits, found.valid, _best(machine, layout, bases, room, there, score))
     picked = pool.Picked.of(found, kept, store.tokens.k.shape[2], spec.kv_heads)
     state = sum_up(machine, layout, bases, state, room, found, kept, k, v, fresh.valid.shape[2])
     state = dataclasses.replace(state, store=_laid_out(store, picked, k, v, counts))
@@ -145,6 +147,12 @@ def _choose_anew(machine, layout, bases, state, fresh: pool.Candidates, codes, c
     return dataclasses.replace(
         state, near_votes=fade * state.near_votes, far_votes=fade * picked.take(found.votes)
     )
+
+
+def _newest(state, fresh: pool.Candidates) -> jax.Array:
+    """Position of the last token so far, int32 `[B]`: an exact one, or where none is recent one of the `fresh`."""
+    last = jnp.max(jnp.where(fresh.valid, fresh.position, -1), axis=(1, 2), initial=-1)
+    return jnp.maximum(exact_tokens.newest(state.ends[0]), last)
 
 
 def _with_stored(state, room: Room, fresh: pool.Candidates, codes):
@@ -204,7 +212,7 @@ def sum_up(machine, layout, bases, state, room: Room, found: pool.Candidates, ke
         return state
     heads, store = layout.spec.kv_heads, state.store
     leaving = found.valid & ~kept
-    most = heads * (fresh + 1) if room.packed else fresh
+    most = heads * (fresh + 2) if room.packed else fresh
     slots = pool.compact(leaving, min(most, leaving.shape[-1]))
     there = jnp.arange(slots.shape[-1]) < leaving.sum(-1, keepdims=True)
     k, v, position = (pool.take_slots(x, slots) for x in (k, v, found.position))

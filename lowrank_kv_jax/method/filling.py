@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from lowrank_kv_jax.checks.arrays import array_of
 from lowrank_kv_jax.storage.sharding import shard_rows
 
 _Filled = TypeVar("_Filled", bound=Any)
@@ -82,6 +83,7 @@ def guard(block: Block, answer: jax.Array) -> jax.Array:
 
 def checked_counts(counts: Any, batch: int, width: int) -> jax.Array:
     """int32 `[B]`; that they lie in 0..width is only checked of NumPy arrays: reading others would stop dispatch."""
+    counts = array_of("counts", counts)
     if counts.shape != (batch,) or not jnp.issubdtype(counts.dtype, jnp.integer):
         raise ValueError(f"counts: expected integers, one for each of the {batch} rows, got {counts.dtype}{counts.shape}")
     if isinstance(counts, np.ndarray) and ((counts < 0) | (counts > width)).any():
@@ -98,7 +100,7 @@ def checked_lengths(lengths: Any, batch: int, width: int) -> jax.Array:
     """
     if lengths is None:
         return jnp.full((batch,), width, jnp.int32)
-    lengths = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
+    lengths = array_of("lengths", lengths)
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(f"lengths: expected integers, one for each of the {batch} rows, got "
                          f"{lengths.dtype}{lengths.shape}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.storage import backend
 from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
-from lowrank_kv_jax.storage.lanes import LANES
+from lowrank_kv_jax.storage.lanes import LANES, TOKEN_LAYOUTS
 from lowrank_kv_jax.storage.over_tokens import TOKENS
 from lowrank_kv_jax.storage.sharding import check_mesh
 
@@ -32,10 +33,12 @@ class Layout:
         dtype: name of the dtype of the cache's floating leaves.
         mesh: devices that the cache is laid out over, with the axes "data", "model" and "tokens"; None for one device.
         tokens: how coded tokens lie in memory, "rows" or "lanes" (see `storage.lanes`).
-        window: sliding window of a group's layers, where `of_layer` made the layout; None: they see everything.
+        window: the widest sliding window of a group's layers, where `of_group` made the layout; None: one of them sees
+            everything.
 
     Raises:
-        ValueError: sizes that are no ints, below 1 (a prompt below 0) or above `MOST`; a capacity below the prompt.
+        ValueError: sizes that are no ints, below 1 (a prompt below 0) or above `MOST`; a capacity below the prompt;
+            another way for tokens to lie.
         TypeError: a dtype that is not floating.
     """
 
@@ -57,6 +60,8 @@ class Layout:
                              "that")
         if not jnp.issubdtype(jnp.dtype(self.dtype), jnp.floating):
             raise TypeError(f"cache dtype {self.dtype}: must be a floating dtype")
+        if self.tokens not in TOKEN_LAYOUTS:
+            raise ValueError(f"tokens={self.tokens!r}: allowed are {', '.join(TOKEN_LAYOUTS)}")
 
     @property
     def token_devices(self) -> int:
@@ -71,8 +76,13 @@ class Layout:
         return -(-slots // of_all) * of_all
 
     def of_layer(self, layer: int) -> "Layout":
-        """What the group of a layer is laid out for; see `AttentionSpec.of_layer`."""
-        own, window = self.spec.of_layer(layer), self.spec.windows[layer]
+        """What one layer is laid out for; see `AttentionSpec.of_layer`."""
+        return self.of_group((layer,))
+
+    def of_group(self, layers: Sequence[int]) -> "Layout":
+        """What layers that share a store are laid out for: its tokens stay for the one that sees furthest back."""
+        windows = [self.spec.windows[layer] for layer in layers]
+        own, window = self.spec.of_layer(layers[0]), None if None in windows else max(x for x in windows if x)
         if own is self.spec and window == self.window:
             return self
         return dataclasses.replace(self, spec=own, window=window)

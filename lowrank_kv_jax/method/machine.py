@@ -252,7 +252,9 @@ class Machine(KVMethod):
         if self.votes:
             near = jnp.zeros((layout.batch, spec.kv_heads, exact.k.shape[2]), jnp.float32)
             far = None if store is None else jnp.zeros(store.tokens.positions.position.shape, jnp.float32)
-        gone = (self._empty_moments(layout),) * layers if self._order else ()
+        # moments stand for nothing where a window slides: which of the dropped tokens have left it they do not know
+        summed = self._order and (layout.window is None or (rule is not None and rule.statistics))
+        gone = (self._empty_moments(layout),) * layers if summed else ()
         return GroupState((exact,) * layers, store, near, far, gone)
 
     @property

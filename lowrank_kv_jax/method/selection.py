@@ -106,7 +106,8 @@ class Selection(Part):
         """
 
     def vote(
-        self, p: Float32[jax.Array, "B J T G S"], positions: Int[jax.Array, "B T"]
+        self, p: Float32[jax.Array, "B J T G S"], before: Int[jax.Array, "B T"]
     ) -> Float32[jax.Array, "B J S"]:
-        """Votes `[B, J, S]` of decoded queries from probabilities `[B, J, T, G, S]`."""
-        return total_attention(p, positions)
+        """Votes `[B, J, S]` of decoded queries from probabilities `[B, J, T, G, S]`; `before`: how many tokens before
+        itself each sees."""
+        return total_attention(p, before)

@@ -49,7 +49,7 @@ def _evict(method, layout, bases, state, taps):
     exact_k, exact_v = codec.decode(layout, bases.codec, state.store, k, v, where, 0)
     if room.packed:
         exact_k, exact_v = (pool.owned_rows(x, found.owner) for x in (exact_k, exact_v))
-    score = _alpha(spec, state.ends[0], found, exact_k, taps)
+    score = _alpha(layout, state.ends[0], found, exact_k, taps)
     if rule.statistics:
         score = score * residual_norms(state.gone[0], exact_k, exact_v, found.owner, spec.scale)
     if not room.packed:
@@ -73,15 +73,17 @@ def _all_but_the_worst(found: pool.Candidates, score: jax.Array, heads: int, tok
     return found.valid & ~gone
 
 
-def _alpha(spec, exact, found: pool.Candidates, keys: jax.Array, taps: Taps) -> jax.Array:
-    """Attention of one query over everything retained, `[B, K or 1, S]` of the candidates, summed over query heads."""
-    groups, q = keys.shape[1], taps.q
-    slots = jnp.arange(keys.shape[2])
-    near = exact_tokens.attend(exact, q, jnp.full(q.shape[:2], jnp.iinfo(jnp.int32).max), **spec.logits)
+def _alpha(layout, exact, found: pool.Candidates, keys: jax.Array, taps: Taps) -> jax.Array:
+    """Attention of the newest query over everything retained, `[B, K or 1, S]` of the candidates, summed over query
+    heads."""
+    spec, groups, q = layout.spec, keys.shape[1], taps.q
+    slots, newest = jnp.arange(keys.shape[2]), exact_tokens.newest(exact)
+    near = exact_tokens.attend(exact, q, newest[:, None], **spec.logits, window=layout.window)
     near = with_sink(near, taps.sink_logits)
     query = q[:, 0].reshape(q.shape[0], groups, -1, q.shape[-1])
     logits = jnp.einsum("bjgd,bjsd->bjgs", query, keys.astype(q.dtype), preferred_element_type=jnp.float32)
-    there = jnp.repeat(found.valid, groups // found.valid.shape[1], axis=1)[:, :, None]
+    seen = pool.reached(found, layout.window, newest - 1).valid
+    there = jnp.repeat(seen, groups // seen.shape[1], axis=1)[:, :, None]
     if found.owner is not None:
         there = there & PerHead(found.position, found.owner, spec.kv_heads).owned(slots, spec.q_heads)[:, :, 0]
     logits = jnp.where(there, logits_of(logits, **spec.logits), -jnp.inf)

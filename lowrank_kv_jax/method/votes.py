@@ -11,7 +11,7 @@ from lowrank_kv_jax.attention.blockwise import logits_of
 from lowrank_kv_jax.attention.sink_logits import probabilities
 from lowrank_kv_jax.storage.block_reads import block_for, slice_block
 
-# probabilities of valid queries (others are 0), their positions -> votes
+# probabilities of valid queries (others are 0), how many tokens before it each of them sees -> votes
 Vote = Callable[[Float32[jax.Array, "B J T G S"], Int[jax.Array, "B T"]], Float32[jax.Array, "B J S"]]
 
 KEYS = 2048  # of a block that is widened
@@ -21,7 +21,7 @@ QUERIES = 64  # of a block: the probabilities of one block are all that lives at
 def prompt_votes(
     q: Float[jax.Array, "B S N D"], k: Float[jax.Array, "B S K D"], lengths: Int[jax.Array, " B"], vote: Vote,
     last: int | None = None, *, scale: float, cap: float | None = None,
-    sink_logits: Float[jax.Array, " N"] | None = None,
+    sink_logits: Float[jax.Array, " N"] | None = None, sliding: int | None = None,
 ) -> Float32[jax.Array, "B K S"]:
     """Votes of a prompt's queries, causal softmax in float32.
 
@@ -32,6 +32,7 @@ def prompt_votes(
         last: only so many last queries of each row vote; None: all.
         scale, cap: as for `attention.blockwise.logits_of`.
         sink_logits: float32 `[N]`; they take their share of the attention.
+        sliding: the layer's sliding window: a query sees so many last keys, itself included; None: all before it.
 
     Returns:
         float32 `[B, K, S]`.
@@ -48,17 +49,19 @@ def prompt_votes(
         logits = jnp.einsum("btkgd,bskd->bktgs", q[:, i], k, preferred_element_type=jnp.float32)
         logits = logits_of(logits, scale, cap)
         causal = jnp.arange(size)[None] <= index[:, None]
+        if sliding is not None:
+            causal = causal & (jnp.arange(size)[None] > index[:, None] - sliding)
         p = probabilities(jnp.where(causal[:, None], logits, -jnp.inf), sink_logits, heads=(1, 3))
         voters = (index[None] < lengths[:, None]) & (index[None] >= begin[:, None])
         p = jnp.where(voters[:, None, :, None, None], p, 0.0)
-        return total + vote(p, jnp.broadcast_to(index, (batch, QUERIES)))
+        return total + vote(p, jnp.broadcast_to(seen_before(index, sliding), (batch, QUERIES)))
 
     return jax.lax.fori_loop(0, blocks, block, jnp.zeros((batch, kv_heads, size), jnp.float32))
 
 
 def decoding_votes(
     q: Float[jax.Array, "B T N D"], keys: Any, lse: Float32[jax.Array, "B T N"], vote: Vote,
-    positions: Int[jax.Array, "B T"], seen: Bool[jax.Array, "_B _J _T _G S"], *, scale: float,
+    before: Int[jax.Array, "B T"], seen: Bool[jax.Array, "_B _J _T _G S"], *, scale: float,
     cap: float | None = None,
 ) -> Float32[jax.Array, "B J S"]:
     """Votes of queries whose total log-sum-exp is known.
@@ -66,7 +69,7 @@ def decoding_votes(
     Args:
         q: `[B, T, N, D]`; keys: `[B, J, S, D]`, an array or what is stored in its place.
         lse: float32 `[B, T, N]` over the whole cache, and sinks where the model has them.
-        positions: int32 `[B, T]`.
+        before: int32 `[B, T]`, see `seen_before`.
         seen: bool that broadcasts to `[B, J, T, G, S]`, G = N / J: who sees what; rows that are padding see nothing.
 
     Returns:
@@ -80,7 +83,12 @@ def decoding_votes(
     logits = logits_of(_products(q, keys, tokens), scale, cap)
     logits = logits.reshape(batch, groups, tokens, per_head, -1)
     lse = lse.reshape(batch, tokens, groups, per_head).transpose(0, 2, 1, 3)[..., None]
-    return vote(jnp.where(seen, jnp.exp(jnp.minimum(logits - lse, 0.0)), 0.0), positions)
+    return vote(jnp.where(seen, jnp.exp(jnp.minimum(logits - lse, 0.0)), 0.0), before)
+
+
+def seen_before(positions: Int[jax.Array, "*lead"], sliding: int | None) -> Int[jax.Array, "*lead"]:
+    """How many tokens queries at `positions` see before themselves, through a sliding window or not."""
+    return positions if sliding is None else jnp.minimum(positions, sliding - 1)
 
 
 def _products(q: jax.Array, keys: jax.Array, queries: int) -> jax.Array:
@@ -106,15 +114,15 @@ def _products(q: jax.Array, keys: jax.Array, queries: int) -> jax.Array:
 
 
 def total_attention(
-    p: Float32[jax.Array, "B J T G S"], positions: Int[jax.Array, "B T"]
+    p: Float32[jax.Array, "B J T G S"], before: Int[jax.Array, "B T"]
 ) -> Float32[jax.Array, "B J S"]:
     """The sum of all probabilities (H2O)."""
-    del positions
+    del before
     return p.sum((2, 3))
 
 
 def above_average(
-    p: Float32[jax.Array, "B J T G S"], positions: Int[jax.Array, "B T"]
+    p: Float32[jax.Array, "B J T G S"], before: Int[jax.Array, "B T"]
 ) -> Float32[jax.Array, "B J S"]:
     """How many queries gave more than the average of the tokens they saw, over their head's mean (Scissorhands)."""
-    return (p.mean(3) > 1.0 / (positions[:, None, :, None] + 1)).sum(2).astype(jnp.float32)
+    return (p.mean(3) > 1.0 / (before[:, None, :, None] + 1)).sum(2).astype(jnp.float32)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.method.codec import Ends
-from lowrank_kv_jax.method.votes import QUERIES, decoding_votes
+from lowrank_kv_jax.method.votes import QUERIES, decoding_votes, seen_before
 from lowrank_kv_jax.segments import exact as exact_tokens
 from lowrank_kv_jax.storage.over_tokens import on_each, own_segments
 from lowrank_kv_jax.storage.state import take_tokens
@@ -25,10 +25,7 @@ def of_prompt(exact: exact_tokens.Exact, votes: jax.Array) -> jax.Array:
 
 def observe(method: Any, layout, bases, state, q: jax.Array, lse: jax.Array, positions: jax.Array, place):
     """The state after a layer's queries `[B, T, N, D]`, whose total log-sum-exp is `lse`, have voted."""
-    exact = state.ends[place.held]
-    slots = jnp.arange(exact.k.shape[2])
-    last = jnp.max(jnp.where(slots[None] < exact.length[:, None], exact.positions.at(slots), -1), axis=1)
-    there = positions <= last[:, None]  # rows may be padded, or have ended
+    there = positions <= exact_tokens.newest(state.ends[place.held])[:, None]  # rows may be padded, or have ended
     near, far = _for_held(method, layout, bases, state, Voters(q, lse, positions, there), place)
     state = dataclasses.replace(state, near_votes=state.near_votes + near)
     return state if far is None else dataclasses.replace(state, far_votes=state.far_votes + far)
@@ -60,7 +57,7 @@ class Voters(NamedTuple):
         elif 1 < seen.shape[1] < buffers:
             seen = jnp.repeat(seen, buffers // seen.shape[1], axis=1)
         vote, logits = method.selection.vote, layout.spec.logits
-        return decoding_votes(self.q, keys, self.lse, vote, self.positions, seen, **logits)
+        return decoding_votes(self.q, keys, self.lse, vote, seen_before(self.positions, place.window), seen, **logits)
 
     def in_blocks(self, votes: Callable[["Voters"], jax.Array]) -> jax.Array:
         """The sum of `votes` of `QUERIES` of them at a time."""

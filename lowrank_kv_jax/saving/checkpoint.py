@@ -110,6 +110,13 @@ def _foreign(path: Path, kind: str, name: str) -> FileExistsError:
     return FileExistsError(f"{path} holds {name!r}, which is no part of saved {kind}: choose another place")
 
 
+def discard(path: str | Path) -> None:
+    """Delete a save with all that lies in it, as far as that is possible; one that is being written stays."""
+    path = behind_links(path)
+    with contextlib.suppress(OSError), _alone(path):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def load_metadata(path: str | Path, kind: str) -> dict[str, Any]:
     """The description of what was saved.
 
@@ -216,7 +223,7 @@ def _digest(path: Path, sync: bool = False) -> str:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold the directory for one save.
+    """Hold the directory for one save, or to delete it.
 
     Raises:
         OSError: another process is saving there.

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from lowrank_kv_jax.calibration.corpus import Corpus
 from lowrank_kv_jax.files import user_cache_directory
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.methods.compose import machine_of
+from lowrank_kv_jax.saving.checkpoint import discard
 from lowrank_kv_jax.saving.saved_bases import load_bases, save_bases
 
 MOST = 64
@@ -53,7 +53,7 @@ class KeptBases:
         try:
             found = load_bases(path, self._model, method)
         except (OSError, ValueError):
-            shutil.rmtree(path, ignore_errors=True)
+            discard(path)
             return None
         with contextlib.suppress(OSError):  # a cache that may only be read serves as well
             os.utime(path)
@@ -66,7 +66,7 @@ class KeptBases:
             return
         with contextlib.suppress(OSError, ValueError):  # ValueError: nothing that could be saved
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_bases(path, bases, self._model, method, self._corpus, self._settings)
+            save_bases(path, bases, self._model, method, corpus=self._corpus, settings=self._settings)
             _drop_oldest(path.parent)
 
     def _path(self, method: Part) -> Path:
@@ -88,7 +88,7 @@ def _drop_oldest(directory: Path) -> None:
     own = [entry for entry in directory.iterdir() if _NAME.fullmatch(entry.name)]
     entries = sorted(own, key=lambda entry: entry.stat().st_mtime)
     for entry in entries[:-MOST]:
-        shutil.rmtree(entry, ignore_errors=True)
+        discard(entry)
 
 
 @functools.cache

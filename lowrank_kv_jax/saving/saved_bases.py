@@ -15,7 +15,7 @@ from lowrank_kv_jax.files import behind_links
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.group import GroupBases
 from lowrank_kv_jax.methods.compose import machine_of
-from lowrank_kv_jax.methods.parse import spell_method
+from lowrank_kv_jax.methods.parse import as_method, spell_method
 from lowrank_kv_jax.saving.checkpoint import FLOATS, METADATA, check_replaceable, load_arrays, load_metadata, save_arrays
 
 KIND = "bases"
@@ -24,7 +24,7 @@ _FIELDS = {"model": str, "fingerprint": str, "method": str, "fit": dict, "groups
 
 
 def save_bases(
-    path: str | Path, bases: tuple[Any, ...], model: Any, method: Part, corpus: Corpus | None = None,
+    path: str | Path, bases: tuple[Any, ...], model: Any, method: Part | str, *, corpus: Corpus | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Save calibrated bases to the directory `path`; nothing half-written is ever left there.
@@ -32,7 +32,7 @@ def save_bases(
     Args:
         bases: of `calibrate`, one entry for each layer group.
         model: the `LoadedModel` they belong to.
-        method: the method they were fitted for.
+        method: the method they were fitted for, or its spec.
         corpus: what they were fitted to; its name and hash are kept.
         settings: anything else to keep beside them, as JSON holds it (window length, seed).
 
@@ -40,6 +40,7 @@ def save_bases(
         ValueError: the method has no bases on this model, or these are not of its kind.
         FileExistsError: `path` exists and holds something else.
     """
+    method = as_method(method)
     groups = len(method.layer_groups(model.config.attention))
     if method.bases_type is None or not any(group is not None for group in bases):
         raise ValueError(f"method {method.name!r} has no calibrated bases: there is nothing to save")
@@ -69,7 +70,7 @@ def check_bases_replaceable(path: str | Path) -> None:
     check_replaceable(path, KIND)
 
 
-def load_bases(path: str | Path, model: Any, method: Part) -> tuple[Any, ...]:
+def load_bases(path: str | Path, model: Any, method: Part | str) -> tuple[Any, ...]:
     """Load bases that were calibrated for this model and for a method that fits the same ones.
 
     Fields that `fit` does not depend on may differ: the bases of a static method serve an adaptive one of the
@@ -80,7 +81,7 @@ def load_bases(path: str | Path, model: Any, method: Part) -> tuple[Any, ...]:
         ValueError: they are of another model or other weights, were fitted with other fields (each is named),
             or are damaged.
     """
-    metadata = describe_bases(path)
+    method, metadata = as_method(method), describe_bases(path)
     if metadata["fingerprint"] != model.fingerprint:
         raise ValueError(f"{path}: these bases belong to model {metadata['model']!r} with the weights "
                          f"{metadata['fingerprint'][:12]}, not to {model.name!r} ({model.fingerprint[:12]})")

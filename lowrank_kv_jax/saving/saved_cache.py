@@ -13,6 +13,7 @@ from lowrank_kv_jax.method import Layout, Part
 from lowrank_kv_jax.method.cache import Cache
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.group_bases import bases_of_group
+from lowrank_kv_jax.methods.parse import as_method
 from lowrank_kv_jax.saving.checkpoint import METADATA, load_metadata
 from lowrank_kv_jax.saving.saved_state import (
     digest_of,
@@ -50,7 +51,7 @@ def save_cache(path: str | Path, cache: Cache, model: Any, *, bases: Any = None,
 
 
 def load_cache(
-    path: str | Path, method: Part, model: Any, *, bases: Any = None, mesh: jax.sharding.Mesh | None = None
+    path: str | Path, method: Part | str, model: Any, *, bases: Any = None, mesh: jax.sharding.Mesh | None = None
 ) -> Cache:
     """Load a cache that `method` made for `model`, compressed or not.
 
@@ -61,7 +62,7 @@ def load_cache(
     Raises:
         ValueError: it belongs to another method, model or bases, or its arrays do not fit.
     """
-    metadata = load_metadata(path, KIND)
+    method, metadata = as_method(method), load_metadata(path, KIND)
     file = behind_links(path) / METADATA
     check_fields(file, metadata, _FIELDS)
     if metadata["fingerprint"] != model.fingerprint:

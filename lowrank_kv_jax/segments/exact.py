@@ -89,6 +89,12 @@ def append(segment: Exact, k: jax.Array, v: jax.Array, counts: jax.Array) -> Exa
     return Exact(k, v, length, segment.positions)
 
 
+def newest(segment: Exact) -> jax.Array:
+    """Position of the last token that each row holds, int32 `[B]`; -1 of none."""
+    slots = jnp.arange(segment.k.shape[2])
+    return jnp.max(jnp.where(slots < segment.length[:, None], segment.positions.at(slots), -1), axis=1)
+
+
 def attend(
     segment: Exact, q: jax.Array, q_positions: jax.Array, *, scale: float, cap: float | None = None,
     window: int | None = None,

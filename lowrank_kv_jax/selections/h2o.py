@@ -30,5 +30,6 @@ class H2O(Budgeted):
 
     def prompt_scores(self, layout, tap, lengths):
         return prompt_votes(
-            tap.q, tap.k, lengths, total_attention, sink_logits=tap.sink_logits, **layout.spec.logits
+            tap.q, tap.k, lengths, total_attention, sink_logits=tap.sink_logits, sliding=layout.window,
+            **layout.spec.logits,
         )

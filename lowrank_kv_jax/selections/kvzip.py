@@ -84,6 +84,6 @@ class KVzip(Budgeted):
 
     def prompt_scores(self, layout, tap, lengths):
         if tap.reread is None:
-            raise ValueError("kvzip: the taps hold no votes of a second reading; use prefill or prefill_many, or give "
-                             "Taps.reread what attend_twice returns")
+            raise ValueError("kvzip: the taps hold no votes of a second reading; use `prefill`, or give Taps.reread "
+                             "what `attend_twice` returns")
         return tap.reread

@@ -38,8 +38,9 @@ class Scissorhands(Budgeted):
 
     def prompt_scores(self, layout, tap, lengths):
         return prompt_votes(
-            tap.q, tap.k, lengths, above_average, self.history, sink_logits=tap.sink_logits, **layout.spec.logits
+            tap.q, tap.k, lengths, above_average, self.history, sink_logits=tap.sink_logits, sliding=layout.window,
+            **layout.spec.logits,
         )
 
-    def vote(self, p, positions):
-        return above_average(p, positions)
+    def vote(self, p, before):
+        return above_average(p, before)

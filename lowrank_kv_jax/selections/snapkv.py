@@ -69,7 +69,7 @@ class Windowing(Budgeted):
             raise ValueError(f"window={self.voters}: longer than the prompt of {layout.prompt} tokens (padded)")
         scores = window_scores(
             tap.q, tap.k, lengths, window=self.voters, excluded=self.recent or 0, pool=self.pool, kernel=self.kernel,
-            group=self.group, sink_logits=tap.sink_logits, **layout.spec.logits,
+            group=self.group, sink_logits=tap.sink_logits, sliding=layout.window, **layout.spec.logits,
         )
         return chunked(scores, self.chunk)
 

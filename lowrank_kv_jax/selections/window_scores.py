@@ -11,7 +11,7 @@ GROUPS = ("after", "before")
 
 def window_scores(
     q: jax.Array, k: jax.Array, lengths: jax.Array, *, window: int, excluded: int, pool: str, kernel: int, group: str,
-    scale: float, cap: float | None = None, sink_logits: jax.Array | None = None,
+    scale: float, cap: float | None = None, sink_logits: jax.Array | None = None, sliding: int | None = None,
 ) -> jax.Array:
     """Scores of a prompt's tokens.
 
@@ -21,13 +21,14 @@ def window_scores(
         window: last queries that vote.
         excluded: last tokens that are kept anyway and lend nothing to their neighbours.
         pool, kernel: "avg", "max" or "none" over `kernel` tokens.
-        scale, cap, sink_logits: as for `window_attention_by_query_head`.
+        scale, cap, sink_logits, sliding: as for `window_attention_by_query_head`.
         group: sum over the query heads of a kv head "after" or "before" pooling; under "max" the order matters.
 
     Returns:
         float32 `[B, K, S]`. The sum over the window; implementations that take means differ by a constant.
     """
-    votes = window_attention_by_query_head(q, k, lengths, window, scale=scale, cap=cap, sink_logits=sink_logits)
+    rule = {"scale": scale, "cap": cap, "sink_logits": sink_logits, "sliding": sliding}
+    votes = window_attention_by_query_head(q, k, lengths, window, **rule)
     inside = jnp.arange(k.shape[1])[None] < lengths[:, None] - excluded
     votes = jnp.where(inside[:, None, None], votes, 0.0)
     if group == "before":

@@ -77,6 +77,7 @@ class Engine:
         rows = rows_of_pools(parts, layouts, left, slots, prefixes, prefill_chunk)
         self._pools = [Pool(parts, *of_pool, prefill_chunk) for of_pool in zip(layouts, rows, strict=True)]
         self._queues: list[collections.deque[Answer]] = [collections.deque() for _ in rows]
+        self._untold: list[Answer] = []  # ended in a step that raised
         self._check_bytes()
 
     # ---- what is asked ------------------------------------------------------------------------------------------
@@ -156,7 +157,11 @@ class Engine:
         """Steps until nothing waits and nobody is in flight; the answers that ended, in the order of their ends."""
         ended = []
         while self.waiting or self.in_flight:
-            ended += self.step()
+            try:
+                ended += self.step()
+            except Exception:
+                self._untold = ended + self._untold
+                raise
         return ended
 
     def step(self) -> list[Answer]:
@@ -165,9 +170,11 @@ class Engine:
 
         Raises:
             Exception: whatever an `on_tokens` raised, once all were told; its request is cancelled, the engine goes on.
+                The next step returns what ended in this one, too.
         """
         errors: list[Exception] = []
-        ended = [answer for pool in self._pools for answer in pool.clear()]
+        ended, self._untold = self._untold, []
+        ended += [answer for pool in self._pools for answer in pool.clear()]
         for pool, queue in zip(self._pools, self._queues, strict=True):
             ended += _cancelled(queue)
             ended += self._admit(pool, queue, errors)
@@ -178,6 +185,7 @@ class Engine:
             ended += pool.clear()
         self._check_bytes()
         if errors:
+            self._untold = ended
             raise errors[0]
         return ended
 
@@ -228,7 +236,8 @@ class Engine:
             _tell(answer, new, errors)
 
     def _check_bytes(self) -> None:
-        assert self.memory is None or self.bytes <= self.memory, f"{self.bytes} bytes in use, memory={self.memory}"
+        if self.memory is not None and self.bytes > self.memory:
+            raise RuntimeError(f"{self.bytes} bytes are in use, memory={self.memory}")
 
 
 def _next(queue: collections.deque[Answer], most: int, pool: Pool) -> list[Answer]:

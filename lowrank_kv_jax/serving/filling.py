@@ -53,7 +53,7 @@ def prefill_rows(
             coding = Coding(method, layout.of_layer(layer), own, lengths)
             reading, tap = read_layer(config, params, layer, reading, coding)
             taps.append(tap._replace(x=None))
-        states.append(_compress(method, layout.of_layer(group[0]), own, state, rows, tuple(taps), lengths))
+        states.append(_compress(method, layout.of_group(group), own, state, rows, tuple(taps), lengths))
     length, limit = _counted(method, layout, cache.length, cache.limit, rows, lengths)
     logits = last_logits(config, params, reading.x[:, : tokens.shape[1]], lengths)
     return dataclasses.replace(cache, groups=tuple(states), length=length, limit=limit), logits
@@ -100,7 +100,7 @@ def extend_rows(
     length, block, x = _next(config, params, dataclasses.replace(cache, groups=()), rows, tokens, counts)
     states = []
     for group, own, state in zip(method.layer_groups(config.attention), of_groups, cache.groups, strict=True):
-        shape = layout.of_layer(group[0])
+        shape = layout.of_group(group)
         for index, layer in enumerate(group):
             place = Place(index, config.windows[layer])
             mine = given(method, shape, place, state, x)
@@ -133,7 +133,7 @@ def refresh_rows(method: Part, cache: Cache, rows: Int[jax.Array | np.ndarray, "
     """`refresh` of these rows alone; the cache is donated."""
     spec, layout = cache.layout.spec, dataclasses.replace(cache.layout, batch=len(rows))
     of_groups = zip(method.layer_groups(spec), bases_of_group(method, spec, bases), cache.groups, strict=True)
-    states = (_refresh(method, layout.of_layer(group[0]), own, state, rows) for group, own, state in of_groups)
+    states = (_refresh(method, layout.of_group(group), own, state, rows) for group, own, state in of_groups)
     return dataclasses.replace(cache, groups=tuple(states))
 
 

@@ -45,11 +45,12 @@ def rows_within(
         memory: bytes of all of them.
         most: requests of a pool.
         prefixes: rows of a pool that are to hold shared prefixes, one of `PREFIX_SHARE` at the most.
-        step: rows come in so many at a time.
+        step: rows come in so many at a time; `most` and `prefixes` are rounded up to that.
 
     Raises:
         ValueError: one row each takes more.
     """
+    most, prefixes = (-(-count // step) * step for count in (most, prefixes))
     least = step * sum(each)
     if least > memory:
         raise ValueError(f"memory: {memory} bytes are left for rows, one of each length takes {least}; give "

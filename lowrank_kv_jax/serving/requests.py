@@ -72,7 +72,7 @@ class Answer:
     Attributes:
         request: what was asked.
         prefix, prompt: its ids; a prefix of none is empty.
-        tokens: drawn so far, what ends the answer excluded.
+        tokens: drawn so far; a token that ends the answer is left out, those of a text that does are only cut off `text`.
         finish: None while it goes on; "stop", "length" (`max_new_tokens` are drawn), "cancelled" or "fault".
         error: what is wrong, of a fault.
         submitted_s, first_s, finished_s: `time.perf_counter()` when it was submitted, at its first token, at its end; NaN
@@ -121,22 +121,32 @@ class Answer:
 
     def take(self, tokens: Sequence[int]) -> list[int]:
         """For the engine: add what was drawn, and end at what ends it; what is new to it."""
-        before = len(self.tokens)
-        for token in tokens:
-            self.first_s = time.perf_counter() if math.isnan(self.first_s) else self.first_s
-            if token in self.stops:
-                self.end("stop")
-                break
-            self.tokens.append(int(token))
-            if self._ends_in_a_text() or len(self.tokens) == self.request.max_new_tokens:
-                self.end("length")
-                break
-        return self.tokens[before:]
+        if len(tokens) and math.isnan(self.first_s):
+            self.first_s = time.perf_counter()
+        stop = next((at for at, token in enumerate(tokens) if token in self.stops), None)
+        left = self.request.max_new_tokens - len(self.tokens)
+        new = [int(token) for token in tokens[:stop][:left]]
+        length, cut = len(new) == left, self._until_a_text(new)
+        self.tokens += new[:cut]
+        if cut is not None or length or stop is not None:
+            self.end("length" if cut is None and length else "stop")
+        return new[:cut]
 
-    def _ends_in_a_text(self) -> bool:
-        text = self._model.tokenizer.decode(self.tokens) if self._texts else ""
+    def _until_a_text(self, new: list[int]) -> int | None:
+        """After how many of the new tokens a text ends the answer, which is then cut; None where none does.
+
+        Texts are decoded whole, token by token only where one is found: what a token adds depends on those before it.
+        """
+        if not self._texts or self._found(new) is None:
+            return None
+        for count in range(1, len(new) + 1):
+            if (text := self._found(new[:count])) is not None:
+                self._cut = text
+                return count
+        return None
+
+    def _found(self, new: list[int]) -> str | None:
+        """The answer with new tokens, up to the first text that ends it; None where none does."""
+        text = self._model.tokenizer.decode(self.tokens + new)
         found = [at for at in map(text.find, self._texts) if at >= 0]
-        if found:
-            self._cut = text[: min(found)]
-            self.end("stop")
-        return bool(found)
+        return text[: min(found)] if found else None

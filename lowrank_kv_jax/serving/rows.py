@@ -32,7 +32,7 @@ def empty_cache(method: Part, layout: Layout, bases: Any, copies: int) -> Cache:
 
     def make(bases):
         own = bases_of_group(method, layout.spec, bases)
-        layouts = (layout.of_layer(group[0]) for group in method.layer_groups(layout.spec))
+        layouts = (layout.of_group(group) for group in method.layer_groups(layout.spec))
         groups = tuple(machine_of(method).init(*of_group) for of_group in zip(layouts, own, strict=True))
         none = jnp.zeros((layout.batch,), jnp.int32)
         return on_mesh(fork(Cache(hold(groups, layout.mesh), none, none, jnp.int32(0), method, layout), copies))

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
+from lowrank_kv_jax.generation.sampling import likely
+
 
 class Draws(NamedTuple):
     """How each row draws, `[B]` each; the fields of `Sampler` as arrays.
@@ -40,24 +42,11 @@ def sample_rows(
     def drawn():
         scaled = logits / jnp.where(hot, draws.temperature, 1.0)[:, None]
         few = hot & ((draws.top_k < logits.shape[1]) | (draws.top_p < 1))
-        left = jax.lax.cond(jnp.any(few), lambda x: likely(draws, x), lambda x: x, scaled)
+        left = jax.lax.cond(jnp.any(few), lambda x: likely(x, draws.top_k, draws.top_p), lambda x: x, scaled)
         keys = jax.vmap(jax.random.fold_in)(jax.vmap(jax.random.key)(draws.seed), step)
         return jnp.where(hot, jax.vmap(jax.random.categorical)(keys, left).astype(jnp.int32), greedy)
 
     return jax.lax.cond(jnp.any(hot), drawn, lambda: greedy)
-
-
-def likely(draws: Draws, logits: Float[jax.Array, "B V"]) -> Float[jax.Array, "B V"]:
-    """Logits `[B, V]`, -inf for tokens beyond each row's `top_k` and `top_p`."""
-    ordered = jnp.sort(logits, axis=-1)[:, ::-1]
-    last = jnp.minimum(draws.top_k, logits.shape[1])[:, None] - 1
-    kth = jnp.take_along_axis(ordered, last, axis=-1)
-    ordered = jnp.where(ordered < kth, -jnp.inf, ordered)
-    probability = jax.nn.softmax(ordered, axis=-1)
-    before = jnp.cumsum(probability, axis=-1) - probability  # mass of the tokens ahead: the first always stays
-    p = draws.top_p[:, None]
-    least = jnp.min(jnp.where((before < p) | (p >= 1), ordered, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(logits < jnp.maximum(kth, least), -jnp.inf, logits)
 
 
 @jax.jit

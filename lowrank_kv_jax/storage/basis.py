@@ -28,7 +28,7 @@ def reconstruct(
 ) -> Float[jax.Array, "B K T D"]:
     """Tokens `[B, K, T, D]` from coefficients `[B, J, T, R]`: X^ = C U^T."""
     batch, groups, tokens, _ = coefficients.shape
-    x = jnp.einsum(f"bjtr,{_per_row(basis)}jwr->bjtw", coefficients, basis.astype(coefficients.dtype))
+    x = precise.einsum(f"bjtr,{_per_row(basis)}jwr->bjtw", coefficients, basis.astype(coefficients.dtype))
     per_group = kv_heads // groups
     return x.reshape(batch, groups, tokens, per_group, -1).swapaxes(2, 3).reshape(batch, kv_heads, tokens, -1)
 

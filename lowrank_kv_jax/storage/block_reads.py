@@ -103,6 +103,17 @@ def block_range(
     return first, last
 
 
+def visible_blocks(
+    tokens: Any, q_positions: Int[jax.Array, "B T"], window: int | None, block: int
+) -> tuple[Int[jax.Array, ""] | int, Int[jax.Array, ""] | int]:
+    """`block_range` of `CachedTokens` for queries at these positions, who see `window` tokens back, or all."""
+    through, lowest = getattr(tokens.positions, "slots_through", None), None
+    if window is not None and through is not None:
+        first = through(jnp.min(q_positions, axis=1, keepdims=True) - window)[:, 0]
+        lowest = jnp.where(tokens.lengths > 0, first, tokens.keys.shape[2])
+    return block_range(tokens.keys.shape[2], tokens.lengths, lowest, block)
+
+
 def visible_slots(tokens, slots, fresh, q_positions, causal, window, q_heads):
     """Which of `slots` each query may see: bool that broadcasts to `[B, J, T, G, S]`; positions `[B, 1 or J, S]`."""
     positions = tokens.positions.at(slots)

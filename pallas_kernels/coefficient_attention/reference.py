@@ -9,10 +9,10 @@ from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.storage.block_reads import (
     BLOCK,
     block_for,
-    block_range,
     block_slots,
     parts_are_tokens_last,
     slice_parts,
+    visible_blocks,
     visible_slots,
 )
 from lowrank_kv_jax.storage.positions import PerHead
@@ -48,4 +48,4 @@ def coefficient_attention(q, tokens, *, scale, q_positions, causal, window, cap=
         )
         return keys, values, mask
 
-    return attend(read, *block_range(size, tokens.lengths, block=block))
+    return attend(read, *visible_blocks(tokens, q_positions, window, block))

@@ -16,11 +16,11 @@ from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.turns import slo
 from lowrank_kv_jax.storage.basis import reconstruct
 from lowrank_kv_jax.storage.block_reads import (
     block_for,
-    block_range,
     block_slots,
     parts_are_tokens_last,
     slice_block,
     slice_parts,
+    visible_blocks,
     visible_slots,
 )
 from lowrank_kv_jax.storage.positions import Runs
@@ -64,7 +64,7 @@ def rotary_coefficient_attention(
         return keys, values, _of_heads(mask, shared, heads)
 
     value_dim = tokens.values.shape[-1] if value_basis is None else dim
-    first, last = block_range(size, tokens.lengths, block=block)
+    first, last = visible_blocks(tokens, q_positions, window, block)
     return blockwise_attention(
         _among_zeros(q, kv_heads, groups) if few else q, read, first, last, shared_heads=shared, value_dim=value_dim,
         scale=scale, cap=cap, tokens_last=True,

@@ -289,7 +289,7 @@ def fitted(method):
 ], ids=lambda m: m.name)
 def test_bases_come_back_bit_for_bit(tmp_path, method):
     bases, corpus = fitted(method), Corpus.of([TEXT], "foxes")
-    save_bases(tmp_path / "bases", bases, model(), method, corpus, {"length": 64})
+    save_bases(tmp_path / "bases", bases, model(), method, corpus=corpus, settings={"length": 64})
     loaded = load_bases(tmp_path / "bases", model(), method)
     chex.assert_trees_all_equal_structs(loaded, bases)
     for got, want in zip(jax.tree.leaves(loaded), jax.tree.leaves(bases), strict=True):

@@ -211,6 +211,14 @@ def test_a_thousand_tokens_compile_once(name):
     assert decode_block._cache_size() == programs + 1
 
 
+def test_other_temperatures_compile_nothing():
+    drawn, programs = [], []
+    for sampling in ({"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.3, "top_p": 0.5}, {"temperature": 50.0, "top_p": 0.99}):
+        drawn.append(generate(Model(PLAIN, model().params), "full", [[1, 2, 3]], max_new_tokens=12, seeds=1, **sampling).tokens)
+        programs.append(decode_block._cache_size())
+    assert len(set(programs)) == 1 and drawn[0] != drawn[2]
+
+
 def test_fewer_prompts_than_rows_compile_nothing(caplog):
     """Whatever is compiled, operation by operation too; each row is as without the others, and so is its next turn."""
     rows, turns = [prompts(1, n, seed=20 + n)[0].tolist() for n in (40, 9, 64, 23)], [[5, 6], [7], [8, 9, 1], [2] * 9]

@@ -20,7 +20,7 @@ OJA, FULL = methods.OjaKV(rank=4), methods.Full()
 
 
 def bases_at(path):
-    save_bases(path, helpers.bases_for(OJA), MODEL, OJA, Corpus.of(["text"]), {"length": 64, "windows": 2})
+    save_bases(path, helpers.bases_for(OJA), MODEL, OJA, corpus=Corpus.of(["text"]), settings={"length": 64, "windows": 2})
     return path
 
 

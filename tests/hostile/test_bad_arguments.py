@@ -28,7 +28,7 @@ def generate(prompts=((1, 2),), **options):
 
 
 def prefill(tokens=((1, 2, 3),), *rest, **options):
-    return lib.prefill(FULL, helpers.PLAIN, helpers.model().params, jnp.asarray(tokens), *rest, **options)
+    return lib.prefill(FULL, helpers.PLAIN, helpers.model().params, tokens, *rest, **options)
 
 
 def plan(method="full", **options):
@@ -97,10 +97,11 @@ TABLE = (  # call, arguments, words
     (generate, {"capacity": 3}, "capacity=3: the longest prompt and max_new_tokens=4 need 5"),
     (generate, {"capacity": 513}, "capacity=513: the model's context is 512 tokens"),
     (generate, {"capacity": "all"}, "capacity='all': must be an int"),
-    (prefill, {"tokens": ()}, "tokens: expected non-empty integers [batch, length], got float32(0,)"),
+    (prefill, {"tokens": ()}, "tokens: expected non-empty integers [batch, length], got float64(0,)"),
     (prefill, {"tokens": [[]]}, "tokens: expected non-empty integers"),
-    (prefill, {"tokens": [[0.5]]}, "tokens: expected non-empty integers [batch, length], got float32(1, 1)"),
-    (prefill, {"tokens": [1, 2]}, "tokens: expected non-empty integers [batch, length], got int32(2,)"),
+    (prefill, {"tokens": [[0.5]]}, "tokens: expected non-empty integers [batch, length], got float64(1, 1)"),
+    (prefill, {"tokens": [1, 2]}, "tokens: expected non-empty integers [batch, length], got int64(2,)"),
+    (prefill, {"tokens": [[1], [2, 3]]}, "tokens=[[1], [2, 3]]: must be an array, all rows of one length"),
     (prefill, {"tokens": [[64]]}, "tokens hold id 64: ids lie in 0..63"),
     (prefill, {"lengths": np.array([0])}, "lengths[0]=0: every row needs 1..3 tokens"),
     (prefill, {"lengths": np.array([4])}, "lengths[0]=4: every row needs 1..3 tokens"),
@@ -131,6 +132,7 @@ TABLE = (  # call, arguments, words
     (layout, {"capacity": 7}, "capacity=7: the prompt has 8 tokens"),
     (layout, {"capacity": HUGE}, "capacity=1000000000000: must be at most 268435456"),
     (layout, {"block": NAN}, "block=nan: must be an int of at least 1"),
+    (layout, {"tokens": "piles"}, "tokens='piles': allowed are rows, lanes"),
     (spec, {"num_layers": 0}, "num_layers=0: must be a positive integer"),
     (spec, {"q_heads": 3}, "q_heads=3: must be a multiple of kv_heads=4"),
     (spec, {"kv_heads": -4}, "kv_heads=-4: must be a positive integer"),
@@ -155,6 +157,7 @@ TABLE = (  # call, arguments, words
     (rope, {"scaling": "yarn", "beta_slow": 1e-320}, "beta_slow 1e-320"),
     (rope, {"scaling": "yarn", "original_context": 0}, "original_context 0: must lie in 1..2147483647"),
     (lib.Sampler, {"temperature": None}, "temperature=None: must be a number"),
+    (lib.Sampler, {"temperature": np.float32(NAN)}, "temperature=nan: must be a finite number"),
     (lib.compose, {}, "compose needs at least a codec, a selection or a reading"),
     (lib.compose, {"codec": FULL, "summary": lib.parse_method("h2o:keep=0.5+moments").summary}, "nothing is evicted"),
     (lib.parse_method, {"text": "full+"}, "unknown method ''"),
@@ -198,6 +201,11 @@ def cache():
 
 @pytest.mark.parametrize("call, words", (
     (lambda cache: fork(cache, 0), "copies=0: must be at least 1"),
+    (lambda cache: fork(cache, 1.5), "copies=1.5: must be an int of at least 1"),
+    (lambda cache: lib.ingest(FULL, helpers.PLAIN, {}, cache, [[1], [2**40]]), "tokens hold id 1099511627776: ids lie in 0..63"),
+    (lambda cache: lib.extend("full", helpers.PLAIN, {}, cache, [[1], [2]], [1]), "counts: expected integers, one for each of the 2"),
+    (lambda cache: lib.decode_step("full", helpers.PLAIN, {}, cache, 5), "token: expected one for each row"),
+    (lambda cache: lib.refresh("kivi", cache), "this cache was made by Full()"),
     (lambda cache: take_rows(cache, []), "rows=[]: must name at least one of the rows 0..1"),
     (lambda cache: take_rows(cache, [2]), "rows=[2]: must name at least one of the rows 0..1"),
     (lambda cache: with_token_layout(cache, "piles"), "token layout 'piles': allowed are rows, lanes"),
@@ -209,6 +217,6 @@ def cache():
     (lambda cache: lib.extend(FULL, helpers.PLAIN, {}, cache, jnp.zeros((2, 5), jnp.int32)), "at most 4 tokens between"),
     (lambda cache: lib.extend(FULL, helpers.PLAIN, {}, cache, jnp.zeros(2, jnp.int32)), "expected integers [rows, tokens]"),
     (lambda cache: lib.decode_step(FULL, helpers.PLAIN, {}, cache, jnp.zeros((2, 1), jnp.int32)), "token: expected one for each row"),
-), ids=range(12))
+), ids=range(17))
 def test_arguments_beside_a_cache(call, words, cache):
     refused(lambda: call(cache), words)

@@ -20,7 +20,7 @@ def test_no_loop_on_an_accelerator(lay_out, monkeypatch):
     positions, seen = jnp.full((2, 1), size), jnp.arange(size) < jnp.array([size, 40])[:, None, None, None, None]
 
     def votes():
-        vote = functools.partial(decoding_votes, vote=total_attention, positions=positions, seen=seen, scale=0.3)
+        vote = functools.partial(decoding_votes, vote=total_attention, before=positions, seen=seen, scale=0.3)
         loops = [name for name in ("while[", "scan[") if name in str(jax.make_jaxpr(vote)(q, keys, lse))]
         return len(loops), jax.jit(vote)(q, keys, lse)
 

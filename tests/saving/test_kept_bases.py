@@ -10,7 +10,7 @@ import pytest
 from lowrank_kv_jax import methods
 from lowrank_kv_jax.calibration.corpus import Corpus
 from lowrank_kv_jax.evals.asking import methods as asking
-from lowrank_kv_jax.saving import kept_bases
+from lowrank_kv_jax.saving import checkpoint, kept_bases
 from lowrank_kv_jax.saving.kept_bases import KeptBases
 
 METHOD, CORPUS, SETTINGS = methods.OjaKV(rank=4), Corpus.of(["some text"]), {"length": 8, "windows": 1, "seed": 0}
@@ -72,6 +72,16 @@ def test_damage_is_forgotten(place):
     assert kept().find(METHOD) is None and not entry.exists()
     kept().keep(METHOD, bases)
     assert equal(kept().find(METHOD), bases)
+
+
+def test_what_another_command_is_writing_stays(place):
+    """Its description comes last; until then it holds the directory's lock."""
+    kept().keep(METHOD, helpers.bases_for(METHOD))
+    (entry,) = place.iterdir()
+    (entry / "lowrank_kv.json").unlink()
+    with checkpoint._alone(entry):
+        assert kept().find(METHOD) is None and entry.exists()
+    assert kept().find(METHOD) is None and not entry.exists()  # of a command that was killed
 
 
 def test_no_place_is_no_error(monkeypatch):

@@ -174,9 +174,10 @@ def test_tokens_are_told_as_they_come_and_a_failing_listener_ends_its_own_reques
             raise KeyError("gone")
 
     heard, failing = (engine.submit(Request(ROWS[0], max_new_tokens=20, on_tokens=on)) for on in (listen, fail))
+    short = engine.submit(Request(ROWS[1], max_new_tokens=2))  # ends in the step that raises
     with pytest.raises(KeyError, match="gone"):
         engine.run()
-    engine.run()
+    assert {*engine.run()} == {heard, failing, short}
     assert [len(new) for _, new in told] == [1, BLOCK, BLOCK, 3] and sum((new for _, new in told), []) == heard.tokens
     assert heard.finish == "length" and failing.finish == "cancelled" and len(failing.tokens) == 1 + BLOCK
     assert heard.submitted_s < heard.first_s < heard.finished_s

@@ -43,7 +43,8 @@ class Api:
 
     def __init__(self, model: Any, thread: EngineThread, name: str, method: str, room: int, most_body: int):
         self._model, self._thread, self._name, self._method = model, thread, name, method
-        self._room, self._most_body, self._bytes = room, most_body, thread.engine.bytes  # which never change
+        self._room, self._most_body = room, most_body
+        self._bytes = thread.engine.bytes  # of all rows; a prompt that is read in chunks takes more meanwhile
         # a text of the largest body takes a second: one after the other, and beside the event loop
         self._encoding = ThreadPoolExecutor(1, "encoding")
 
