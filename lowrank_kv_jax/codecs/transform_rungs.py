@@ -6,9 +6,8 @@ from typing import Any
 
 from lowrank_kv_jax.codecs.transform_bases import TransformBases
 from lowrank_kv_jax.codecs.widths import Widths
-from lowrank_kv_jax.estimators.rank_for_bytes import state_bytes
 from lowrank_kv_jax.method import Layout
-from lowrank_kv_jax.method.accounting import full_cache_bytes
+from lowrank_kv_jax.method.accounting import full_cache_bytes, state_bytes
 
 
 def largest_rung(layout: Layout, bases: TransformBases, weigh: Callable[[Layout, Any], Any], smaller: float) -> int:

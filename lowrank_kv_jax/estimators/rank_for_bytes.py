@@ -3,16 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from lowrank_kv_jax.method import Layout
-from lowrank_kv_jax.method.accounting import full_cache_bytes
-from lowrank_kv_jax.storage.state import walk
-
-
-def state_bytes(state: Any) -> int:
-    """Bytes of a state (arrays, or their shapes from `jax.eval_shape`)."""
-    return sum(int(np.prod(x.shape, dtype=np.int64)) * np.dtype(x.dtype).itemsize for _, x, _ in walk(state))
+from lowrank_kv_jax.method.accounting import full_cache_bytes, state_bytes
 
 
 def largest_rank(make: Callable[[int], Any], width: int, layout: Layout, layers: int, smaller: float) -> int:

@@ -54,6 +54,11 @@ def nbytes(x: Any) -> int:
     return int(np.prod(x.shape, dtype=np.int64)) * np.dtype(x.dtype).itemsize
 
 
+def state_bytes(state: Any) -> int:
+    """Bytes of a state (arrays, or their shapes from `jax.eval_shape`)."""
+    return sum(nbytes(x) for _, x, _ in walk(state))
+
+
 def full_cache_bytes(spec: AttentionSpec, tokens: int) -> int:
     """Bytes of 16-bit keys and values of `tokens` tokens in all layers."""
     return 2 * spec.num_layers * spec.cached_channels * tokens

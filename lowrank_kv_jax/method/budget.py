@@ -1,18 +1,17 @@
 """Budgets of a selection as numbers of slots."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.method.accounting import state_bytes
 from lowrank_kv_jax.method.codec import Ends
 from lowrank_kv_jax.method.layout import Layout
 from lowrank_kv_jax.method.selection import Selection
 from lowrank_kv_jax.storage.positions import PerHead
-from lowrank_kv_jax.storage.state import walk
 
 OF_THE_CACHE = 12  # bytes of a row that belong to no group: length, limit and pending
 TILE = 128  # slots by which the bytes of quantised storage grow at the least
@@ -65,8 +64,7 @@ def tokens_for_bytes(
     row, budget = dataclasses.replace(layout, batch=1, mesh=None), rule.budget_bytes or 0
 
     def bytes_with(tokens: int) -> int:
-        shapes = jax.eval_shape(lambda: empty(row, tokens))
-        return sum(math.prod(x.shape) * x.dtype.itemsize for _, x, _ in walk(shapes))
+        return state_bytes(jax.eval_shape(lambda: empty(row, tokens)))
 
     one, two, later = bytes_with(1), bytes_with(2), bytes_with(1 + TILE)
     step = 1 if (two - one) * TILE == later - one else TILE

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int8
 
-from lowrank_kv_jax.method.accounting import nbytes
+from lowrank_kv_jax.method.accounting import state_bytes
 from lowrank_kv_jax.method.cache import Cache
 from lowrank_kv_jax.storage.sharding import to_host
 from lowrank_kv_jax.storage.state import states, walk
@@ -50,7 +50,7 @@ def layer_bytes(cache: Cache) -> tuple[int, ...]:
     """Bytes of each layer's state, its free slots included; layers that share a store have equal shares of it."""
     of_layers = [0] * cache.layout.spec.num_layers
     for layers, group in zip(cache.method.layer_groups(cache.layout.spec), cache.groups, strict=True):
-        total = sum(nbytes(x) for _, x, _ in walk(group))
+        total = state_bytes(group)
         for index, layer in enumerate(layers):
             of_layers[layer] = total // len(layers) + (index < total % len(layers))
     return tuple(of_layers)

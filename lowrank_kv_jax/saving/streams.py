@@ -7,11 +7,12 @@ component by itself; a static histogram for each costs more than it wins (docs/l
 """
 
 import collections
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from lowrank_kv_jax.method.accounting import nbytes
 
 BLOCK = 1 << 20
 """Bytes that are coded on their own, and checked and decoded beside others."""
@@ -46,7 +47,7 @@ def from_streams(streams: Mapping[str, np.ndarray], like: Mapping[str, Any], wid
     at: collections.Counter[str] = collections.Counter()
     arrays = {}
     for name, x in like.items():
-        rows = np.empty((_bytes(x) // _row_bytes(name, x, widths), _row_bytes(name, x, widths)), np.uint8)
+        rows = np.empty((nbytes(x) // _row_bytes(name, x, widths), _row_bytes(name, x, widths)), np.uint8)
         for cut in _cuts(name, x, widths):
             size = len(rows) * (cut.end - cut.begin)
             if size:
@@ -65,12 +66,8 @@ def stream_sizes(like: Mapping[str, Any], widths: Widths) -> dict[str, int]:
     sizes: collections.Counter[str] = collections.Counter()
     for name, x in like.items():
         for cut in _cuts(name, x, widths):
-            sizes[cut.stream] += _bytes(x) // _row_bytes(name, x, widths) * (cut.end - cut.begin)
+            sizes[cut.stream] += nbytes(x) // _row_bytes(name, x, widths) * (cut.end - cut.begin)
     return {stream: size if size <= BLOCK else -(-size // BLOCK) * BLOCK for stream, size in sizes.items() if size}
-
-
-def _bytes(x: Any) -> int:
-    return math.prod(x.shape) * x.dtype.itemsize
 
 
 def _row_bytes(name: str, x: Any, widths: Widths) -> int:

@@ -10,12 +10,11 @@ import jax
 import numpy as np
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
-from lowrank_kv_jax.estimators.rank_for_bytes import state_bytes
 from lowrank_kv_jax.evals.speed.machine_rates import rate_contenders, rates
 from lowrank_kv_jax.evals.speed.timing import CacheContender, alternate
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK
 from lowrank_kv_jax.method import Layout, Part
-from lowrank_kv_jax.method.accounting import full_cache_bytes
+from lowrank_kv_jax.method.accounting import full_cache_bytes, state_bytes
 from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.methods.group_bases import bases_of_group
 from lowrank_kv_jax.methods.parse import parse_method
