@@ -68,14 +68,15 @@ SHAPES: Mapping[str, Shapes] = {"few": few_shapes, "one": one_shape}
 
 def make_batches(
     tokenizer: Any, questions: Sequence[Question], protocol: str, style: str, rows: int, longest: int,
-    shapes: Shapes = few_shapes,
+    shapes: Shapes = few_shapes, multiple: int = 1,
 ) -> list[Batch]:
-    """Batches of `rows` contexts; questions about the same context share its row.
+    """Batches of `rows` contexts, or as many as there are of a shape; questions about the same context share its row.
 
     The last batch of a shape is filled up with contexts that nothing is asked of.
 
     Args:
         longest: the model's context.
+        multiple: of rows, which a mesh asks for.
 
     Raises:
         ValueError: a prompt with its answer is longer than the model's context, or as `encode`.
@@ -92,10 +93,11 @@ def make_batches(
     batches = []
     for (width, capacity), heads in sorted(same.items()):
         heads.sort(key=lambda head: max(q.new_tokens for q, _ in by_context[head]))  # alike ones end together
-        for begin in range(0, len(heads), rows):
-            real = heads[begin : begin + rows]
-            filled = real + [heads[i % len(heads)] for i in range(rows - len(real))]
-            asked = tuple(tuple(by_context[head]) for head in real) + ((),) * (rows - len(real))
+        size = min(rows, _round_up(len(heads), multiple))
+        for begin in range(0, len(heads), size):
+            real = heads[begin : begin + size]
+            filled = real + [heads[i % len(heads)] for i in range(size - len(real))]
+            asked = tuple(tuple(by_context[head]) for head in real) + ((),) * (size - len(real))
             batches.append(Batch(width, capacity, tuple(filled), asked))
     return batches
 

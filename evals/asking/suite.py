@@ -77,14 +77,14 @@ class Suite:
         return {"style": self.style, "cache_dtype": self.cache_dtype, "prefill_chunk": self.prefill_chunk,
                 "shapes": shapes, **conditions_of(self.settings, method)}
 
-    def batches(self, model: Any) -> list[Batch]:
-        """Of its questions.
+    def batches(self, model: Any, multiple: int = 1) -> list[Batch]:
+        """Of its questions, in rows of a `multiple`.
 
         Raises:
             ValueError: as `make_batches`.
         """
         return make_batches(model.tokenizer, self.questions, self.protocol, self.style, self.rows, model.config.context,
-                            SHAPES[self.shapes])
+                            SHAPES[self.shapes], multiple)
 
     def key(self, model: Any, spec: str, question: Question) -> Key:
         return (self.command, model.fingerprint, spec, question.task, question.length, question.index,
@@ -124,7 +124,7 @@ def evaluate(
     check_methods(model, methods, suite.command)
     if suite.draft and not any(method.name == "full" for method in methods.values()):
         raise ValueError(f"draft=True: needs `full` among the methods {', '.join(methods)}, whose answers are the drafts")
-    batches = suite.batches(model)
+    batches = suite.batches(model, 1 if mesh is None else mesh.shape.get("data", 1))
     known = {} if json is None else finished(json, suite.wanted(model, methods))
     pending = [(batch, left) for batch in batches if (left := _left(model, methods, suite, batch, known))]
     if pending:

@@ -107,6 +107,17 @@ def check_writable(path: str | os.PathLike) -> None:
         target.unlink(missing_ok=True)  # of processes that run in step, another may have been faster
 
 
+def check_appendable(path: str | os.PathLike) -> None:
+    """As `check_writable`, and raise ValueError where the file holds something and no record: it is another's."""
+    check_writable(path)
+    if not expanded(path).exists():
+        return
+    lines = [line for line in read_text(path).split("\n") if line.strip()]
+    known = any("command" in (_record(line) or ()) for line in lines)
+    if lines and not known and not lines[-1].startswith('{"command"'):  # a first record that was cut off
+        raise ValueError(f"{os.fspath(path)}: holds no records of this program; give another file")
+
+
 @functools.cache
 def versions() -> dict[str, str]:
     """Of Python and of the packages that decide a result."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.evals.results.fields import MOST, is_number
-from lowrank_kv_jax.evals.results.records import check_writable, read_records
+from lowrank_kv_jax.evals.results.records import check_appendable, read_records
 from lowrank_kv_jax.files import expanded
 
 Key = tuple[Any, ...]
@@ -29,7 +29,7 @@ def finished(path: str | os.PathLike, wanted: Mapping[Key, Mapping[str, Any]]) -
     Raises:
         ValueError: a record of the same key was made under other conditions; OSError: the file cannot be written.
     """
-    check_writable(path)
+    check_appendable(path)
     if not expanded(path).exists():
         return {}
     found: dict[Key, dict[str, Any]] = {}

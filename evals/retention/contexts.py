@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 from lowrank_kv_jax.evals.needle.samples import ADJECTIVES, ANSWER_PREFIX, INSTRUCTION, NEEDLE, NOISE, NOUNS, QUESTION
 
+MOST_NEEDLES = len(ADJECTIVES) * len(NOUNS)
+"""Of a context: as many names as there are."""
+
 
 class Needle(NamedTuple):
     """A question on a context.

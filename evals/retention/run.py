@@ -9,7 +9,7 @@ from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.evals.asking.batches import check_lengths
 from lowrank_kv_jax.evals.asking.suite import Suite, evaluate_calibrated
-from lowrank_kv_jax.evals.retention.contexts import make_context
+from lowrank_kv_jax.evals.retention.contexts import MOST_NEEDLES, make_context
 from lowrank_kv_jax.evals.retention.questions import MODES, cut_text, questions_of
 from lowrank_kv_jax.evals.ruler.haystack import split_sentences
 from lowrank_kv_jax.method import Part
@@ -22,6 +22,7 @@ def evaluate_retention(
     turns: int = 5, after: Sequence[int] = (0, 512, 2048), samples: int = 4, seed: int = 0, *,
     haystack: Corpus | None = None, between: Corpus | None = None, json: str | os.PathLike | None = None, rows: int = 4,
     dtype: str | None = None, calibrate: Corpus | None = None, progress: bool = False, mesh: Any = None,
+    prefill_chunk: int | None = None,
 ) -> list[dict[str, Any]]:
     """Score methods on what they still know of a context.
 
@@ -47,8 +48,9 @@ def evaluate_retention(
     unknown = [mode for mode in modes if mode not in MODES]
     if unknown or not modes:
         raise ValueError(f"modes={short(tuple(modes))}: allowed are {', '.join(MODES)}")
-    for name, value, least in (("turns", turns, 1), ("samples", samples, 1), *(("after", tokens, 0) for tokens in after)):
+    for name, value, least in (("samples", samples, 1), *(("after", tokens, 0) for tokens in after)):
         check_int(name, value, least)
+    check_int("turns", turns, 1, MOST_NEEDLES)
     check_lengths(lengths, model.config.context)
     after = list(dict.fromkeys(after))
     text = between or load_corpus("pydoc:second")
@@ -61,7 +63,8 @@ def evaluate_retention(
             texts = [cut_text(model.tokenizer, ids, tokens, index) for tokens in after] if ids else []
             asked += questions_of(context, length, index, modes, after if ids else (), texts)
     settings = {"turns": turns, "haystack": _named(haystack), "between": _named(text) if "distance" in modes else None}
-    suite = Suite(COMMAND, tuple(asked), seed=seed, rows=rows, dtype=dtype, settings=settings)
+    suite = Suite(COMMAND, tuple(asked), seed=seed, rows=rows, dtype=dtype, settings=settings,
+                  prefill_chunk=prefill_chunk)
     return evaluate_calibrated(model, methods, suite, calibrate, json=json, progress=progress, mesh=mesh)
 
 

@@ -117,6 +117,8 @@ def calibrate(
     if not method.calibrated:
         return method.default_bases(model.config.attention)
     corpus = texts if isinstance(texts, Corpus) else load_corpus() if texts is None else Corpus.of(texts)
+    for name, value in (("length", length), ("windows", windows), ("seed", seed)):
+        check_int(name, value, 0 if name == "seed" else 1)
     length = min(length, model.config.context)
     tokens = token_windows(model.tokenizer, corpus.texts, length, windows, seed)
     check_int("fisher_length", fisher_length, 2)

@@ -68,10 +68,10 @@ def load_corpus(source: str | os.PathLike | Sequence[str | os.PathLike] | None =
         ValueError: a file that is not UTF-8 text, a folder or dataset without text, or nothing but white space;
             a dataset without the extra `datasets`.
     """
-    if source is None or isinstance(source, str | os.PathLike):
-        name = os.fspath(source) if source is not None else DEFAULT_CORPUS
-        return Corpus.of(_read(name), name)
-    names = [os.fspath(part) for part in source]
+    source = DEFAULT_CORPUS if source is None else source
+    names = [os.fspath(part) for part in ([source] if isinstance(source, str | os.PathLike) else source)]
+    if "" in names:
+        raise ValueError("corpus '': must be a name or a path that is not empty")
     return Corpus.of([text for name in names for text in _read(name)], "+".join(names))
 
 

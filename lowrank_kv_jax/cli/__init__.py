@@ -72,8 +72,7 @@ def _without_debug(argv: Sequence[str]) -> tuple[list[str], bool]:
 
 def _tell(error: BaseException, debug: bool) -> int:
     """One line on standard error; the exit code."""
-    from lowrank_kv_jax.method import Fault
-
+    fault = getattr(sys.modules.get("lowrank_kv_jax.method"), "Fault", ())  # what cannot be imported has not raised it
     text = _one_line(error)
     foreseen = isinstance(error, (ValueError, OSError))
     if not foreseen:
@@ -84,7 +83,7 @@ def _tell(error: BaseException, debug: bool) -> int:
         text += " (not foreseen; --debug shows where it arose)"
     print(f"lowrank-kv: error: {text}", file=sys.stderr)
     asked = isinstance(error, (ValueError, *_ASKED)) or getattr(error, "errno", None) in _NAMES
-    return 2 if asked and not isinstance(error, Fault) else 1
+    return 2 if asked and not isinstance(error, fault) else 1
 
 
 INTERRUPTED = 130

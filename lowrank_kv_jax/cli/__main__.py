@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 
 from lowrank_kv_jax.cli import INTERRUPTED, main
@@ -17,10 +18,19 @@ def program() -> int:
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(lambda _: False)
         sys.unraisablehook = lambda _: None
+    signal.signal(signal.SIGINT, _interrupt)
     code = main()
     if code == INTERRUPTED:  # at once: with threads still at work the interpreter has crashed while it ended
         os._exit(code)
     return code
+
+
+def _interrupt(*_) -> None:
+    """Ctrl-C: at once while JAX is being imported, which would drop it or take it for a failure."""
+    if hasattr(sys.modules.get("jax"), "jit"):
+        raise KeyboardInterrupt
+    print("lowrank-kv: interrupted", file=sys.stderr, flush=True)
+    os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

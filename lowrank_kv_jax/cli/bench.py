@@ -65,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
             corpus=args.corpus, seed=args.seed, torch_model=torch_model,
             on_round=lambda length: bar.advance(),
         )
-    _print(model, speeds, args)
     if args.json:
         for record in records(model, speeds, seed=args.seed, cache_dtype=args.cache_dtype):
             append_record(args.json, record)
+    _print(model, speeds, args)
     return 0
 
 

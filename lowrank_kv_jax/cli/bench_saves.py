@@ -55,10 +55,10 @@ def run(args: argparse.Namespace) -> int:
             model, methods, args.lengths, rounds=args.rounds, cache_dtype=args.cache_dtype, corpus=args.corpus,
             seed=args.seed, folder=folder, on_round=lambda length: bar.advance(),
         )
-    _print(model, speeds, args)
     if args.json:
         for record in records(model, speeds, seed=args.seed, cache_dtype=args.cache_dtype):
             append_record(args.json, record)
+    _print(model, speeds, args)
     return 0
 
 

@@ -64,10 +64,10 @@ def run(args: argparse.Namespace) -> int:
             model, methods, memory, requests=args.requests, prefixes=args.prefixes, corpus=args.corpus,
             on_answer=lambda spec: bar.advance(), **given,
         )
-    _print(model, served, args)
     if args.json:
         for record in records(model, served, memory=memory, **given):
             append_record(args.json, record)
+    _print(model, served, args)
     return 0
 
 

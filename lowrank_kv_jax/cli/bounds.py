@@ -25,7 +25,8 @@ _LEAST = {
 }
 """Of integers, if not 1; where some commands take 0, each says so itself."""
 _SHARES = ("rank", "ranks", "energy", "top_p")
-_PATHS = ("json", "plot", "markdown", "out", "data", "folder", "bases", "model", "prompt_file", "squad", "hotpotqa")
+_PATHS = ("json", "plot", "markdown", "out", "data", "folder", "bases", "model", "prompt_file", "squad", "hotpotqa",
+          "corpus", "text", "calibrate", "haystack", "between", "test")
 
 
 def check_bounds(args: argparse.Namespace) -> None:

@@ -66,7 +66,6 @@ def run(args: argparse.Namespace) -> int:
             bar.advance(done, f"compare, {name}")
 
         results = compare(model, methods, settings, step, progress=True)
-    _print(model, results, settings)
     if args.json:
         for record in records(model, results, settings):
             append_record(args.json, record)
@@ -74,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         from lowrank_kv_jax.evals.compare.plot import plot_results
 
         plot_results(results, args.plot, f"{model.name}: quality against the bytes of the cache")
+    _print(model, results, settings)
     return 0
 
 

@@ -43,19 +43,21 @@ def run(args: argparse.Namespace) -> int:
     texts = read_prompts(args)
     model = load_from(args)
     (ids,) = encode_texts(model, texts, args.chat)
+    if len(ids) > model.config.context:
+        raise ValueError(f"the prompt has {len(ids)} tokens, the model's context is {model.config.context}")
     found = hold_prompt(model, method, ids, bases=bases_from(args, model, method), dtype=args.cache_dtype)
     size = found.size
     title = (f"{args.method}: what {model.name} holds of {len(ids)} tokens, {size.total / 2**20:.2f} MiB, "
              f"{size.smaller:.2f}x smaller than a full cache in 16 bits")
     rows = layer_rows(found)
-    _print(title, rows, found.summarised, list(found.counts[0]))
     plot_held(args.out, title, found, by_head=args.heads)
-    print(f"drew {args.out}")
     append_records(args, "inspect", [{
         "spec": args.method, "model": model.name, "length": len(ids), "cache_bytes": size.total,
         "full_cache_bytes": size.full, "bytes_per_token": size.per_token, "bytes_by_kind": size.by_kind,
         "smaller": size.smaller, "shared_bytes": size.shared, "summarised": found.summarised, "layers": rows,
     }])
+    _print(title, rows, found.summarised, list(found.counts[0]))
+    print(f"drew {args.out}")
     return 0
 
 

@@ -41,17 +41,26 @@ def check_numbers(args: argparse.Namespace, **least: int) -> None:
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Refuse files of `--json` and `--plot` now rather than after minutes of measuring.
+    """Refuse files of `--json`, `--plot` and others now rather than after minutes of measuring.
 
     Raises:
-        ValueError, OSError: as `records.check_writable` and `check_plot`.
+        ValueError: two options name one file, or as `check_appendable` and `check_plot`; OSError: as these.
     """
-    from lowrank_kv_jax.evals.results.records import check_writable
+    from lowrank_kv_jax.evals.results.records import check_appendable, check_writable
+    from lowrank_kv_jax.files import behind_links
 
-    if args.json:
-        check_writable(args.json)
-    if getattr(args, "plot", None):
-        check_plot(args.plot)
+    given = {name: getattr(args, name) for name in ("json", "plot", "markdown", "out") if getattr(args, name, None)}
+    seen: dict[Path, str] = {}
+    for name, path in given.items():
+        other = seen.setdefault(behind_links(path), name)
+        if other != name:
+            raise ValueError(f"--{other} and --{name} are one file, {path}: give each its own")
+    if "json" in given:
+        check_appendable(given["json"])
+    if "plot" in given:
+        check_plot(given["plot"])
+    if "markdown" in given:
+        check_writable(given["markdown"])
 
 
 def append_records(args: argparse.Namespace, command: str, rows: Iterable[Mapping[str, Any]], **common: Any) -> None:

@@ -54,20 +54,24 @@ def encode_texts(model: Any, texts: list[str], chat: bool) -> list[list[int]]:
     if tokenizer is None:
         raise ValueError(f"model {model.name!r} has no tokenizer")
     if not chat:
-        return [list(tokenizer.encode(text)) for text in texts]
+        return [list(tokenizer(text, verbose=False).input_ids) for text in texts]
     if not tokenizer.chat_template:
         raise ValueError("--chat: this model's tokenizer has no chat template")
     from lowrank_kv_jax.evals.asking.prompts import user_turn
 
-    return [list(tokenizer.encode(user_turn(tokenizer, text), add_special_tokens=False)) for text in texts]
+    turns = (user_turn(tokenizer, text) for text in texts)
+    return [list(tokenizer(turn, add_special_tokens=False, verbose=False).input_ids) for turn in turns]
 
 
 def bases_from(args: argparse.Namespace, model: Any, method: Any) -> Any:
     """The bases of `--bases`, or fitted to `--calibrate` where the method needs some; None where it does not.
 
     Raises:
-        ValueError, OSError: as `load_bases` and `load_corpus`.
+        ValueError: an option that the method has no use for; ValueError, OSError: as `load_bases` and `load_corpus`.
     """
+    for option, value in (("--bases", args.bases), ("--calibrate", args.calibrate)):
+        if value and not method.calibrated:
+            raise ValueError(f"{option}: {method.name} has no bases that are calibrated; leave it out")
     if args.bases:
         from lowrank_kv_jax.saving.saved_bases import load_bases
 

@@ -33,15 +33,32 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.evals.report import draw_figures, markdown, page, read_report
     from lowrank_kv_jax.files import expanded, write_text
 
-    sections = read_report(args.results, args.baseline, args.tasks)
     if args.out:
         check_extra("matplotlib", f"--out {args.out}")
-    text = markdown(sections)
-    print(text)
+        _check_folder(args.out)
+    sections = read_report(args.results, args.baseline, args.tasks)
+    text, told = markdown(sections), ""
     if args.out:
         out = expanded(args.out)
         figures = draw_figures(sections, out)
-        write_text(out / "report.md", text)
-        write_text(out / "report.html", page(sections, figures, args.title))
-        print(f"wrote {out / 'report.html'}, report.md and {sum(map(len, figures.values()))} figures")
+        write_text(out / "report.md", f"{MADE_HERE}\n{text}")
+        write_text(out / "report.html", f"{page(sections, figures, args.title)}\n{MADE_HERE}\n")
+        told = f"\nwrote {out / 'report.html'}, report.md and {sum(map(len, figures.values()))} figures"
+    print(text + told)
     return 0
+
+
+MADE_HERE = "<!-- lowrank-kv report -->"
+"""In what the command writes, so that it replaces nothing else."""
+
+
+def _check_folder(path: str) -> None:
+    """Raise ValueError where the report cannot be written, or would replace files that are no report's."""
+    from lowrank_kv_jax.files import expanded, read_text
+
+    out = expanded(path)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {path}: is no directory")
+    for name in ("report.md", "report.html"):
+        if (out / name).exists() and MADE_HERE not in read_text(out / name):
+            raise ValueError(f"--out {path}: holds a {name} that `report` did not write; give another directory")

@@ -35,7 +35,7 @@ def split_rank(mean: int, width: int, ratio: float, multiple: int = 1) -> Ranks:
     """
     multiple = multiple if mean >= multiple else 1
     v = min(multiple * round(2 * mean * ratio / (1 + ratio) / multiple), width, 2 * mean - multiple)
-    v = max(v, multiple)
+    v = max(v, multiple, 2 * mean - width)
     k = 2 * mean - v
     return Ranks(width if k >= width else k - k % multiple, v)
 

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Key, UInt32
 
 from lowrank_kv_jax.checks.bounds import check_int
+from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.generation.chunks import read_chunk
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, decode_step, extend, logits_of, prefill, refresh
 from lowrank_kv_jax.generation.prompts import check_lengths, encode_prompts, pad_prompts
@@ -348,6 +349,8 @@ def _next_turn(
 
 def _check_continued(cache: Cache | Generation, count: int, wanted: dict[str, Any]) -> None:
     """Raise ValueError unless `count` prompts can continue a conversation, in a cache that is as `wanted`."""
+    if not isinstance(cache, Cache | Generation):
+        raise ValueError(f"cache={short(cache)}: must be what `generate`, `prefill` or `load_cache` returned")
     held = (cache.cache if isinstance(cache, Generation) else cache).layout
     rows = len(cache.tokens) if isinstance(cache, Generation) else held.batch
     if count != rows:

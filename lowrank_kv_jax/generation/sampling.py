@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, Key
 
-from lowrank_kv_jax.checks.bounds import check_kind, check_number
-from lowrank_kv_jax.checks.shown import short
+from lowrank_kv_jax.checks.bounds import check_int, check_kind, check_number
 
 LEAST = 1e-6
 """Of temperatures above 0."""
@@ -36,8 +35,8 @@ class Sampler:
             check_number(name, getattr(self, name), 0)
         if 0 < self.temperature < LEAST:  # logits would overflow
             raise ValueError(f"temperature={self.temperature!r}: must be 0, which is greedy, or at least {LEAST:g}")
-        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
-            raise ValueError(f"top_k={short(self.top_k)}: must be an int of at least 1, or None")
+        if self.top_k is not None:
+            check_int("top_k", self.top_k, 1)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p!r}: must lie in (0, 1]")
 
@@ -95,7 +94,8 @@ def likely(
     kth = jnp.take_along_axis(ordered, last, axis=-1)
     ordered = jnp.where(ordered < kth, -jnp.inf, ordered)
     probability = jax.nn.softmax(ordered, axis=-1)
-    before = jnp.cumsum(probability, axis=-1) - probability  # mass of the tokens ahead: the first always stays
+    before = jnp.cumsum(probability, axis=-1) - probability  # mass of the tokens ahead
     p = top_p[:, None]
-    least = jnp.min(jnp.where((before < p) | (p >= 1), ordered, jnp.inf), axis=-1, keepdims=True)
+    stays = (before < p) | (before == 0) | (p >= 1)  # the first one whatever p is, which may be too small for float32
+    least = jnp.min(jnp.where(stays, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits < jnp.maximum(kth, least), -jnp.inf, logits)

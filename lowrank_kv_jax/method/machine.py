@@ -334,7 +334,7 @@ class Machine(KVMethod):
             return attend_by_index(self, layout, bases, state, q, positions, place, window)
         parts = [exact_tokens.attend(ends, q, positions, **layout.spec.logits, window=window)]
         if state.store is not None:
-            store = state.store if whole else pages.read(self, layout, state, q, place)
+            store = state.store if whole else pages.read(self, layout, state, q, positions, place)
             parts.append(attend_store(self.codec, layout, bases.codec, store, q, positions, place))
         return parts
 

@@ -9,12 +9,18 @@ import jax.numpy as jnp
 from lowrank_kv_jax.attention.blockwise import logits_of
 from lowrank_kv_jax.method.layout import Layout, Place
 from lowrank_kv_jax.method.reading import Reading
+from lowrank_kv_jax.segments import exact as exact_tokens
 from lowrank_kv_jax.storage.block_reads import gather_blocks
 from lowrank_kv_jax.storage.positions import PerHead
 
 
-def read(machine: Any, layout: Layout, state: Any, q: jax.Array, place: Place) -> Any:
-    """The store of a group's state with the pages alone that the queries of one layer need."""
+def read(machine: Any, layout: Layout, state: Any, q: jax.Array, positions: jax.Array, place: Place) -> Any:
+    """The store of a group's state with the pages alone that the queries of one layer need.
+
+    Args:
+        positions: int32 `[B, T]` of the queries; behind the first one, those behind the last token that a row holds are
+            padding.
+    """
     if not state.marks or place.window is not None:  # a sliding window is one run of tokens
         return state.store
     reading, marks, tokens = machine.standing_reading, state.marks[place.held], state.store.tokens
@@ -23,12 +29,14 @@ def read(machine: Any, layout: Layout, state: Any, q: jax.Array, place: Place) -
     if count == there and apart is None:
         return state.store
     units = max(tokens.k.shape[1], tokens.v.shape[1])
-    chosen = choose(reading, marks, tokens.length, q, units, count, apart, **layout.spec.logits)
+    newest = exact_tokens.newest(state.ends[place.held])[:, None]
+    asks = positions <= jnp.maximum(newest, positions[:, :1])
+    chosen = choose(reading, marks, tokens.length, q, asks, units, count, apart, **layout.spec.logits)
     return dataclasses.replace(state.store, tokens=take(tokens, chosen, reading.page, layout.spec.kv_heads))
 
 
 def choose(
-    reading: Reading, marks: Any, lengths: jax.Array, q: jax.Array, units: int, count: int,
+    reading: Reading, marks: Any, lengths: jax.Array, q: jax.Array, asks: jax.Array, units: int, count: int,
     apart: jax.Array | None = None, *, scale: float, cap: float | None = None,
 ) -> jax.Array:
     """The `count` pages that queries `[B, T, N, D]` need most, int32 `[B, U, count]`, ascending.
@@ -38,6 +46,7 @@ def choose(
     of all pages stands for those that are missing.
 
     Args:
+        asks: bool `[B, T]`, which of the queries there are.
         units: U, which share their tokens' codes and so their pages.
         apart: bool `[B, U, C]`, pages that are left out.
     """
@@ -50,7 +59,8 @@ def choose(
     there = (pages <= last)[:, None]
     there = there if apart is None else there & ~apart
     logits = logits.reshape(batch, units, kv_heads // units, tokens, heads // kv_heads, -1)
-    share = jax.nn.softmax(jnp.where(there[:, :, None, None, None], logits, -1e30), axis=-1).sum(3)
+    share = jax.nn.softmax(jnp.where(there[:, :, None, None, None], logits, -1e30), axis=-1)
+    share = jnp.where(asks[:, None, None, :, None, None], share, 0.0).sum(3)
     share = share.max((2, 3)) if reading.together == "max" else share.sum((2, 3))
     share = jnp.where(there, jnp.where((pages == last)[:, None], jnp.inf, share), -1.0)
     wanted, index = jax.lax.top_k(share, count)

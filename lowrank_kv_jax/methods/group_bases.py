@@ -1,5 +1,6 @@
 """The bases that a method reads a model's groups of layers with."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ def bases_of_group(method: Part, spec, bases: Sequence[Any] | None) -> tuple[Any
     if bases is None and method.calibrated:
         raise ValueError(f"method {method.name!r} needs calibrated bases: pass bases=calibrate(model, method), or "
                          "those of a Calibrator")
+    if isinstance(bases, str | os.PathLike):
+        raise ValueError(f"bases={os.fspath(bases)!r}: must be what `calibrate` or `load_bases` returns")
     return machine_of(method).group_bases(spec, bases)
 
 

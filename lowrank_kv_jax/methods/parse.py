@@ -26,6 +26,8 @@ def parse_method(text: str) -> Part:
         ValueError: unknown name or field (with the nearest known one), a value of the wrong type, or one that the
             method itself refuses; stages that do not go together, or the same stage twice.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"method={text!r}: must be text such as 'ojakv:rank=0.5'")
     parts = [_parse_part(part) for part in text.split("+")]
     if len(parts) == 1 and isinstance(parts[0], Part):
         return parts[0]

@@ -15,6 +15,7 @@ from lowrank_kv_jax.files import behind_links
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.group import GroupBases
 from lowrank_kv_jax.methods.compose import machine_of
+from lowrank_kv_jax.methods.group_bases import bases_of_group
 from lowrank_kv_jax.methods.parse import as_method, spell_method
 from lowrank_kv_jax.saving.checkpoint import FLOATS, METADATA, check_replaceable, load_arrays, load_metadata, save_arrays
 
@@ -37,7 +38,7 @@ def save_bases(
         settings: anything else to keep beside them, as JSON holds it (window length, seed).
 
     Raises:
-        ValueError: the method has no bases on this model, or these are not of its kind.
+        ValueError: the method has no bases on this model, or these are not of its kind and sizes.
         FileExistsError: `path` exists and holds something else.
     """
     method = as_method(method)
@@ -47,6 +48,7 @@ def save_bases(
     kind = method.bases_type
     if len(bases) != groups or not all(group is None or isinstance(group, kind) for group in bases):
         raise ValueError(f"bases: expected {groups} groups of {kind.__name__}, as calibrate returns them")
+    bases_of_group(method, model.config.attention, bases)
     arrays = {f"{i}.{name}": array for i, group in enumerate(bases) for name, array in _fields(group).items()}
     kinds = _kinds(method)
     for name, array in arrays.items():

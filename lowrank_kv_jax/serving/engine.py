@@ -78,6 +78,7 @@ class Engine:
         self._pools = [Pool(parts, *of_pool, prefill_chunk) for of_pool in zip(layouts, rows, strict=True)]
         self._queues: list[collections.deque[Answer]] = [collections.deque() for _ in rows]
         self._untold: list[Answer] = []  # ended in a step that raised
+        self._failed: Exception | None = None
         self._check_bytes()
 
     # ---- what is asked ------------------------------------------------------------------------------------------
@@ -170,8 +171,23 @@ class Engine:
 
         Raises:
             Exception: whatever an `on_tokens` raised, once all were told; its request is cancelled, the engine goes on.
-                The next step returns what ended in this one, too.
+                The next step returns what ended in this one, too. After any other exception there are no more steps.
         """
+        if self._failed is not None:
+            raise RuntimeError(f"this engine has failed ({self._failed!r}): make another one") from self._failed
+        try:
+            ended, errors = self._step()
+            self._check_bytes()
+        except Exception as error:  # rows may be half filled
+            self._failed = error
+            raise
+        if errors:
+            self._untold = ended
+            raise errors[0]
+        return ended
+
+    def _step(self) -> tuple[list[Answer], list[Exception]]:
+        """Who ended, and what their `on_tokens` raised."""
         errors: list[Exception] = []
         ended, self._untold = self._untold, []
         ended += [answer for pool in self._pools for answer in pool.clear()]
@@ -183,11 +199,7 @@ class Engine:
         for pool in self._pools:
             self._decode(pool, errors)
             ended += pool.clear()
-        self._check_bytes()
-        if errors:
-            self._untold = ended
-            raise errors[0]
-        return ended
+        return ended, errors
 
     def _admit(self, pool: Pool, queue: collections.deque[Answer], errors: list[Exception]) -> list[Answer]:
         """Prompts into rows that are free; who is done at once."""

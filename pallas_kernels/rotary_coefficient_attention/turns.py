@@ -29,7 +29,8 @@ def slot_angles(position: jax.Array, step: jax.Array, behind: jax.Array) -> tupl
         position: `[..., tokens, 1]`, or `[..., 1, tokens]`.
         step, behind: of `steps_of`, int32 `[1, pairs]`, or `[pairs, 1]`.
     """
-    phase = position * step + jax.lax.shift_right_logical(position * behind, BEHIND)
+    position = position.astype(jnp.int32)  # which wraps, also where integers have 64 bits
+    phase = position * step + jax.lax.shift_right_logical(position * behind, jnp.int32(BEHIND))
     # -1 where half a turn is nearer than none: the angle is counted from there, and both results change their sign
     opposite = (phase + (1 << TURN - 2)) >> TURN - 1
     angle = (phase - (opposite << TURN - 1)).astype(jnp.float32) * (2 * math.pi / 2**TURN)

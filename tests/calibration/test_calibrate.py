@@ -357,6 +357,8 @@ def test_what_cannot_be_saved_leaves_nothing_behind(tmp_path):
         save_bases(tmp_path / "bases", fitted(method)[:2], model(), method)
     with pytest.raises(ValueError, match="nothing to save"):
         save_bases(tmp_path / "bases", (None,) * 3, model(), methods.Full())
+    with pytest.raises(ValueError, match="settings takes 1 of"):
+        save_bases(tmp_path / "bases", fitted(method), model(), methods.OjaKV(rank=2))
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "NOTES.md").write_text("mine")
     with pytest.raises(FileExistsError):

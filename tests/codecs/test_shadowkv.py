@@ -23,6 +23,7 @@ from lowrank_kv_jax.storage.state import walk
 
 SPEC, PAGE, ENDS = PLAIN.attention, 8, {"sinks": 4, "recent": 8}
 LENGTHS = (96, 61, 15)  # of stored tokens: 10 pages and a half, 6 whole ones and a token, none whole
+ONE = jnp.ones((len(LENGTHS), 1), bool)  # a query a row, no padding
 HEADS = SPEC.q_heads // SPEC.kv_heads
 
 
@@ -139,7 +140,7 @@ def test_a_query_reads_the_page_of_its_key_and_each_head_its_own():
     for sign in (20, -20):
         aimed = np.repeat(sign * longest, HEADS, axis=0)[None, None]
         q = jnp.asarray(np.broadcast_to(aimed, (len(LENGTHS), *aimed.shape[1:])), jnp.float32)
-        found = pages.choose(machine.standing_reading, state.marks[0], state.store.tokens.length, q, 4, 2, apart, scale=1.0)
+        found = pages.choose(machine.standing_reading, state.marks[0], state.store.tokens.length, q, ONE, 4, 2, apart, scale=1.0)
         chosen.append(np.asarray(found)[0])
         best = (sign * np.einsum("kcd,kd->kc", marks, longest)).argmax(1)
         assert chosen[-1][:, 0].tolist() == best.tolist() and (chosen[-1][:, 1] == 10).all()
@@ -151,7 +152,7 @@ def test_outliers_are_never_chosen_and_missing_pages_have_the_number_of_all():
     machine, _, state, _ = compressed(method)
     apart = machine.codec.apart(state.store)
     q = jnp.asarray(query(0), jnp.float32)
-    found = np.asarray(pages.choose(machine.standing_reading, state.marks[0], state.store.tokens.length, q, 4, 11, apart, scale=1.0))
+    found = np.asarray(pages.choose(machine.standing_reading, state.marks[0], state.store.tokens.length, q, ONE, 4, 11, apart, scale=1.0))
     for row, there in enumerate((11, 7, 1)):  # 11 pages are whole or begun in the longest row
         for head in range(SPEC.kv_heads):
             own = np.flatnonzero(~np.asarray(apart)[row, head, :there])

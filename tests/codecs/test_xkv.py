@@ -115,6 +115,7 @@ def test_ranks_are_split_one_to_one_and_a_half():
     assert split_rank(48, 192, 1.5) == (38, 58) and split_rank(48, 192, 1.5, 8) == (40, 56)
     assert split_rank(100, 100, 1.5, 8) == (100, 100) and split_rank(8, 100, 1.5, 8) == (8, 8)
     assert split_rank(3, 100, 1.5, 8) == (2, 4)  # too few to round
+    assert split_rank(64, 64, 0.5, 8) == (64, 64) and split_rank(56, 64, 0.5, 8) == (64, 48)  # what keys leave is the values'
 
 
 def test_ranks_follow_the_fields():

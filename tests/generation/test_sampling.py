@@ -29,6 +29,7 @@ def drawn(sampler, logits=LOGITS, draws=DRAWS):
         (Sampler(1.0, top_p=0.69), [0, 4 / 7, 0, 3 / 7, 0]),  # 0.4 + 0.3 reach 0.69
         (Sampler(1.0, top_p=0.75), np.array([0, 0.4, 0.15, 0.3, 0]) / 0.85),
         (Sampler(1.0, top_p=1e-6), [0, 1, 0, 0, 0]),  # the most likely token always stays
+        (Sampler(1.0, top_p=1e-310), [0, 1, 0, 0, 0]),  # 0 in float32
         (
             Sampler(1.0, top_k=3, top_p=0.8),
             [0, 4 / 7, 0, 3 / 7, 0],

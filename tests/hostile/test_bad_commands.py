@@ -152,6 +152,14 @@ TABLE = (  # arguments, where {d} is a directory with the files of `place`, and 
     ("report {d}/score.jsonl --baseline nothing", "baseline 'nothing': no record has this method, only full"),
     ("report {d}/score.jsonl --tasks nothing", "no record has the task 'nothing', only t"),
     ("report {d}/score.jsonl --out ''", "--out '': must be a path that is not empty"),
+    ("report {d}/score.jsonl --out {d}/empty.txt", "empty.txt: is no directory"),
+    ("report {d}/score.jsonl --out {d}/own", "own: holds a report.md that `report` did not write"),
+    ("compare --json {d}/deep.json", "deep.json: holds no records of this program; give another file"),
+    ("compare --json {d}/new.png --plot {d}/new.png", "--json and --plot are one file"),
+    ("eval leaderboard --json {d}/score.jsonl --markdown {d}/score.jsonl", "--json and --markdown are one file"),
+    ("eval leaderboard --json {d}/new.jsonl --methods none", "--methods none: without --peer nothing is left to evaluate"),
+    ("calibrate --method ojakv --out {d}/new --corpus ''", "--corpus '': must be a path that is not empty"),
+    ("generate --prompt x --temperature 1 --top-k 4294967296", "--top-k 4294967296: must be at most 268435456"),
 )
 
 
@@ -172,6 +180,8 @@ def place(tmp_path_factory):
     (path / "deep.json").write_text("[" * 100_000)
     (path / "score.jsonl").write_text('{"command": "c", "model": "m", "method": "full", "task": "t", "score": 1}\n')
     (path / "folder.png").mkdir()
+    (path / "own").mkdir()
+    (path / "own" / "report.md").write_text("mine")
     (path / "hf").mkdir()
     (path / "hf" / "config.json").write_text("[]")
     os.mkfifo(path / "pipe")
@@ -182,6 +192,20 @@ def test_after_an_interrupt_nothing_runs_any_more():
     code = ("import atexit, os; atexit.register(os.abort)\nimport lowrank_kv_jax.cli.__main__ as program\n"
             "program.main = lambda: 130\nprogram.program()")
     assert subprocess.run([sys.executable, "-c", code]).returncode == 130
+
+
+def test_an_interrupt_before_jax_is_there_ends_at_once():
+    code = ("import os, signal, time, lowrank_kv_jax.cli.__main__ as program\n"
+            "program.main = lambda: os.kill(os.getpid(), signal.SIGINT) or time.sleep(9)\nprogram.program()")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "lowrank-kv: interrupted\n")
+
+
+def test_a_jax_that_cannot_be_imported_is_told_in_one_line(tmp_path):
+    (tmp_path / "jax.py").write_text("raise ImportError('no such wheel')")
+    command = [sys.executable, "-m", "lowrank_kv_jax.cli", "generate", "--prompt", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "ImportError: no such wheel" in done.stderr
 
 
 class Panic(BaseException):

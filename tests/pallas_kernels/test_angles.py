@@ -1,5 +1,7 @@
 """Angles within kernels against float64."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,6 +23,14 @@ def test_angles_of_slots_are_those_of_float64(rope):
     found = slot_angles(position.astype(np.int32)[:, None], *(x[None] for x in steps))
     for x, wanted in zip(found, (np.cos(turns), np.sin(turns)), strict=True):
         np.testing.assert_allclose(x, wanted, atol=1e-6)
+
+
+def test_angles_where_integers_have_64_bits():
+    steps, position = steps_of_pairs(RopeSpec(10000.0, 64), 64), np.array([[5], [4000], [123456]])
+    expected = slot_angles(position.astype(np.int32), *(x[None] for x in steps))
+    with jax.enable_x64(True):
+        found = slot_angles(jnp.asarray(position), *(x[None] for x in steps))
+    np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 def test_angles_of_stale_positions_are_finite():

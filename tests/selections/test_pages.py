@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.attention.spec import Taps
-from lowrank_kv_jax.generation.forward import make_layout, prefill
+from lowrank_kv_jax.generation.forward import extend, make_layout, prefill
 from lowrank_kv_jax.method import Place, pages
+from lowrank_kv_jax.method.cache import fork
 from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.methods.parse import parse_method, spell_method
 from lowrank_kv_jax.selections.landmarks import Landmarks
@@ -21,10 +22,11 @@ from lowrank_kv_jax.selections.quest import Quest
 from lowrank_kv_jax.storage.quantised import read_basis, read_tokens
 
 SPEC = PLAIN.attention
+ONE = jnp.ones((2, 1), bool)  # a query a row, no padding
 
 add = jax.jit(lambda reading, *args: reading.add(*args), static_argnums=0)
 logits_of = jax.jit(lambda reading, *args: reading.logits(*args), static_argnums=0)
-choose = jax.jit(pages.choose, static_argnums=(0, 4, 5, 6))
+choose = jax.jit(pages.choose, static_argnums=(0, 5, 6, 7))
 
 
 def test_quest_reads_the_pages_whose_bounds_are_highest():
@@ -67,10 +69,10 @@ def test_codes_are_rebuilt_of_the_chosen_pages_alone():
     cache, _ = prefill(method, PLAIN, model().params, prompts(), lengths, capacity=160, dtype=jnp.float32)
     layout, state, machine = cache.layout, cache.groups[0], machine_of(method)
     q = jax.random.normal(jax.random.key(0), (2, 1, 8, 8))
-    chosen = jax.jit(lambda state, q: pages.read(machine, layout, state, q, Place(0)))(state, q)
+    chosen = jax.jit(lambda state, q: pages.read(machine, layout, state, q, lengths[:, None] - 1, Place(0)))(state, q)
     part = attend(machine.codec, layout, None, chosen, q, lengths[:, None])
     reading, tokens = machine.standing_reading, state.store.tokens
-    chosen = np.asarray(choose(reading, state.marks[0], tokens.length, q, 1, 3, scale=SPEC.scale))[:, 0]
+    chosen = np.asarray(choose(reading, state.marks[0], tokens.length, q, ONE, 1, 3, scale=SPEC.scale))[:, 0]
     assert (np.diff(chosen) > 0).all() and chosen[0].tolist() != chosen[1].tolist()
     keys, values = (
         jnp.einsum("bjsr,bjwr->bsjw", read_tokens(c), read_basis(u)).reshape(2, 96, 4, 8)
@@ -114,8 +116,24 @@ def test_a_query_finds_the_page_of_its_key_and_no_page_without_tokens():
     reading, layout = Landmarks(page=16), make_layout(PLAIN, 2, 64, 96, 8, jnp.float32)
     marks = add(reading, reading.empty(layout, 5), k, jnp.zeros(2, jnp.int32), jnp.array([64, 64]))
     q = 20 * jnp.repeat(marks.k[:, :, 2], 2, axis=1)[:, None]
-    assert (choose(reading, marks, jnp.array([64, 64]), q, 4, 2, scale=1.0) == jnp.array([2, 3])).all()
-    assert (choose(reading, marks, jnp.array([30, 64]), q, 1, 2, scale=1.0)[0] == jnp.array([0, 1])).all()
+    assert (choose(reading, marks, jnp.array([64, 64]), q, ONE, 4, 2, scale=1.0) == jnp.array([2, 3])).all()
+    assert (choose(reading, marks, jnp.array([30, 64]), q, ONE, 1, 2, scale=1.0)[0] == jnp.array([0, 1])).all()
+
+
+@pytest.mark.parametrize("spec", [
+    "quest:budget=8,keep=none,page=4,sinks=2,recent=4,dense_layers=0", "xkv:group=1,sinks=4,recent=8,rebuild=8,rebuild_block=4",
+    pytest.param("shadowkv:budget=8,keep=none,page=4,sinks=2,recent=4,outliers=0", marks=pytest.mark.slow),
+])
+def test_padding_asks_for_no_page(spec):
+    """A token alone, and with others behind it that do not count, whatever they are."""
+    config = dataclasses.replace(PLAIN, num_layers=1, windows=(None,))
+    method, params = parse_method(spec), model(config).params
+    cache, _ = prefill(method, config, params, prompts(), capacity=160, block=32, dtype=jnp.float32)
+    new, one = np.array([[7], [3]]), np.array([1, 1])
+    alone = extend(method, config, params, fork(cache), new)[1]
+    for padding in (0, 50):
+        padded = np.pad(new, ((0, 0), (0, 31)), constant_values=padding)
+        np.testing.assert_allclose(extend(method, config, params, fork(cache), padded, one)[1], alone, atol=1e-4)
 
 
 @pytest.mark.parametrize("codec", [

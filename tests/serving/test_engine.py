@@ -25,6 +25,7 @@ from lowrank_kv_jax.saving.saved_cache import abstract_cache
 from lowrank_kv_jax.serving import Engine, Request
 from lowrank_kv_jax.serving.decoding import empty_seats, serve_block
 from lowrank_kv_jax.serving.filling import copy_rows
+from lowrank_kv_jax.serving.pool import Pool
 
 HERE = Path(__file__).parent
 FULL = REGISTRY["full"]()
@@ -181,6 +182,17 @@ def test_tokens_are_told_as_they_come_and_a_failing_listener_ends_its_own_reques
     assert [len(new) for _, new in told] == [1, BLOCK, BLOCK, 3] and sum((new for _, new in told), []) == heard.tokens
     assert heard.finish == "length" and failing.finish == "cancelled" and len(failing.tokens) == 1 + BLOCK
     assert heard.submitted_s < heard.first_s < heard.finished_s
+
+
+def test_an_engine_that_failed_takes_no_more_steps(monkeypatch):
+    engine = full.__wrapped__()  # of its own
+    engine.submit(Request(ROWS[0], max_new_tokens=4))
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(Pool, "seat", lambda *_: 1 / 0)
+        engine.run()
+    engine.submit(Request(ROWS[1], max_new_tokens=4))
+    with pytest.raises(RuntimeError, match="this engine has failed .ZeroDivisionError"):
+        engine.run()
 
 
 def test_cancelling_frees_the_row():

@@ -39,11 +39,10 @@ def run(args: argparse.Namespace) -> int:
             without their peer.
     """
 
-    from lowrank_kv_jax.cli.options import check_numbers, load_from
+    from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
     from lowrank_kv_jax.evals.asking.methods import parse_methods
     from lowrank_kv_jax.evals.compare.leaderboard import leaderboard_table, method_specs, peer_specs, run_leaderboard
     from lowrank_kv_jax.evals.peers.kvpress_presses import parse_press, require_kvpress
-    from lowrank_kv_jax.evals.results.records import check_writable
     from lowrank_kv_jax.evals.ruler import check_seed, expand_tasks
     from lowrank_kv_jax.files import write_text
 
@@ -52,8 +51,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--presses: name their peer too, --peer kvpress")
     check_numbers(args, lengths=1, samples=1)
     check_seed(args.seed)
-    for path in filter(None, (args.json, args.markdown)):
-        check_writable(path)
+    check_outputs(args)
+    if args.methods == ["none"] and not args.peer:
+        raise ValueError("--methods none: without --peer nothing is left to evaluate")
     peers = (args.presses or peer_specs()) if args.peer else []
     for spec in peers:
         parse_press(spec)

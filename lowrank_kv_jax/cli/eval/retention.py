@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.evals.retention.run import evaluate_retention, mean_nll
 
     methods = parse_methods(args.methods)
-    check_numbers(args, lengths=1, turns=1, after=0, samples=1, rows=1, seed=0)
+    check_numbers(args, lengths=1, turns=1, after=0, samples=1, rows=1, seed=0, prefill_chunk=1)
     check_outputs(args)
     texts = [None if given is None else load_corpus(corpus_of(given, "")) for given in (args.haystack, args.between)]
     calibrate = load_corpus(corpus_of(args.calibrate, "pydoc:first"))
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     records = evaluate_retention(
         model, methods, args.lengths, args.modes, args.turns, args.after, args.samples, args.seed, haystack=texts[0],
         between=texts[1], json=args.json, rows=args.rows, dtype=args.cache_dtype, calibrate=calibrate,
-        progress=True, mesh=mesh,
+        progress=True, mesh=mesh, prefill_chunk=args.prefill_chunk,
     )
     print_scores(records, f"Needles found (%), {args.samples} contexts")
     nats = mean_nll(records)
