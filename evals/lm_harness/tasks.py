@@ -62,7 +62,7 @@ def _config(name: str, data: Path) -> dict[str, Any]:
     path = expanded(data) / f"{name}.jsonl"
     if not path.is_file():
         held = sorted(file.stem for file in expanded(data).glob("*.jsonl"))
-        raise FileNotFoundError(f"{data}: has no {name}.jsonl, only {', '.join(held) or 'no .jsonl file at all'}")
+        raise FileNotFoundError(f"{data}: has no {name}.jsonl, but {', '.join(held) or 'no such file at all'}")
     check_lines(path, name)
     config = yaml.safe_load((Path(__file__).parent / "configs" / f"{name}.yaml").read_text(encoding="utf-8"))
     return config | {"dataset_kwargs": {"data_files": {"test": str(path.resolve())}}}

@@ -65,8 +65,8 @@ def load_samples(task: str, data: str | os.PathLike | None = None,
         path = folder / f"{task}.jsonl"
         if not path.is_file():
             held = sorted(path.stem for path in folder.glob("*.jsonl"))
-            raise FileNotFoundError(f"{folder}: has no {task}.jsonl, only "
-                                    f"{', '.join(held) or 'no .jsonl file at all'}")
+            raise FileNotFoundError(f"{folder}: has no {task}.jsonl, but "
+                                    f"{', '.join(held) or 'no such file at all'}")
         with open(path, "rb") as file:  # decoded line by line, so that bytes which are no UTF-8 are found there
             return read_lines(task, file, str(path), samples)
     name = os.fspath(data)

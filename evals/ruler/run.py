@@ -140,8 +140,8 @@ def read_samples(
         for name in tasks:
             if not (place / f"{name}.jsonl").is_file():
                 held = sorted(path.stem for path in place.glob("*.jsonl"))
-                raise FileNotFoundError(f"{place}: has no {name}.jsonl, only "
-                                        f"{', '.join(held) or 'no .jsonl file at all'}")
+                raise FileNotFoundError(f"{place}: has no {name}.jsonl, but "
+                                        f"{', '.join(held) or 'no such file at all'}")
             found = load_task(place / f"{name}.jsonl", length=None if numbered else length)
             label = length if length is not None else max(sample.length or 0 for sample in found)
             drawn += [(label, sample) for sample in found[:samples]]

@@ -60,7 +60,6 @@ on_a_model = pytest.mark.parametrize("name", list(methods()))
 
 # the fields that low-rank methods share, in the combinations that the defaults leave out
 VARIANTS = [
-    "ojakv:rank=1.0,rope=pre,heads=joint,sinks=3,recent=5",
     pytest.param("ojakv:rank=1.0,normalize=token,recent_of=prompt,sinks=3", marks=pytest.mark.slow),
     "ojakv:rank=1.0,estimator=frequent_directions,sinks=3",
     "static-pca-h:rank=1.0,rope=pre,order=reconstruct,recent_of=prompt,sinks=0,recent=9",

@@ -417,7 +417,7 @@ def test_ruler_from_files(files, tmp_path):
     assert {r["length"] for r in ruler.evaluate_ruler(Loaded(), only, ["vt"], data=files, rows=2)} == {128}
     with pytest.raises(FileNotFoundError, match="no samples of length 64, only of 128"):
         ruler.evaluate_ruler(Loaded(), only, ["vt"], [64], data=files)
-    with pytest.raises(FileNotFoundError, match="has no fwe.jsonl, only vt"):
+    with pytest.raises(FileNotFoundError, match="has no fwe.jsonl, but vt"):
         ruler.evaluate_ruler(Loaded(), only, ["fwe"], data=files)
     with pytest.raises(FileNotFoundError, match="no such folder"):
         ruler.evaluate_ruler(Loaded(), only, ["vt"], data=files / "none")

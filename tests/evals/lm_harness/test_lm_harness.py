@@ -176,7 +176,7 @@ def test_bad_files_and_arguments_are_named(files):
     from lowrank_kv_jax.evals.lm_harness.model import LowRankKV
     from lowrank_kv_jax.evals.lm_harness.tasks import load_tasks
 
-    with pytest.raises(FileNotFoundError, match="has no hellaswag.jsonl, only piqa, winogrande"):
+    with pytest.raises(FileNotFoundError, match="has no hellaswag.jsonl, but piqa, winogrande"):
         load_tasks(["hellaswag"], files, None, 0)
     with pytest.raises(ValueError, match="unknown task 'copa': files are read for piqa"):
         load_tasks(["copa"], files, None, 0)

@@ -133,7 +133,7 @@ def test_mistakes_are_named(tmp_path):
     with pytest.raises(ValueError, match="qasper.jsonl, line 2: .*can't decode byte 0xff"):
         longbench.load_samples("qasper", tmp_path)
     assert len(longbench.load_samples("qasper", tmp_path, 1)) == 1
-    with pytest.raises(FileNotFoundError, match="has no trec.jsonl, only qasper"):
+    with pytest.raises(FileNotFoundError, match="has no trec.jsonl, but qasper"):
         longbench.load_samples("trec", tmp_path)
     with pytest.raises(FileNotFoundError, match="no such folder"):
         longbench.load_samples("trec", tmp_path / "none")
