@@ -89,6 +89,8 @@ def refuse_unknown(
 ):
     """One error for all that the decoder would get wrong. An attribute set to null is unset.
 
+    Of `rope_parameters` and `rope_scaling` one is read: they may not contradict each other.
+
     Args:
         required: attributes that must be positive integers.
         attributes: what the family has beside those of all.
@@ -97,6 +99,10 @@ def refuse_unknown(
     known = _COMMON_ATTRIBUTES | attributes | _IRRELEVANT | set(fixed) | set(required)
     problems = [f"{name} is missing" for name in required if config.get(name) is None]
     problems += out_of_range(config)
+    parameters, scaling = config.get("rope_parameters"), config.get("rope_scaling")
+    if isinstance(parameters, Mapping) and isinstance(scaling, Mapping):
+        if any(parameters.get(name) != value for name, value in scaling.items()):
+            problems.append("rope_parameters and rope_scaling say different things: leave one out")
     for name, value in config.items():
         if name not in known and value is not None:
             problems.append(f"{name:.80}={value!r:.80} is not known")

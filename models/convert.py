@@ -67,8 +67,7 @@ def _redundant(name: str, config: ModelConfig) -> bool:
         return config.tie_embeddings
     if name == "embed_out.weight":
         return config.tie_embeddings and config.family == "gpt_neox"
-    masks = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")  # causal, of old GPTs
-    return name == "rope_freqs.weight" or name.endswith(("rotary_emb.inv_freq", *masks))
+    return name == "rope_freqs.weight"
 
 
 def convert(

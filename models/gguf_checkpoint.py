@@ -61,6 +61,10 @@ def _with_heads(name: str, tensor: StoredTensor, config: ModelConfig) -> StoredT
     return tensor
 
 
+_TURN_ENDS = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<EOT>"})
+"""Texts of tokens that end a turn, of which older files do not say so."""
+
+
 def _hf_config(file: GgufFile) -> dict[str, Any]:
     """The metadata in the spelling of an HF config."""
     metadata, tensors = file.metadata, file.tensors
@@ -76,6 +80,8 @@ def _hf_config(file: GgufFile) -> dict[str, Any]:
         if key.startswith(f"{architecture}.")
     }
     known = {*_ATTRIBUTES, *_ROPE_KEYS, *_OTHER_KEYS}
+    if keys.get("attention.causal") is False:
+        raise ValueError(f"{file.path}: {architecture}.attention.causal=False: must be true, the decoder is causal")
     # zeros and empty values switch a feature off
     if unknown := [f"{architecture}.{key}={keys[key]!r}" for key in keys if key not in known and keys[key]]:
         raise ValueError(f"{file.path}: unknown metadata: " + "; ".join(unknown))
@@ -102,7 +108,8 @@ def _hf_config(file: GgufFile) -> dict[str, Any]:
         config["mlp_bias"] = True
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["bos_token_id"] = metadata.get("tokenizer.ggml.bos_token_id")
-    ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends += [token for token, text in enumerate(metadata.get("tokenizer.ggml.tokens", ())) if text in _TURN_ENDS]
     config["eos_token_id"] = list(dict.fromkeys(token for token in ends if token is not None))
     config["rope_parameters"] = _rope(file, keys, config)
     return config

@@ -1,5 +1,6 @@
 """The tokenizer that a GGUF file describes, rebuilt as a `PreTrainedTokenizerFast`."""
 
+import warnings
 from typing import Any
 
 from lowrank_kv_jax.models.gguf_file import GgufFile
@@ -51,6 +52,9 @@ def _byte_level(file: GgufFile, metadata: dict[str, Any]):
     """Byte-level BPE, as GPT-2, Llama 3, Qwen and SmolLM use it."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+    if "pre" not in metadata:
+        warnings.warn(f"{file.path}: does not say how text is cut (tokenizer.ggml.pre): it is cut as GPT-2 does, which "
+                      "makes another model's answers worse", stacklevel=3)
     pre = metadata.get("pre", "default")
     if pre not in (*_GPT2, *_DIGIT_WISE, *_LLAMA3, *_QWEN2):
         allowed = [*_GPT2, *_DIGIT_WISE, *_LLAMA3, *_QWEN2]
@@ -130,9 +134,10 @@ def _frame(backend, metadata: dict[str, Any]):
     """Open a sequence with BOS and close it with EOS, as far as the file asks for it."""
     from tokenizers import processors
 
-    # SentencePiece files without the flag mean that a sequence opens with BOS
+    # SentencePiece files and Llama 3's without the flag mean that a sequence opens with BOS
+    opens = metadata["model"] == "llama" or metadata.get("pre") in _LLAMA3
     flags = {
-        "bos": metadata.get("add_bos_token", metadata["model"] == "llama"),
+        "bos": metadata.get("add_bos_token", opens),
         "eos": metadata.get("add_eos_token", False),
     }
     ids = {name: metadata.get(f"{name}_token_id") for name, wanted in flags.items() if wanted}

@@ -10,6 +10,8 @@ from lowrank_kv_jax.models.config_attributes import refuse_unknown, token_ids
 from lowrank_kv_jax.models.config_ranges import check_rope_entry
 
 ACTIVATIONS = ("gelu", "gelu_new")
+_ALIKE = {"gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new"}
+"""Other names of the same function."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +41,8 @@ _GPT2_ATTRIBUTES = frozenset({
     "activation_function", "n_inner", "n_ctx", "layer_norm_epsilon",
     # nothing of inference: dropout, the initial values, and heads for classification
     "attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
-    "summary_type", "summary_use_proj", "gradient_checkpointing",
+    "summary_type", "summary_use_proj", "gradient_checkpointing", "n_special", "predict_special_tokens", "output_past",
+    "_num_labels",
 })
 _GPT2_FIXED = {
     "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
@@ -62,8 +65,12 @@ def read_gpt2(config: Mapping[str, Any]) -> GPTConfig:
         context=config["n_positions"], windows=(None,) * layers,
         tie_embeddings=config.get("tie_word_embeddings") in (None, True),
         bos_id=config.get("bos_token_id"), eos_ids=token_ids(config.get("eos_token_id")),
-        learned_positions=True, activation=config.get("activation_function") or "gelu_new",
+        learned_positions=True, activation=_activation(config.get("activation_function") or "gelu_new"),
     )
+
+
+def _activation(name: str) -> str:
+    return _ALIKE.get(name, name) if isinstance(name, str) else name
 
 
 _NEOX_REQUIRED = (
@@ -72,7 +79,7 @@ _NEOX_REQUIRED = (
 )
 _NEOX_ATTRIBUTES = frozenset({
     "rotary_pct", "rotary_emb_base", "layer_norm_eps", "use_parallel_residual", "hidden_act",
-    "attention_dropout", "hidden_dropout", "classifier_dropout",
+    "attention_dropout", "hidden_dropout", "classifier_dropout", "attention_probs_dropout_prob",
 })
 _NEOX_FIXED = {"attention_bias": True}
 
@@ -94,7 +101,7 @@ def read_gpt_neox(config: Mapping[str, Any]) -> GPTConfig:
         context=config["max_position_embeddings"], windows=(None,) * layers,
         tie_embeddings=bool(config.get("tie_word_embeddings")), bos_id=config.get("bos_token_id"),
         eos_ids=token_ids(config.get("eos_token_id")), parallel_residual=True if parallel is None else bool(parallel),
-        activation=config.get("hidden_act") or "gelu",
+        activation=_activation(config.get("hidden_act") or "gelu"),
     )
 
 

@@ -16,6 +16,10 @@ from lowrank_kv_jax.models.convert import Checkpoint
 from lowrank_kv_jax.models.hf_config import read_config
 from lowrank_kv_jax.models.stored import PACKED_TYPES, PLAIN_TYPES, StoredTensor
 
+REDUNDANT = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+"""Ends of the names of tensors that hold what the config says already: frequencies, and causal masks of old GPTs. They
+are of any type, and are not read."""
+
 
 def open_hf_directory(directory: Path) -> Checkpoint:
     """The checkpoint in an HF model directory.
@@ -54,14 +58,12 @@ def _naming(file: Path) -> Iterator[Path]:
 
 def _weight_files(directory: Path) -> list[Path]:
     index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if not index.is_file():
-        if not single.is_file():
-            found = sorted(path.name for path in directory.iterdir())
-            raise FileNotFoundError(
-                f"{directory}: neither {single.name} nor {index.name} (found: {found}); "
-                "weights in other formats than safetensors are not read"
-            )
+    if single.is_file():  # also beside an index, which is then of an earlier save
         return [single]
+    if not index.is_file():
+        found = sorted(path.name for path in directory.iterdir())
+        raise FileNotFoundError(f"{directory}: neither {single.name} nor {index.name} (found: {found}); "
+                                "weights in other formats than safetensors are not read")
     weight_map = read_json_object(index).get("weight_map")
     names = weight_map.values() if isinstance(weight_map, dict) else [None]
     if not all(isinstance(name, str) and _names_a_file(name) for name in names):
@@ -97,7 +99,8 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
     header.pop("__metadata__", None)
-    return {name: _entry(path, 8 + length, name, entry) for name, entry in header.items()}
+    read = {name: entry for name, entry in header.items() if not name.endswith(REDUNDANT)}  # of whatever type
+    return {name: _entry(path, 8 + length, name, entry) for name, entry in read.items()}
 
 
 def _entry(path: Path, data_start: int, name: str, entry: dict[str, Any]) -> StoredTensor:

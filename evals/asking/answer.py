@@ -13,6 +13,7 @@ from lowrank_kv_jax.generation.forward import decode_step, extend, refresh
 from lowrank_kv_jax.generation.generate import ingest
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.cache import Cache, fork, take_rows
+from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.storage.backend import platform
 from lowrank_kv_jax.storage.sharding import to_host
 
@@ -43,7 +44,8 @@ def answer(
         on_asked: called, once the questions are in the cache, with a copy of it and the logits `[B, V]` behind them.
         nonempty: for each row, whether its first token can neither end it nor be a line break.
         drafts: what each row may answer. A row reads its draft a block at a time, as a speculative decoder does, and
-            goes on with guesses, or step by step, from the block in which it leaves it.
+            goes on with guesses, or step by step, from the block in which it leaves it. Methods that a block changes
+            (see `_reads_as_it_steps`) have no use for it.
 
     Returns:
         The ids of each row's answer.
@@ -55,7 +57,7 @@ def answer(
     if any(nonempty):
         line_break = model.tokenizer("\n", add_special_tokens=False).input_ids[-1]
         logits = logits.at[np.ix_(np.flatnonzero(nonempty), [*config.eos_ids, line_break])].set(-jnp.inf)
-    if drafts is None:
+    if drafts is None or not _reads_as_it_steps(method):
         drawn = [_Row(model, number, enough) for number in range(len(questions))]
         return _decode(method, model, cache, logits, drawn, 0, max_new_tokens, bases, on_fewer_rows)
     if on_fewer_rows is not None:
@@ -66,6 +68,14 @@ def answer(
         read = follow(method, model, own, logits[number : number + 1], row, question, list(draft), max_new_tokens, bases)
         found += _decode(method, model, *read, max_new_tokens, bases, None)
     return found
+
+
+def _reads_as_it_steps(method: Part) -> bool:
+    """Whether a block of tokens is read as so many steps are: not where its queries choose pages together, or a token is
+    evicted at every step."""
+    machine = machine_of(method)
+    evicts = machine.selection is not None and machine.selection.schedule == "paper"
+    return machine.standing_reading is None and not evicts
 
 
 class _Row:

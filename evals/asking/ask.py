@@ -80,7 +80,9 @@ class Asker:
             on_step(spec)
             if drop_programs_if_many():
                 self.warm.clear()
-        self.warm.add(layers)
+                layers = None  # compiled anew, too
+        if layers is not None:
+            self.warm.add(layers)
 
     def _turn(
         self, batch: Batch, turn: int, spec: str, method: Part, cache: Cache, prefill_s: float | None, sharing: int,

@@ -31,6 +31,7 @@ class Likelihoods:
         return self._score if any(reference is not None for reference in self._references) else None
 
     def _score(self, cache: Cache, logits: jax.Array) -> None:
+        jax.block_until_ready((cache, logits))  # what went before is the question's
         begin, tokenizer = time.perf_counter(), self._model.tokenizer
         rows = [[0] if text is None else list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
                 for text in self._references]

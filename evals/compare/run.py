@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
@@ -18,7 +17,6 @@ from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.evals.asking.ask import Asker
 from lowrank_kv_jax.evals.asking.batches import make_batches, one_shape
 from lowrank_kv_jax.evals.asking.methods import bases_of, check_methods
-from lowrank_kv_jax.evals.asking.prefill_many import prefill_many
 from lowrank_kv_jax.evals.needle.grid import make_question
 from lowrank_kv_jax.evals.needle.samples import RESERVE
 from lowrank_kv_jax.evals.perplexity.score import Perplexity, score_many
@@ -26,7 +24,6 @@ from lowrank_kv_jax.evals.results.records import make_record
 from lowrank_kv_jax.evals.results.sizes import Size, size_fields
 from lowrank_kv_jax.evals.speed.timing import CacheContender, Timing, alternate
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK
-from lowrank_kv_jax.generation.generate import decode
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
 
@@ -108,7 +105,7 @@ class Result:
         spec, method: as given, and what it parses to.
         scores: 0-100 of each needle, by length.
         size: by length.
-        perplexity: of text through the cache.
+        perplexity: of text through the cache, and `scored_size` that cache's.
         timing: at `Settings.length_timed`.
     """
 
@@ -117,6 +114,7 @@ class Result:
     scores: dict[int, list[float]] = dataclasses.field(default_factory=dict)
     size: dict[int, Size] = dataclasses.field(default_factory=dict)
     perplexity: Perplexity | None = None
+    scored_size: Size | None = None
     timing: Timing | None = None
 
     @property
@@ -233,7 +231,7 @@ def _perplexities(model, results: dict[str, Result], bases, settings: Settings, 
                        prefill_chunk=settings.prefill_chunk)
     on_step("text", _prefill_work(settings.windows, prefix))
     for scored in found:
-        results[scored.spec].perplexity = scored.perplexity
+        results[scored.spec].perplexity, results[scored.spec].scored_size = scored.perplexity, scored.size
         on_step(f"text {scored.spec}", _SCORE_WORK)
 
 
@@ -241,24 +239,14 @@ def _timings(model, methods, bases, settings: Settings, on_step: Step) -> dict[s
     length, dtype = settings.length_timed, settings.cache_dtype_timed
     texts = load_corpus(settings.text).texts
     tokens = token_windows(model.tokenizer, texts, length - settings.steps, 1, settings.seed)
-    # compile everything that will be timed, at the price of one prefill
-    caches, logits = prefill_many(
-        methods, model.config, model.params, jnp.asarray(tokens), bases=bases, capacity=length, dtype=dtype,
-        chunk=settings.prefill_chunk,
-    )
-    on_step("times", _prefill_work(1, length))
-    for spec, method in methods.items():
-        cache, given = caches.pop(spec), bases.get(spec)
-        for _ in decode(method, model.config, model.params, cache, logits[spec], 1 + settings.steps, bases=given):
-            pass
-        on_step(f"times {spec}", _COMPILE_WORK)
     contenders = {
         spec: CacheContender(model, method, bases.get(spec), tokens, settings.steps, dtype=dtype,
                              chunk=settings.prefill_chunk)
         for spec, method in methods.items()
     }
-    return alternate(contenders, settings.steps, settings.rounds, warmup=False,
-                     on_round=lambda: on_step("times", _round_work(length)))
+    shares = [_COMPILE_WORK + _prefill_work(1, length) / len(methods)] * len(methods)  # of a round that is not timed
+    return alternate(contenders, settings.steps, settings.rounds,
+                     on_round=lambda: on_step("times", shares.pop() if shares else _round_work(length)))
 
 
 # ---- records -----------------------------------------------------------------------------------------------
@@ -275,7 +263,7 @@ def records(model: Any, results: Sequence[Result], settings: Settings) -> list[d
     }
     out = []
     for result in results:
-        assert result.timing is not None and result.perplexity is not None
+        assert result.timing is not None and result.perplexity is not None and result.scored_size is not None
         shared = common | {
             "method": result.spec, "ttft_s": result.timing.ttft_s,
             "decode_tokens_per_s": result.timing.decode_tokens_per_s,
@@ -288,7 +276,7 @@ def records(model: Any, results: Sequence[Result], settings: Settings) -> list[d
         for index, row in enumerate(result.perplexity.nll):
             total = float(row.sum())
             out.append(make_record(
-                "compare", **shared, **size_fields(result.size[min(settings.lengths)]), task="perplexity-stream",
+                "compare", **shared, **size_fields(result.scored_size), task="perplexity-stream",
                 length=prefix + len(row), step=prefix, samples=1, index=index, scored_tokens=len(row),
                 text={"name": corpus.name, "sha256": corpus.sha256}, nll=total if math.isfinite(total) else None,
                 perplexity=math.exp(min(total / len(row), 700)) if math.isfinite(total) else None,

@@ -106,9 +106,13 @@ class LowRankKV(TemplateLM):
         return self.rows
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of a text, by default without special tokens, as lm-eval's `hf` model has it for causal models."""
+        """Ids of a text, by default with the token that opens a sequence where the tokenizer has it so and the text does
+        not begin with it, as lm-eval's `hf` model has it."""
         del kwargs
-        return list(self.tokenizer(string, add_special_tokens=bool(add_special_tokens), verbose=False).input_ids)
+        opening = getattr(self.tokenizer, "bos_token", None)
+        opens = bool(opening) and string.startswith(opening)
+        special = not opens if add_special_tokens is None else add_special_tokens
+        return list(self.tokenizer(string, add_special_tokens=special, verbose=False).input_ids)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation.

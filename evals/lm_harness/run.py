@@ -22,7 +22,7 @@ from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
 
 COMMAND = "eval lm-eval"
 SEED = 1234  # lm-eval's own for its few-shot examples
-CHUNK = 32  # documents that are scored before their records are written
+CHUNK = 32  # documents that are scored before their records are written; solved examples are drawn anew for each so many
 
 
 def evaluate_lm_eval(
@@ -53,7 +53,8 @@ def evaluate_lm_eval(
     loaded = load_tasks(tasks, None if data is None else Path(data), fewshot, seed)
     documents = {name: list(task.eval_docs)[:samples] for name, task in loaded.items()}
     corpus, dtype = calibrate or load_corpus("pydoc:first"), dtype or default_cache_dtype()
-    conditions = {"fewshot": fewshot, "cache_dtype": dtype, "prefill_chunk": prefill_chunk,
+    conditions = {"fewshot": fewshot, "fewshot_drawn_for": CHUNK if fewshot else None, "cache_dtype": dtype,
+                  "prefill_chunk": prefill_chunk,
                   **calibration_settings(corpus, methods)}
     wanted: dict[Key, dict[str, Any]] = {
         _key(model, spec, task, index, seed): conditions_of(conditions, method) | {"document_sha256": _digest(document)}
@@ -70,11 +71,14 @@ def evaluate_lm_eval(
         for spec, method in needed.items():
             adapter = _adapter(model, method, bases.get(spec), dtype, rows, mesh, prefill_chunk)
             for task in (task for other, task in pending if other == spec):
-                left = pending[spec, task]
-                for begin in range(0, len(left), CHUNK):
-                    chunk = left[begin : begin + CHUNK]
+                left = set(pending[spec, task])
+                for block in sorted({index // CHUNK for index in left}):
+                    chunk = list(range(block * CHUNK, min((block + 1) * CHUNK, len(documents[task]))))
+                    loaded[task].set_fewshot_seed(seed=seed + block)  # the same examples for every method and every run
                     for values in _score(adapter, loaded[task], task, chunk):
                         key = _key(model, spec, task, values["index"], seed)
+                        if key in known:
+                            continue
                         record = make_record(
                             COMMAND, model=model.name, fingerprint=model.fingerprint, method=spec, task=task,
                             samples=1, seed=seed, **wanted[key], **values,
@@ -83,7 +87,7 @@ def evaluate_lm_eval(
                         known[key] = record
                         if json is not None:
                             append_record(json, record)
-                    bar.advance(len(chunk))
+                    bar.advance(len(left.intersection(chunk)))
     return [known[key] for key in wanted]
 
 

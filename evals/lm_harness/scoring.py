@@ -1,7 +1,7 @@
 """Log-likelihoods of continuations through the compressed caches of their contexts."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -89,8 +89,8 @@ def score_pairs(
         by_head.setdefault(pair.head, []).append(index)
     heads = sorted(by_head, key=lambda head: (len(head), head))
     found: dict[int, Scored] = {}
-    for begin in range(0, len(heads), rows):
-        real = heads[begin : begin + rows]
+    longest_of = {head: max(len(pairs[i].tail) for i in own) for head, own in by_head.items()}
+    for real in _together(heads, longest_of, rows, model.config.context):
         asked = [by_head[head] for head in real]
         filled = real + [real[-1]] * (rows - len(real))  # one shape, whether the batch is full or not
         width, capacity = _shape(filled, [pairs[i] for row in asked for i in row], model.config.context)
@@ -115,6 +115,23 @@ def score_pairs(
                 found[i] = Scored(-float(nll[-count:].sum()), bool(greedy[-count:].all()), size, ttft_s)
         on_scored(sum(map(len, asked)))
     return [found[i] for i in range(len(pairs))]
+
+
+def _together(heads: Sequence[Ids], tails: Mapping[Ids, int], rows: int, longest: int) -> Iterator[list[Ids]]:
+    """Batches of heads by length, in which the longest head and the longest tail fit into the model's context.
+
+    Args:
+        tails: the length of each head's longest tail, whose last token is not appended.
+    """
+    batch: list[Ids] = []
+    for head in heads:
+        tail = max(tails[own] for own in (*batch, head))
+        if batch and (len(batch) == rows or len(head) + tail - 1 > longest):
+            yield batch
+            batch = []
+        batch.append(head)
+    if batch:
+        yield batch
 
 
 def _shape(heads: Sequence[Ids], pairs: Sequence[Pair], longest: int) -> tuple[int, int]:

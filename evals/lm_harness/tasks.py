@@ -46,7 +46,10 @@ def load_tasks(names: Sequence[str], data: Path | None, fewshot: int | None, see
                              f"{', '.join(TASKS)} from files")
         specs = names
     tasks: Mapping[str, Any] = manager.load(specs)["tasks"]
-    for task in tasks.values():
+    for name, task in tasks.items():
+        if task.OUTPUT_TYPE != "multiple_choice":
+            raise ValueError(f"lm-eval task {name!r} is of type {task.OUTPUT_TYPE}: must be multiple_choice here; "
+                             "`lm_eval --model lowrank-kv` runs all")
         if fewshot is not None or task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=fewshot or 0)
         task.set_fewshot_seed(seed=seed)

@@ -203,7 +203,8 @@ class _Run:
         """Of a batch; None where programs were compiled meanwhile or another method had the prompt read twice."""
         known = (spec, shape) in self.warm
         each = self.conditions["prefill_chunk"] is not None
-        alone = known and (each or methods[spec].rereads == any(method.rereads for method in methods.values()))
+        twice = any(method.rereads for method in methods.values())
+        alone = known and (each or methods[spec].rereads == twice and not methods[spec].attends_codes)
         return {"ttft_s": clock.alone(spec) if alone else None, "scored_tokens_per_s": rate if known else None}
 
 

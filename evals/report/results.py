@@ -12,7 +12,9 @@ from lowrank_kv_jax.evals.ruler.tasks import GROUPS
 Record = Mapping[str, Any]
 Conditions = tuple[tuple[str, str], ...]
 
-CONDITIONS = ("fingerprint", "style", "cache_dtype", "haystack", "source", "fewshot")
+CONDITIONS = (
+    "fingerprint", "style", "cache_dtype", "haystack", "source", "fewshot", "prefill_chunk", "shapes", "turns", "between",
+)
 """Fields that results share where they can be compared; the calibration is not one, it is each method's own."""
 
 _NUMBERS = (
@@ -21,6 +23,8 @@ _NUMBERS = (
 )
 _NAMES = ("command", "model", "protocol", "length", "step", "seed", "index", "depth")
 """Fields that records are sorted by."""
+_ERRORS = ("eval outputs",)
+"""Commands whose score is an error, of which less is better: no table or figure of a report is made for that."""
 _DIGESTS = ("prompt_sha256", "document_sha256", "window_sha256")
 
 
@@ -92,7 +96,7 @@ def same_question(one: Record, other: Record) -> bool:
 
 def _kind(record: Record) -> str | None:
     """The field that makes a record a result."""
-    if not (record.get("method") and record.get("task")):
+    if not (record.get("method") and record.get("task")) or record.get("command") in _ERRORS:
         return None
     if record.get("score") is not None:
         return "score"

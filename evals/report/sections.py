@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -163,18 +163,28 @@ def _asked(records: list[Record], method: str, tasks: tuple[str, ...]) -> Asked:
 def _entry(method: str, asked: Mapping[str, Asked], baseline: str | None) -> Entry:
     scores = {task: {sample: record["score"] for sample, record in values.items()}
               for task, values in asked[method].items()}
+    together = _of_same_contexts(asked.values())
     arrays = [np.array(list(values.values()), float) for values in scores.values()]
     difference, p = None, None
     if baseline is not None and method != baseline:
         pairs = _differences(asked[method], asked[baseline])
         if pairs:
-            difference, p = interval(pairs), wilcoxon_p(np.concatenate(pairs))
+            difference = interval(pairs, together=together)
+            p = wilcoxon_p(np.mean(pairs, axis=0) if together else np.concatenate(pairs))
     own = [record for values in asked[method].values() for record in values.values()]
     return Entry(
         method, scores, {task: float(array.mean()) for task, array in zip(scores, arrays, strict=True)},
-        interval(arrays), difference, p, mean_smaller(own, method), mean_smaller(own, method, apart=True),
-        _mean(own, "nominal_smaller"), _mean(own, "bytes_per_token"),
+        interval(arrays, together=together), difference, p, mean_smaller(own, method),
+        mean_smaller(own, method, apart=True), _mean(own, "nominal_smaller"), _mean(own, "bytes_per_token"),
     )
+
+
+def _of_same_contexts(asked: Iterable[Asked]) -> bool:
+    """Whether every task asks the same contexts of every method, in one order: then these are what was drawn, and not
+    their questions."""
+    orders = {tuple(values) for own in asked for values in own.values()}
+    commands = {record.get("command") for own in asked for values in own.values() for record in values.values()}
+    return len(orders) == 1 and commands == {"eval retention"}
 
 
 def _differences(own: Asked, other: Asked) -> list[np.ndarray]:

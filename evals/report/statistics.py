@@ -20,14 +20,17 @@ class Interval:
     high: float | None = None
 
 
-def interval(groups: Sequence[np.ndarray], seed: int = 0) -> Interval:
+def interval(groups: Sequence[np.ndarray], seed: int = 0, together: bool = False) -> Interval:
     """The mean over groups of their means, bootstrapped by drawing samples again within each group.
 
     Called with the differences of two methods on the same samples, the interval is the paired one.
 
     Args:
         groups: scores of the samples of each task.
+        together: the groups' samples are of the same contexts, in one order: these are drawn, for all groups.
     """
+    if together:
+        groups = [np.mean(groups, axis=0)]
     mean = float(np.mean([group.mean() for group in groups]))
     if max(map(len, groups)) < 2:
         return Interval(mean)

@@ -105,10 +105,13 @@ def decode_cost(
     weights = _sizes(params)
     # the embedding is looked up, not multiplied; a tied one is the output head all the same
     looked_up = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
-    products = 2.0 * batch * (weights - looked_up)
+    experts, moe = sum(_sizes(layer["mlp"].get("experts", {})) for layer in params["layers"]), config.moe
+    rest = weights - looked_up - experts
+    used, read = (0, 0) if moe is None else (moe.per_token / moe.count, min(1, batch * moe.per_token / moe.count))
+    products = 2.0 * batch * (rest + used * experts)
     flops = count_flops(program.jaxpr)
     return Cost(
-        flops, flops - products, (weights - looked_up) * jnp.dtype(weight_dtype).itemsize,
+        flops, flops - products, int(rest + read * experts) * jnp.dtype(weight_dtype).itemsize,
         cache_bytes(cache, bases).by_kind, tokens, batch,
     )
 

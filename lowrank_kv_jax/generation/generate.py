@@ -262,6 +262,7 @@ def generate(
         stop_at_eos: end a row at the model's end-of-sequence tokens.
         cache: continue a conversation: `prompts` is the next turn. With the `Generation` of the turn before, its last
             token, which no cache holds yet, is put in front; with a bare cache, `prompts` must hold all that is new.
+            Texts go on: no token that opens a sequence is put before them.
             The cache is kept, not consumed; batch, block, capacity, dtype and mesh are its own.
         batch: rows of the cache, by default one for each prompt. Those beyond the prompts stay empty, so that calls
             with 1 to `batch` prompts share their compiled programs; each takes the bytes and the time of a row, and
@@ -284,7 +285,7 @@ def generate(
     for name, value in (("batch", batch), ("block", block), ("capacity", capacity), ("prefill_chunk", prefill_chunk)):
         if value is not None:
             check_int(name, value, 1)
-    method, rows = as_method(method), encode_prompts(model, prompts)
+    method, rows = as_method(method), encode_prompts(model, prompts, opening=cache is None)
     config, params = model.config, model.params
     sampler, eos = Sampler(temperature, top_k, top_p), config.eos_ids if stop_at_eos else ()
     count, own_seeds = len(rows), row_seeds(seeds, len(rows))

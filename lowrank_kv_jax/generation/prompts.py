@@ -14,8 +14,13 @@ from lowrank_kv_jax.checks.shown import short
 PAD_TO = 64  # prompts are padded to multiples of it, so that prompts of similar length share their compiled programs
 
 
-def encode_prompts(model: Any, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+def encode_prompts(
+    model: Any, prompts: str | Sequence[str] | Sequence[Sequence[int]], *, opening: bool = True
+) -> list[list[int]]:
     """Rows of ids from texts or ids.
+
+    Args:
+        opening: whether a text opens a sequence, and has the tokens that do; one that goes on has none.
 
     Raises:
         ValueError: no prompt, an empty one, or an id outside the vocabulary.
@@ -30,7 +35,7 @@ def encode_prompts(model: Any, prompts: str | Sequence[str] | Sequence[Sequence[
         if isinstance(row, str):
             if model.tokenizer is None:
                 raise ValueError("this model has no tokenizer: give prompts as lists of ids")
-            row = model.tokenizer.encode(row)
+            row = model.tokenizer.encode(row, **({} if opening else {"add_special_tokens": False}))
         try:
             row = [operator.index(t) for t in row]
         except TypeError as error:

@@ -81,8 +81,9 @@ class Answer:
 
     def __init__(self, model: Any, request: Request):
         self._model = model
-        texts: list[Any] = [text for text in (request.prefix, request.prompt) if text is not None]
-        *prefix, prompt = encode_prompts(model, texts)
+        *prefix, prompt = encode_prompts(model, [request.prompt if request.prefix is None else request.prefix])
+        if request.prefix is not None:
+            prefix, (prompt,) = [prompt], encode_prompts(model, [request.prompt], opening=False)
         self.request, self.prompt, self.prefix = request, tuple(prompt), tuple(prefix[0]) if prefix else ()
         self.tokens: list[int] = []
         self.finish: str | None = None

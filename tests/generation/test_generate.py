@@ -350,3 +350,21 @@ def test_a_turn_that_does_not_fit_is_refused():
         gen(model(), FULL, [[1]], cache=cache, max_new_tokens=1)
     with pytest.raises(ValueError, match="capacity=400: the conversation goes on in its cache, .* with 80"):
         gen(model(), FULL, [[1], [2]], cache=cache, max_new_tokens=1, capacity=400)
+
+
+class Opening:
+    """A tokenizer that puts a token in front of what opens a sequence."""
+
+    def encode(self, text, add_special_tokens=True):
+        return [1] * add_special_tokens + [ord(letter) % 64 for letter in text]
+
+    def decode(self, ids, skip_special_tokens=True):
+        return " ".join(map(str, ids))
+
+
+def test_a_turn_opens_no_sequence():
+    talker = dataclasses.replace(Model(PLAIN, model().params), tokenizer=Opening())
+    first = generate(talker, "full", ["ab"], max_new_tokens=4)
+    by_ids = generate(talker, "full", [[ord("c") % 64, ord("d") % 64]], max_new_tokens=4, cache=first)
+    assert generate(talker, "full", ["cd"], max_new_tokens=4, cache=first).tokens == by_ids.tokens
+    assert first.cache.length.tolist() == [1 + 2 + 3]

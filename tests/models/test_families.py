@@ -160,6 +160,8 @@ def test_directories_that_lack_a_tensor_or_have_another_shape_are_refused(name, 
      "rope divisors: must be 6 finite numbers above 0"),
     ("phi3_longrope", {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": "2"}},
      "rope long_factor='2': must be a list of finite numbers"),
+    ("mixtral", {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+     "rope_parameters and rope_scaling say different things: leave one out"),
     ("mixtral", {"num_experts_per_tok": 5}, r"experts_per_token=5: must lie in 1..4"),
     ("gemma3_text", {"hidden_activation": "relu"}, "hidden_activation='relu' is not supported"),
     ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4}}, "must hold 'full_attention' and 'sliding_attention'"),
@@ -171,6 +173,15 @@ def test_directories_that_lack_a_tensor_or_have_another_shape_are_refused(name, 
 def test_what_cannot_be_honoured_is_refused(name, change, message):
     with pytest.raises(ValueError, match=message):
         models.read_config(FAMILIES[name] | change)
+
+
+def test_what_a_config_leaves_out_is_what_its_family_means():
+    plain = {"model_type": "mistral", "vocab_size": 8, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    assert models.read_config(plain).windows == (4096, 4096)
+    assert models.read_config(plain | {"sliding_window": None}).windows == (None, None)
+    assert models.read_config(plain | {"model_type": "qwen2"}).windows == (None, None)
+    assert models.read_config(plain | {"model_type": "mixtral"}).rope.theta == 1e6
 
 
 def test_weights_of_fused_tensors_are_their_parts(loaded):

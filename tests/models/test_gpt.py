@@ -92,7 +92,8 @@ def test_directories_load(name, prefix, tmp_path):
     config, params = tiny(name)
     tensors = {prefix + info.hf: random_tensor(info.hf, info.stored_shape) for info in stored_arrays(config)}
     layer = f"{prefix}h.0.attn" if config.family == "gpt2" else "gpt_neox.layers.0.attention"
-    tensors |= {f"{layer}.bias": np.ones((1, 1, 4, 4), np.float32), f"{layer}.masked_bias": np.ones(1, np.float32)}
+    mask = np.float32 if config.family == "gpt2" else np.uint8  # as Pythia has them
+    tensors |= {f"{layer}.bias": np.ones((1, 1, 4, 4), mask), f"{layer}.masked_bias": np.ones(1, np.float32)}
     if config.tie_embeddings:
         tensors["lm_head.weight"] = tensors[f"{prefix}wte.weight"]
     save_file(tensors, tmp_path / "model.safetensors")

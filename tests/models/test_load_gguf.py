@@ -306,11 +306,12 @@ def test_unknown_tokenizers_are_refused(change, message):
 
 @pytest.mark.parametrize(
     "asked, frame",
-    [({}, []), ({"add_bos_token": True}, [0]), ({"add_bos_token": True, "add_eos_token": True}, [0, 1])],
+    [({}, []), ({"pre": "llama-bpe"}, [0]), ({"pre": "llama-bpe", "add_bos_token": False}, []), ({"add_bos_token": True}, [0]), ({"add_bos_token": True, "add_eos_token": True}, [0, 1])],
 )
 def test_sequences_are_framed_as_the_file_asks(asked, frame):
     metadata = {
         "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": ["<b>", "<e>", "a"],
         "tokenizer.ggml.token_type": [3, 3, 1],
         "tokenizer.ggml.bos_token_id": 0,
@@ -319,3 +320,9 @@ def test_sequences_are_framed_as_the_file_asks(asked, frame):
     tokenizer = build_tokenizer(GgufFile(Path("x.gguf"), metadata, {}))
     assert tokenizer("aa").input_ids == frame[:1] + [2, 2] + frame[1:]
     assert tokenizer("a", add_special_tokens=False).input_ids == [2]
+
+
+def test_a_file_that_does_not_say_how_text_is_cut_warns():
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"]}
+    with pytest.warns(UserWarning, match="x.gguf: does not say how text is cut"):
+        build_tokenizer(GgufFile(Path("x.gguf"), metadata, {}))

@@ -20,7 +20,7 @@ def encode(tokenizer: Any, asked: Asked, longest: int) -> tuple[Ids | None, Ids]
     chat = isinstance(asked.prompt, tuple) and bool(asked.prompt) and isinstance(asked.prompt[0], dict)
     prefix = None if asked.prefix is None else ids_of(tokenizer, asked.prefix)
     text: Any = chat_text(tokenizer, asked.prompt) if chat else asked.prompt
-    prompt = ids_of(tokenizer, text, special=not chat) if isinstance(text, str) else text
+    prompt = ids_of(tokenizer, text, special=not chat and prefix is None) if isinstance(text, str) else text
     for field, ids in (("prefix", prefix), ("messages" if chat else "prompt", prompt)):
         if ids is None:
             continue

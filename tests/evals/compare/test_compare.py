@@ -189,6 +189,20 @@ def test_drafts_change_no_answer(model, spec):
     assert seen == [0] * 20 + [1] * 20  # once for each token
 
 
+def test_pages_are_not_chosen_by_a_draft(model):
+    """Tokens that are read together share their pages: such a method answers step by step."""
+    method, rng = parse_methods(["quest:budget=8,keep=none,page=4,sinks=2,recent=4,dense_layers=0"]), np.random.default_rng(0)
+    (method,), context, question = method.values(), list(rng.integers(32, 127, 70)), list(rng.integers(32, 127, 5))
+
+    def ask(drafts):
+        tokens, lengths = pad_rows([context], 80)
+        cache, _ = prefill(method, model.config, model.params, tokens, lengths, capacity=160, block=16, dtype=jnp.float32)
+        return answer(method, model, cache, [question], 20, drafts=drafts)
+
+    whole = ask(None)
+    assert ask(whole) == whole
+
+
 def test_an_answer_ends_when_it_is_enough(model):
     tokens, lengths = pad_rows([list(range(40, 90))], 64)
     cache, _ = prefill(Full(), model.config, model.params, tokens, lengths, capacity=128)

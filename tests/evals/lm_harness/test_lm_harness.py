@@ -24,6 +24,7 @@ from lowrank_kv_jax.evals.lm_harness.scoring import make_pair, score_pairs
 from lowrank_kv_jax.evals.lm_harness.tasks import TASKS, check_lines
 from lowrank_kv_jax.evals.results.records import read_records
 from lowrank_kv_jax.generation.forward import embed_tokens, layer_prefill, logits_of
+from lowrank_kv_jax.methods.parse import parse_method
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 METHODS = parse_methods(["full", "streamingllm:budget=8,keep=none,sinks=2"])
@@ -72,6 +73,16 @@ def test_every_token_is_scored_through_the_compressed_cache():
     (one,), (again,) = (score_pairs(tiny(), method, [pair], rows=1, dtype="float32", warm=warm) for _ in range(2))
     assert abs(one.logprob - exact(context, continuation)[0]) > 1e-3
     assert one.ttft_s is None and again.ttft_s > 0 and again.logprob == one.logprob  # a time without compilation
+
+
+def test_long_heads_and_long_tails_stand_apart():
+    """Together they would not fit into the model's context, which a cache that holds what comes after exactly needs."""
+    small = Loaded(dataclasses.replace(tiny().config, context=64), tiny().params)
+    pairs = [make_pair(TEXT[:1], TEXT[1:60], 64), make_pair(TEXT[:55], TEXT[55:60], 64), make_pair(TEXT[:20], TEXT[20:30], 64)]
+    method = parse_method("single-svd:rank=4,sinks=2,recent=4")
+    together, alone = (
+        [one.logprob for one in score_pairs(small, method, pairs, rows=rows, dtype="float32")] for rows in (3, 1))
+    assert np.isfinite(together).all() and together == pytest.approx(alone, abs=1e-3)
 
 
 def test_long_contexts_lose_their_beginning():
