@@ -101,6 +101,7 @@ def test_records_of_an_older_compare_are_left_out(write, capsys):
     ("fingerprint", "a", "b"), ("style", "base", "chat"), ("cache_dtype", "bfloat16", "float32"),
     ("source", "generated", "data"),
     ("haystack", {"name": "pydoc", "sha256": "1" * 16}, {"name": "pydoc", "sha256": "2" * 16}),
+    ("prefill_chunk", None, 256), ("shapes", None, "one"), ("turns", 3, 5),
 ])
 def test_incomparable_scores_stand_apart(write, field, one, other):
     paths = [write(score(**{field: one}), name="a"), write(score("small", **{field: other}), name="b")]
@@ -117,6 +118,23 @@ def test_incomparable_likelihoods_stand_apart(write, field):
     sections = read_report([write(window(), window("small", **{field: other}))])
     assert len(sections) == len({section.title for section in sections}) == 2
     assert all(f"by 32 tokens, {field} " in section.title for section in sections)
+
+
+def test_contexts_are_drawn_where_tasks_share_them(write):
+    """Of retention, whose tasks ask the same contexts: four questions on each say no more than one."""
+    values, tasks = (0.0, 0.0, 100.0, 100.0), [f"shared, question {i}" for i in range(4)]
+    rows = [score(method, i, value + 10 * (method == "small"), task=task, command="eval retention")
+            for task in tasks for i, value in enumerate(values) for method in ("full", "small")]
+    apart = [{**row, "command": "eval needle"} for row in rows]
+    files = write(*rows, name="a"), write(*apart, name="b")
+    of_contexts, of_questions = (read_sections([file])[0].entries[1] for file in files)
+    assert of_contexts.mean.high - of_contexts.mean.low > 1.5 * (of_questions.mean.high - of_questions.mean.low)
+    assert of_contexts.p == wilcoxon_p(np.full(4, 10.0)) > of_questions.p
+
+
+def test_errors_are_no_scores(write, capsys):
+    assert main(["report", str(write(score(command="eval outputs")))]) == 2
+    assert "no record with a score" in capsys.readouterr().err
 
 
 def test_samples_pair_where_their_prompts_agree(write):
