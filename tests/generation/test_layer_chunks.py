@@ -75,9 +75,9 @@ class Decoder:
         return unembed(self.config, self.params, x)
 
 
-QUICK = ("ojakv:rank=0.5,sinks=4,recent=8", "kvzip:keep=0.5,layers=uniform,sinks=4,recent=8",
-         "xkv:group=2,rank=0.5,sinks=4,recent=8")
-SLOW = ("full", "kivi:bits=4,sinks=4,recent=8", "snapkv:keep=0.5,sinks=4,recent=8", "momentkv:sinks=4,recent=8", "osp:rank=0.5,sinks=4,recent=8",
+QUICK = ("kvzip:keep=0.5,layers=uniform,sinks=4,recent=8", "xkv:group=2,rank=0.5,sinks=4,recent=8")
+SLOW = ("full", "ojakv:rank=0.5,sinks=4,recent=8", "kivi:bits=4,sinks=4,recent=8", "snapkv:keep=0.5,sinks=4,recent=8",
+        "momentkv:sinks=4,recent=8", "osp:rank=0.5,sinks=4,recent=8",
         "kivi:bits=4,sinks=4,recent=8+kvzip:keep=0.5,layers=uniform")
 
 

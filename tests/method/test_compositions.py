@@ -58,7 +58,7 @@ def refusal(config, *names):
 PARTS = [(codec, rule, summary) for codec in CODECS for rule in SELECTIONS for summary in (False, True)]
 QUICK = {  # of each shape of state one: the whole product is slow
     (EIGHT, "palu", "h2o", False),
-    (FEW, "transform", "kvzip", True), (FEW, "static-pca", "adakv", False),
+    (FEW, "transform", "kvzip", True),
 }
 
 

@@ -15,18 +15,21 @@ from lowrank_kv_jax.methods.group_bases import bases_of_group
 from lowrank_kv_jax.methods.parse import parse_method
 
 SPECS = [
-    f"{name}:sinks=4,recent=8{rest}" for name, rest in (
-        ("ojakv", ""), ("ojakv", ",bits=3"), ("streamingkv", ""), ("streamingkv", ",bits=3"), ("osp", ",chunk_length=32"),
-        ("xkv", ",group=3,recompress=16"), ("xkv", ",group=3,bits=3"), ("single-svd", ",bits=3"), ("palu", ",bits=3"),
-        ("transform", ""), ("transform", ",steps=prompt"), ("static-pca", ",rank=0.5"))
+    "ojakv:sinks=4,recent=8,bits=3", "streamingkv:sinks=4,recent=8", "osp:sinks=4,recent=8,chunk_length=32",
+    "xkv:sinks=4,recent=8,group=3,recompress=16", "single-svd:sinks=4,recent=8,bits=3",
+    "transform:sinks=4,recent=8,steps=prompt", "momentkv:budget=24,recent=8",
+    "static-pca:rank=0.5+snapkv:budget=24,recent=8+moments",
 ]
-SPECS += ["momentkv:budget=24,recent=8", "static-pca:rank=0.5+snapkv:budget=24,recent=8+moments", "kivi:bits=2",
-          "shadowkv:sinks=4,recent=8"]
+SLOW = [
+    "ojakv:sinks=4,recent=8", "streamingkv:sinks=4,recent=8,bits=3", "xkv:sinks=4,recent=8,group=3,bits=3",
+    "palu:sinks=4,recent=8,bits=3", "transform:sinks=4,recent=8", "static-pca:sinks=4,recent=8,rank=0.5", "kivi:bits=2",
+    "shadowkv:sinks=4,recent=8",
+]
 READING = ("attention/", "pallas_kernels/", "method/votes.py", "selections/reread.py", "summaries/residuals.py")
 """Files whose products are attention, votes or scores: read, and not kept."""
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", [*SPECS, *(pytest.param(spec, marks=pytest.mark.slow) for spec in SLOW)])
 def test_what_is_kept_is_multiplied_in_float32(spec):
     method, attention = parse_method(spec), PLAIN.attention
     machine, bases = machine_of(method), bases_for(method, PLAIN)
