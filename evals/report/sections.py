@@ -169,8 +169,9 @@ def _entry(method: str, asked: Mapping[str, Asked], baseline: str | None) -> Ent
     if baseline is not None and method != baseline:
         pairs = _differences(asked[method], asked[baseline])
         if pairs:
-            difference = interval(pairs, together=together)
-            p = wilcoxon_p(np.mean(pairs, axis=0) if together else np.concatenate(pairs))
+            alike = together and len(set(map(len, pairs))) == 1  # no question was left out that asks something else
+            difference = interval(pairs, together=alike)
+            p = wilcoxon_p(np.mean(pairs, axis=0) if alike else np.concatenate(pairs))
     own = [record for values in asked[method].values() for record in values.values()]
     return Entry(
         method, scores, {task: float(array.mean()) for task, array in zip(scores, arrays, strict=True)},

@@ -130,6 +130,8 @@ def test_contexts_are_drawn_where_tasks_share_them(write):
     of_contexts, of_questions = (read_sections([file])[0].entries[1] for file in files)
     assert of_contexts.mean.high - of_contexts.mean.low > 1.5 * (of_questions.mean.high - of_questions.mean.low)
     assert of_contexts.p == wilcoxon_p(np.full(4, 10.0)) > of_questions.p
+    rows[0]["prompt_sha256"], rows[1]["prompt_sha256"] = "1", "2"  # of one question the text differs
+    assert read_sections([write(*rows, name="c")])[0].entries[1].p == wilcoxon_p(np.full(15, 10.0))
 
 
 def test_errors_are_no_scores(write, capsys):
