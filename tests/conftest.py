@@ -12,6 +12,13 @@ if "xla_backend_optimization_level" not in os.environ.get("XLA_FLAGS", ""):
     flags = [f"--{name}={value}" for name, value in QUICK.items()]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
+# As many workers as cores: each keeps to one, and XLA takes no more threads than that, which would wait for each other.
+_worker, _workers = (os.environ.get(f"PYTEST_XDIST_WORKER{more}", "") for more in ("", "_COUNT"))
+if _worker.startswith("gw") and hasattr(os, "sched_setaffinity"):
+    _cores = sorted(os.sched_getaffinity(0))
+    if len(_cores) == int(_workers):
+        os.sched_setaffinity(0, {_cores[int(_worker[2:])]})
+
 # Beside XLA's threads those of NumPy's BLAS wait in loops that take the time of the other worker.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowrank_kv_jax.evals.results.records import warn
 from lowrank_kv_jax.generation.forward import decode_step, extend, refresh
 from lowrank_kv_jax.generation.generate import ingest
 from lowrank_kv_jax.method import Part
@@ -52,6 +53,8 @@ def answer(
     """
     config, params = model.config, model.params
     cache, logits = ingest(method, config, params, cache, questions, bases=bases)
+    if jnp.isnan(logits).any():  # an answer is made of it all the same, and scored: a fault must not pass for a low score
+        warn(f"{method.name}: logits behind a question are NaN; its answers say nothing")
     if on_asked is not None:
         on_asked(fork(cache), logits)
     if any(nonempty):
