@@ -83,7 +83,7 @@ def calibrate(
     model: Any, method: Part | str, texts: Corpus | Sequence[str] | None = None, *, length: int = 2048,
     windows: int = 4, seed: int = 0, dtype: Any = jnp.bfloat16, progress: bool = False,
     resume: str | os.PathLike | None = None, refine: int = 0, fisher_length: int = FisherSample().length,
-    fisher_sequences: int | None = None,
+    fisher_sequences: int | None = None, keep: Callable[[tuple[Any, ...]], None] | None = None,
 ) -> tuple[Any, ...]:
     """Bases of a method for a model, fitted to texts.
 
@@ -102,6 +102,7 @@ def calibrate(
             methods whose bases can be.
         fisher_length, fisher_sequences: tokens of a sequence whose gradient is one sample of Fisher information, and how
             many there are, by default all that the windows hold; for methods that read it (`rank_by=fisher`).
+        keep: called with the bases before the files of `resume` are deleted, to save them: where it fails, these stay.
 
     Returns:
         One entry for each of the method's layer groups. Save it with `save_bases`.
@@ -132,6 +133,8 @@ def calibrate(
     bases = fit_bases(model, method, moments, dtype)
     if refine:
         bases = refined(model, method, bases, tokens, refine, seed=seed, progress=progress)
+    if keep is not None:
+        keep(bases)
     for sums in held:
         sums.discard()
     return bases

@@ -70,8 +70,10 @@ def run(args: argparse.Namespace) -> int:
     settings = {"length": args.length, "windows": args.windows, "seed": args.seed, "refine": args.refine}
     if "fisher" in method.reads:
         settings |= {"fisher_length": args.fisher_length, "fisher_sequences": args.fisher_sequences}
-    bases = calibrate(model, method, corpus, **settings, dtype=args.bases_dtype, progress=True, resume=args.out)
-    save_bases(args.out, bases, model, method, corpus=corpus, settings=settings)
+    bases = calibrate(
+        model, method, corpus, **settings, dtype=args.bases_dtype, progress=True, resume=args.out,
+        keep=lambda bases: save_bases(args.out, bases, model, method, corpus=corpus, settings=settings),
+    )
     print(f"{spell_method(method)} for {model.name}: {_ranks(bases)}")
     print(f"calibrated on {corpus.name} (sha256 {corpus.sha256[:12]}), saved to {args.out}")
     return 0

@@ -4,6 +4,7 @@ import argparse
 import sys
 from typing import Any
 
+from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.files import read_text
 
 
@@ -41,6 +42,9 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         texts = [read_text(args.prompt_file)]
     if not all(texts):
         raise ValueError("the prompt is empty: give at least one token")
+    for text in texts:
+        if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python reads an argument that is not UTF-8
+            raise ValueError(f"--prompt {short(text)}: is not UTF-8 text")
     return texts
 
 

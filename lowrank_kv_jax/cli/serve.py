@@ -35,7 +35,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--prefixes", type=int, default=0, metavar="N",
                         help="rows that keep shared prefixes (the field `prefix`); with --memory at most one of four "
                              "(%(default)s)")
-    parser.add_argument("--admits", type=int, metavar="N", help="prompts that are prefilled between two blocks, at most")
+    parser.add_argument("--admits", type=int, metavar="N",
+                        help="prompts of each length that are prefilled between two blocks, at most")
     parser.add_argument("--block", type=int, default=DEFAULT_BLOCK, metavar="N",
                         help="tokens that are decoded, and told, at a time (%(default)s)")
     parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, default=default_cache_dtype(), help="(%(default)s)")

@@ -75,7 +75,10 @@ class Frame(NamedTuple):
 
 
 def _minus(x: jax.Array, mean: jax.Array | None) -> jax.Array:
-    return x if mean is None else x - for_tokens(mean).astype(x.dtype)
+    if mean is None:
+        return x
+    x = x.astype(jnp.float32) if x.dtype == jnp.float16 else x  # the difference may leave its range
+    return x - for_tokens(mean).astype(x.dtype)
 
 
 def for_tokens(mean: jax.Array) -> jax.Array:

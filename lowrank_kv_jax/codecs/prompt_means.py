@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from lowrank_kv_jax.storage import precise
+from lowrank_kv_jax.storage.cache_dtype import narrow
 
 
 def mean_of(x: Float[jax.Array, "B T J W"], weight: Float[jax.Array, "B T"], dtype) -> Float[jax.Array, "B J W"]:
     """The weighted mean in the dtype that it is stored in; 0 of a row without a token."""
     total = precise.einsum("btjw,bt->bjw", x.astype(jnp.float32), weight)
-    return (total / jnp.maximum(weight.sum(-1), 1e-9)[:, None, None]).astype(dtype)
+    return narrow(total / jnp.maximum(weight.sum(-1), 1e-9)[:, None, None], dtype)
 
 
 def without(x: Float[jax.Array, "B T J W"], mean: Float[jax.Array, "B J W"] | None) -> Float[jax.Array, "B T J W"]:

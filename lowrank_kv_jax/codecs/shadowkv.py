@@ -231,7 +231,7 @@ class ShadowKV(Codec):
         k, v = (take_tokens(x.swapaxes(1, 2), ahead, one.k.shape[1]) for x in (one.k, one.v))
         keys = k.swapaxes(1, 2)
         unlike, pages = outlier_pages(keys, jnp.maximum(counts - ahead, 0), page, most, there)
-        new = [_tokens_of(x.swapaxes(1, 2), jnp.minimum(pages, there - 1), page).astype(old.k.dtype) for x in (k, v)]
+        new = [narrow(_tokens_of(x.swapaxes(1, 2), jnp.minimum(pages, there - 1), page), old.k.dtype) for x in (k, v)]
         pages = jnp.where(pages < there, pages + first[:, None, None], there)
         before = unlikeness(_array(old.k).reshape(*old.k.shape[:2], most, page, -1))
         before = jnp.where(old.pages < there, before, -jnp.inf)

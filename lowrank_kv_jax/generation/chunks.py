@@ -41,6 +41,8 @@ def read_chunk(
         The cache, and `last` with the rows that had a token.
     """
     layout, groups = cache.layout, method.layer_groups(config.attention)
+    if config.attention != layout.spec:
+        raise ValueError("this cache was made for another model: its attention differs")
     bases = bases_of_group(method, config.attention, replicate(layout.mesh, bases))
     tokens, counts = shard_rows(layout.mesh, tokens, counts)
     # padding stands where the last token does: beyond the context there may be no position

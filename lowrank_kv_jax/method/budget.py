@@ -50,35 +50,41 @@ def selected_tokens(rule: Selection, layout: Layout, ends: Ends, tokens: int, la
 
 
 def tokens_for_bytes(
-    rule: Selection, layout: Layout, ends: Ends, groups: Sequence[Sequence[Any]], empty: Callable[[Layout, int], Any]
+    rule: Selection, layouts: Sequence[Layout], ends: Ends, groups: Sequence[Sequence[Any]],
+    empty: Callable[[Layout, int], Any],
 ) -> int:
     """Tokens between the ends of every layer, on average, such that a row of the cache takes at most `budget_bytes`.
 
     Args:
-        groups: what the selection knows of the layers of every group of the model.
+        layouts: of every group of the model: those with a sliding window keep no moments.
+        groups: what the selection knows of the layers of every group.
         empty: from a layout and the selected tokens of a group to the group's empty state, or its shapes.
 
     Raises:
         ValueError: the exact ends alone take more.
     """
-    row, budget = dataclasses.replace(layout, batch=1, mesh=None), rule.budget_bytes or 0
+    rows, budget = [dataclasses.replace(own, batch=1, mesh=None) for own in layouts], rule.budget_bytes or 0
 
-    def bytes_with(tokens: int) -> int:
-        return state_bytes(jax.eval_shape(lambda: empty(row, tokens)))
+    def cost(row: Layout) -> tuple[int, int, int]:
+        """Bytes with one token, and how many more come with each `step` tokens."""
+        one, two, later = (state_bytes(jax.eval_shape(lambda n=n: empty(row, n))) for n in (1, 2, 1 + TILE))
+        step = 1 if (two - one) * TILE == later - one else TILE
+        return one, (later - one) * step // TILE, step
 
-    one, two, later = bytes_with(1), bytes_with(2), bytes_with(1 + TILE)
-    step = 1 if (two - one) * TILE == later - one else TILE
-    slope = (later - one) * step // TILE
+    costs = {row: cost(row) for row in set(rows)}
 
     def spent(tokens: int) -> int:
-        each = (selected_tokens(rule, row, ends, tokens, group) for group in groups)
-        return OF_THE_CACHE + sum(one + slope * -(-(found - 1) // step) for found in each)
+        total = OF_THE_CACHE
+        for row, group in zip(rows, groups, strict=True):
+            one, slope, step = costs[row]
+            total += one + slope * -(-(selected_tokens(rule, row, ends, tokens, group) - 1) // step)
+        return total
 
-    low, high = 0, max(layout.capacity - ends.sinks - ends.recent, 1)
+    low, high = 0, max(rows[0].capacity - ends.sinks - ends.recent, 1)
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if spent(middle) <= budget else (low, middle - 1)
     if low == 0:
         raise ValueError(f"budget_bytes={budget}: sinks, recent tokens, room for a block and statistics take "
-                         f"{one * len(groups) + OF_THE_CACHE}")
+                         f"{OF_THE_CACHE + sum(costs[row][0] for row in rows)}")
     return low

@@ -198,9 +198,9 @@ class Machine(KVMethod):
         elif rule.budget_bytes is None:
             tokens = max(rule.tokens(layout) - ends.sinks - ends.recent, 0)
         else:
-            layers = rule.default_bases(layout.spec)
-            groups = [[layers[i] for i in group] for group in self.layer_groups(layout.spec)]
-            tokens = tokens_for_bytes(rule, layout, ends, groups, lambda row, n: self.empty(row, bases, n))
+            layers, every = rule.default_bases(layout.spec), self.layer_groups(layout.spec)
+            groups, layouts = [[layers[i] for i in group] for group in every], [layout.of_group(group) for group in every]
+            tokens = tokens_for_bytes(rule, layouts, ends, groups, lambda row, n: self.empty(row, bases, n))
         return self.room_of(layout, bases, selected_tokens(rule, layout, ends, tokens, bases.selection))
 
     def room_of(self, layout: Layout, bases: GroupBases, tokens: int) -> Room:

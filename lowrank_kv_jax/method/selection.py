@@ -99,11 +99,7 @@ class Selection(Part):
 
     @abc.abstractmethod
     def prompt_scores(self, layout: Layout, tap: Taps, lengths: Int[jax.Array, " B"]) -> Float32[jax.Array, "B K S"]:
-        """Scores float32 `[B, K, S]` of the prompt's tokens, those beyond `lengths` zero; high ones stay.
-
-        Raises:
-            ValueError: a prompt that is too short to select from.
-        """
+        """Scores float32 `[B, K, S]` of the prompt's tokens, those beyond `lengths` zero; high ones stay."""
 
     def vote(
         self, p: Float32[jax.Array, "B J T G S"], before: Int[jax.Array, "B T"]

@@ -33,16 +33,22 @@ _FIELDS = {"method": str, "model": str, "fingerprint": str, "bases": (str, type(
 def save_cache(path: str | Path, cache: Cache, model: Any, *, bases: Any = None, compress: bool = False) -> None:
     """Save a cache of `model` (a `LoadedModel`) to the directory `path`; those of a decoder of your own: `save_layers`.
 
+    A conversation goes on behind `Generation.last`, which no cache holds: keep it, too, and put it before the next turn.
+
     Args:
         bases: those that the cache was made with; not saved, but known again.
         compress: bytes that are alike lie together, which zstd codes in fewer; `load_cache` gives the same cache back, to
             the bit. The arrays pass through the memory of the host, and only this library reads them again.
 
     Raises:
-        ValueError: the cache is of another model.
+        ValueError: what is no cache, one of another model, or no bases where its method needs them: `load_cache` would
+            refuse whatever it is given.
     """
+    if not isinstance(cache, Cache):
+        raise ValueError(f"cache is a {type(cache).__name__}: must be a Cache, such as `.cache` of a Generation")
     if cache.layout.spec != model.config.attention:
         raise ValueError(f"this cache is not of model {model.name!r}: its attention differs")
+    bases_of_group(cache.method, cache.layout.spec, bases)
     metadata = {
         "method": repr(cache.method), "model": model.name, "fingerprint": model.fingerprint, "bases": digest_of(bases),
         "layout": layout_fields(cache.layout),
@@ -84,7 +90,9 @@ def abstract_cache(method: Part, layout: Layout, bases: Any = None) -> Cache:
 def _abstract_arrays(method: Part, layout: Layout, bases: Any) -> Cache:
     """The same with bfloat16 everywhere, as it is saved."""
     bases = bases_of_group(method, layout.spec, bases)
-    groups = tuple(jax.eval_shape(lambda b=b: lay_out(machine_of(method).init(layout, b), layout.tokens)) for b in bases)
+    layouts = (layout.of_group(group) for group in method.layer_groups(layout.spec))  # of a window no moments are kept
+    groups = tuple(jax.eval_shape(lambda one=one, b=b: lay_out(machine_of(method).init(one, b), layout.tokens))
+                   for one, b in zip(layouts, bases, strict=True))
     rows: Any = jax.ShapeDtypeStruct((layout.batch,), jnp.int32)
     scalar: Any = jax.ShapeDtypeStruct((), jnp.int32)
     return on_mesh(layout.mesh, Cache(groups, rows, rows, scalar, method, layout))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.method import Layout
 from lowrank_kv_jax.method.reading import Reading
+from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.state import leaf, state
 
 
@@ -52,7 +53,7 @@ class Landmarks(Reading):
         total = marks.k.astype(jnp.float32) * before
         k = k.swapaxes(1, 2).astype(jnp.float32)
         total = jax.vmap(lambda held, at, new: held.at[:, at].add(new, mode="drop"))(total, where, k)
-        return Means((total / jnp.maximum(after, 1)).astype(marks.k.dtype))
+        return Means(narrow(total / jnp.maximum(after, 1), marks.k.dtype))
 
     def logits(self, marks, q):
         return jnp.einsum("bkmd,bkcd->bkmc", q, marks.k.astype(jnp.float32))

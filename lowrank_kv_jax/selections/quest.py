@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.method import Layout, register
 from lowrank_kv_jax.method.reading import Reading
+from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.state import leaf, state
 
 
@@ -75,7 +76,7 @@ class Quest(Reading):
     def add(self, marks, k, start, counts):
         slots = jnp.arange(k.shape[1])
         where = jnp.where(slots < counts[:, None], (start[:, None] + slots) // self.page, marks.low.shape[2])
-        k = k.swapaxes(1, 2).astype(marks.low.dtype)
+        k = narrow(k.swapaxes(1, 2), marks.low.dtype)
         low = jax.vmap(lambda held, at, new: held.at[:, at].min(new, mode="drop"))(marks.low, where, k)
         high = jax.vmap(lambda held, at, new: held.at[:, at].max(new, mode="drop"))(marks.high, where, k)
         return Bounds(low, high)

@@ -65,8 +65,6 @@ class Windowing(Budgeted):
         return Neighbours(self.pool, self.kernel, self.chunk)
 
     def prompt_scores(self, layout, tap, lengths):
-        if self.voters > layout.prompt:
-            raise ValueError(f"window={self.voters}: longer than the prompt of {layout.prompt} tokens (padded)")
         scores = window_scores(
             tap.q, tap.k, lengths, window=self.voters, excluded=self.recent or 0, pool=self.pool, kernel=self.kernel,
             group=self.group, sink_logits=tap.sink_logits, sliding=layout.window, **layout.spec.logits,

@@ -74,7 +74,9 @@ class Filling:
         parts, size = self.parts, self.chunk
         longest = max(map(len, prompts))
         tokens, _ = self._padded([ids[:size] for ids in prompts], size)
-        lengths = jnp.asarray(np.maximum(self._padded(prompts, longest)[1], 1))
+        # counted by themselves: padded to the longest, every length of prompts would compile a copy to the device
+        counts = [*map(len, prompts), *[1] * (self.layout.batch - len(prompts))]
+        lengths = jnp.asarray(counts, jnp.int32)
         self.cache, self._last = begin_prefill(
             parts.method, parts.config, parts.params, self.layout, tokens, lengths, bases=parts.bases,
             goes_on=longest > size,

@@ -42,8 +42,8 @@ class Engine:
             the shortest that it fits. Methods keep a share of this length, as of any padded prompt.
         room: tokens behind a padded prompt: the answer, and what follows a prefix.
         prefixes: rows, of each length, that keep prefixes for others to share; with `memory`, at most one of four rows.
-        admits: prompts that are prefilled in a step at the most, between two blocks of tokens of those in flight; None:
-            as many as there are free rows.
+        admits: prompts of each length that are prefilled in a step at the most, between two blocks of tokens of those in
+            flight; None: as many as there are free rows.
         prefill_chunk: read prompts so many tokens at a time, one chunk a step of each prompt length, as `generate` does
             with the same `prefill_chunk`: those in flight wait for a chunk, not for a prompt. The rows that are being
             read lie beside the others, and take their part of `memory`.
@@ -78,7 +78,7 @@ class Engine:
         self._pools = [Pool(parts, *of_pool, prefill_chunk) for of_pool in zip(layouts, rows, strict=True)]
         self._queues: list[collections.deque[Answer]] = [collections.deque() for _ in rows]
         self._untold: list[Answer] = []  # ended in a step that raised
-        self._failed: Exception | None = None
+        self._failed: BaseException | None = None
         self._check_bytes()
 
     # ---- what is asked ------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class Engine:
         if pool.chunk is None:
             return []
         sizes = {min(pool.layout.block << i, pool.chunk) for i in range(max(pool.chunk - 1, 1).bit_length() + 1)}
-        behind = sorted(size for size in sizes if size <= pool.limit(1) - 1)
+        behind = sorted({min(size, pool.limit(1) - 1) for size in sizes})  # a turn may be wider than it is long
         requests = [Request([0] * pool.layout.prompt)] + [Request([0] * size, prefix=[0]) for size in behind]
         answers = [Answer(self._model, request) for request in requests]
         return [answer for answer in answers if pool.in_chunks(answer)]
@@ -160,7 +160,7 @@ class Engine:
         while self.waiting or self.in_flight:
             try:
                 ended += self.step()
-            except Exception:
+            except BaseException:
                 self._untold = ended + self._untold
                 raise
         return ended
@@ -171,14 +171,15 @@ class Engine:
 
         Raises:
             Exception: whatever an `on_tokens` raised, once all were told; its request is cancelled, the engine goes on.
-                The next step returns what ended in this one, too. After any other exception there are no more steps.
+                The next step returns what ended in this one, too. After any other exception, and after Ctrl-C, there
+                are no more steps.
         """
         if self._failed is not None:
             raise RuntimeError(f"this engine has failed ({self._failed!r}): make another one") from self._failed
         try:
             ended, errors = self._step()
             self._check_bytes()
-        except Exception as error:  # rows may be half filled
+        except BaseException as error:  # rows may be half filled, or be ahead of their seats: by Ctrl-C, too
             self._failed = error
             raise
         if errors:

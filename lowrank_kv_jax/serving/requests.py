@@ -33,7 +33,8 @@ class Request:
         seed: of what is drawn.
         stop: tokens, or texts, that end the answer and are not part of it.
         stop_at_eos: end at the model's end-of-sequence tokens.
-        on_tokens: called with the answer and its new tokens as soon as these are there, at most once a step.
+        on_tokens: called with the answer and its new tokens as soon as these are there: behind its prompt, and after each
+            block.
 
     Raises:
         ValueError: a number out of range, stops that are neither tokens nor texts, too many of them.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
 from lowrank_kv_jax.storage import precise
+from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.state import leaf, state
 
 
@@ -38,7 +39,7 @@ class Steps:
 
     def moved(self, move: Float[jax.Array, "B J R R"], rows: Bool[jax.Array, " B"]) -> "Steps":
         """The steps of coefficients that were moved in these rows, c @ `move`: zeros move along, steps stay."""
-        zero = precise.einsum("bjr,bjrp->bjp", self.zero.astype(move.dtype), move).astype(self.zero.dtype)
+        zero = narrow(precise.einsum("bjr,bjrp->bjp", self.zero.astype(move.dtype), move), self.zero.dtype)
         return dataclasses.replace(self, zero=jnp.where(rows[:, None, None], zero, self.zero))
 
 

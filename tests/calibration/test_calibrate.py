@@ -258,6 +258,23 @@ def test_the_command_saves_what_load_bases_reads(tmp_path, monkeypatch, capsys):
         args.run(args)
 
 
+def test_windows_that_are_done_outlive_a_save_that_fails(tmp_path, monkeypatch):
+    def fails(*args, **more):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("lowrank_kv_jax.cli.options.load_from", lambda args: model())
+    (tmp_path / "foxes.txt").write_text(TEXT)
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["calibrate", "--corpus", str(tmp_path / "foxes.txt"), "--length", "64", "--out",
+                              str(tmp_path / "out"), "--method", "static-pca:rank=0.5"])
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+        patch.setattr("lowrank_kv_jax.saving.saved_bases.save_bases", fails)
+        args.run(args)
+    assert (tmp_path / "out.moments.npz").exists()
+    assert args.run(args) == 0 and not (tmp_path / "out.moments.npz").exists()
+
+
 @pytest.mark.parametrize("spec, told", (
     ("transform:bits=2,sampled=False", "k rank "),
     ("kvzip:keep=0.5", "shares of the layers "),

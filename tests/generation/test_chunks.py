@@ -261,6 +261,13 @@ def test_a_turn_in_chunks_of_any_size_is_exact(spec):
         assert_exact(other, found[0])
 
 
+def test_a_turn_in_chunks_is_of_the_model_that_the_cache_is_of():
+    other = dataclasses.replace(ONE, rope=dataclasses.replace(ONE.rope, theta=500.0))
+    cache, _ = prefilled(REGISTRY["full"](), ONE, None)
+    with pytest.raises(ValueError, match="made for another model"):
+        lkv.ingest("full", other, model(ONE).params, cache, [[1, 2, 3]] * 2, chunk=32)
+
+
 @pytest.mark.parametrize("chunk", [0, 1.5])
 def test_a_chunk_has_tokens(chunk):
     with pytest.raises(ValueError, match=f"chunk={chunk}"):

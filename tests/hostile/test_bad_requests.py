@@ -36,7 +36,6 @@ def ask(prompt=(1, 2), **options):
 TABLE = (
     (engine, {"method": "nothing"}, "unknown method 'nothing'"),
     (engine, {"method": "ojakv"}, "method 'ojakv' needs calibrated bases"),
-    (engine, {"method": "snapkv:keep=0.5", "prompt": 16}, "longer than the prompt of 16 tokens (padded)"),
     (engine, {"method": KVZIP, "bases": helpers.bases_for(KVZIP), "prompt": 300}, "a prompt of 300 tokens, read twice, needs 600 positions"),
     (engine, {"memory": "lots"}, "memory='lots': must be a number and its unit, such as '256MiB'"),
     (engine, {"memory": 0}, "memory=0: must be at least 1"),

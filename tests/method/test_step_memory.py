@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, exact_configuration, methods, model, prompts, run
 
-from lowrank_kv_jax.generation.forward import decode_step, layer_extend, prefill
+from lowrank_kv_jax.generation.forward import decode_step, extend, layer_extend, prefill, refresh
 from lowrank_kv_jax.generation.groups import refresh_group
 from lowrank_kv_jax.method import Layout, Place
 from lowrank_kv_jax.method.cache import fork, insert_rows, take_rows
@@ -234,15 +234,41 @@ def test_what_float16_cannot_hold_is_clipped_and_what_is_no_number_stays():
     assert write_tokens(buffer, jnp.full((1, 1, 1, 1), 1e6), one, one)[0, 0, 1, 0] == 65504
 
 
-@some_methods
-def test_keys_beyond_the_range_of_float16_leave_logits_finite(name):
-    """Prefilled, appended and flushed: values a thousand times as large, as a float16 cache has to clip."""
+def beyond_float16(method, chunk=None):
+    """Logits of two blocks that were appended and coded behind a prompt, keys and values far beyond the range of their
+    float16 cache; and that cache."""
     params = jax.tree.map(lambda x: x, model().params)
     for layer in params["layers"]:
-        layer["attention"]["k_proj"]["kernel"] = layer["attention"]["k_proj"]["kernel"] * 1e6
-        layer["attention"]["v_proj"]["kernel"] = layer["attention"]["v_proj"]["kernel"] * 1e6
-    method, tokens = exact_configuration(REGISTRY[name]), prompts(length=PROMPT)
-    bases = bases_for(method)
-    cache, logits = prefill(method, PLAIN, params, tokens, bases=bases, capacity=CAPACITY, block=4, dtype="float16")
-    cache, logits = decode_step(method, PLAIN, params, cache, logits.argmax(-1), bases=bases)
+        for name in ("k_proj", "v_proj"):
+            layer["attention"][name]["kernel"] = layer["attention"][name]["kernel"] * 1e6
+    tokens, bases, found = prompts(length=PROMPT + 8), bases_for(method), []
+    cache, _ = prefill(method, PLAIN, params, tokens[:, :PROMPT], bases=bases, capacity=CAPACITY, block=4, dtype="float16",
+                       chunk=chunk)
+    for begin in (PROMPT, PROMPT + 4):
+        cache, logits = extend(method, PLAIN, params, cache, tokens[:, begin : begin + 4], bases=bases, all_logits=True)
+        cache = refresh(method, cache, bases=bases)
+        found.append(logits)
+    return jnp.stack(found), cache
+
+
+@some_methods
+def test_keys_beyond_the_range_of_float16_leave_logits_finite(name):
+    """What a float16 cache has to clip, it clips: prefilled, appended and coded, means of pages and prompts, too."""
+    logits, cache = beyond_float16(exact_configuration(REGISTRY[name]))
     assert np.isfinite(logits).all()
+    chex.assert_tree_all_finite(cache)
+
+
+@pytest.mark.parametrize("chunk", [None, 32])
+@pytest.mark.parametrize("spec", [
+    "palu:sinks=2,recent=4", "single-svd:centred=true,sinks=2,recent=4", "streamingkv:bits=2.5,sinks=2,recent=4",
+    "quest:budget=16,keep=none,sinks=2,recent=4,page=4,dense_layers=0",
+    "shadowkv:budget=16,keep=none,sinks=2,recent=4,outliers=2",
+    *(pytest.param(spec, marks=pytest.mark.slow) for spec in
+      ("ojakv:bits=2.5,sinks=2,recent=4", "xkv:centred=true,sinks=2,recent=4", "eigenattention:rope=post,sinks=2,recent=4")),
+])
+def test_sums_of_what_float16_holds_stay_within_it(spec, chunk):
+    """Coefficients, differences to means, and means of pages go beyond the largest of what they are made of."""
+    logits, cache = beyond_float16(parse_method(spec), chunk)
+    assert np.isfinite(logits).all()
+    chex.assert_tree_all_finite(cache)

@@ -10,6 +10,7 @@ import pytest
 from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, model, prompts, small_configuration
 
 from lowrank_kv_jax.generation.forward import decode_step, prefill
+from lowrank_kv_jax.generation.generate import Generation
 from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.method.cache import fork
 from lowrank_kv_jax.methods import REGISTRY
@@ -84,6 +85,17 @@ def test_refusals_name_the_reason(tmp_path):
     (path / METADATA).write_text("{")
     with pytest.raises(ValueError, match="damaged"):
         load_metadata(path, "cache")
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path):
+    method = small_configuration(REGISTRY["ojakv"])
+    cache, bases = made_by(method)
+    save_cache(tmp_path / "cache", cache, MODEL, bases=bases)
+    with pytest.raises(ValueError, match="needs calibrated bases"):
+        save_cache(tmp_path / "cache", cache, MODEL)
+    with pytest.raises(ValueError, match="cache is a Generation: must be a Cache"):
+        save_cache(tmp_path / "cache", Generation([], [], cache, None), MODEL, bases=bases)
+    load_cache(tmp_path / "cache", method, MODEL, bases=bases)
 
 
 def test_nothing_is_overwritten_or_left_half_written(tmp_path, monkeypatch):

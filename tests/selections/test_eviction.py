@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lowrank_kv_jax.attention.rope import RopeSpec, rope_angles, rotate
 from lowrank_kv_jax.attention.spec import Taps
-from lowrank_kv_jax.generation.forward import decode_step, prefill, refresh
+from lowrank_kv_jax.generation.forward import decode_step, extend, prefill, refresh
 from lowrank_kv_jax.generation.generate import Progress, decode_block
 from lowrank_kv_jax.method import REGISTRY, Layout, Place, choice
 from lowrank_kv_jax.method.accounting import cache_bytes
@@ -279,10 +279,18 @@ def test_mistakes_are_named(text, message):
     assert message in str(error.value)
 
 
-def test_a_window_longer_than_the_prompt_and_too_few_bytes_are_refused():
-    method = parse_method("snapkv:budget=200,recent=32,window=100")
-    with pytest.raises(ValueError, match="window=100: longer than the prompt of 96 tokens"):
-        prefill(method, PLAIN, model().params, prompts())
+@pytest.mark.parametrize("spec", ["snapkv:budget=44,sinks=1", "adakv:budget=44", "pyramidkv:budget=40", "momentkv:budget=40"])
+def test_a_prompt_shorter_than_the_window_votes_with_all_it_has(spec):
+    """However it is padded."""
+    found = []
+    for width in (20, 64):
+        tokens, lengths = jnp.zeros((2, width), jnp.int32).at[:, :20].set(prompts(length=20)), jnp.array([20, 7])
+        cache, _ = prefill(spec, PLAIN, model().params, tokens, lengths, capacity=110, block=8, dtype="float32")
+        found.append(extend(spec, PLAIN, model().params, cache, prompts(length=8, seed=1))[1])
+    np.testing.assert_allclose(*found, atol=1e-5)
+
+
+def test_too_few_bytes_are_refused():
     with pytest.raises(ValueError, match="budget_bytes=1000: sinks, recent tokens"):
         prefill(parse_method("snapkv:budget_bytes=1000"), PLAIN, model().params, prompts())
     with pytest.raises(TypeError, match="is no selection"):

@@ -5,11 +5,15 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PLAIN, logits_through_a_cache, model, prompts
+from helpers import PLAIN, WINDOWED, logits_through_a_cache, model, prompts
 
 from lowrank_kv_jax.attention.importance import window_attention
+from lowrank_kv_jax.generation.forward import make_layout
+from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.method.votes import above_average, prompt_votes, total_attention
 from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.saving.saved_cache import abstract_cache
+from lowrank_kv_jax.testing.promises import bytes_are_foretold, forks_are_copies, saves_are_restored
 
 WINDOW, SINKS = 24, 3
 SLIDING = dataclasses.replace(PLAIN, num_layers=2, windows=(WINDOW, WINDOW))
@@ -25,6 +29,17 @@ def test_a_budget_of_a_window_loses_nothing(spec):
     own, exact = (logits_through_a_cache(parse_method(x), model(SLIDING), tokens, prompt=60, capacity=112)
                   for x in (spec, "full"))
     np.testing.assert_allclose(own, exact, atol=2e-4)
+
+
+@pytest.mark.parametrize("promise", [bytes_are_foretold, saves_are_restored, forks_are_copies])
+def test_moments_of_some_layers_are_saved_and_restored(promise):
+    promise(parse_method("snapkv:budget=24,sinks=4,recent=8+moments"), WINDOWED)
+
+
+def test_moments_of_some_layers_are_counted_in_some():
+    config = dataclasses.replace(PLAIN, num_layers=8, windows=(12, None) * 4)
+    method = parse_method("snapkv:budget_bytes=40000,sinks=2,recent=4+moments")
+    assert 35000 < cache_bytes(abstract_cache(method, make_layout(config, 1, 100, 140, 8, jnp.float32))).total <= 40000
 
 
 def test_votes_of_a_prompt_end_at_the_window():

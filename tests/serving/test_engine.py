@@ -195,6 +195,21 @@ def test_an_engine_that_failed_takes_no_more_steps(monkeypatch):
         engine.run()
 
 
+def test_an_engine_that_was_interrupted_takes_no_more_steps(monkeypatch):
+    """By Ctrl-C, behind a block that was decoded and not read: another step would draw from tokens that rows hold already."""
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    engine = full.__wrapped__()
+    engine.submit(Request(ROWS[0], max_new_tokens=40))
+    engine.step()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("lowrank_kv_jax.serving.pool.to_host", interrupted)
+        engine.run()
+    with pytest.raises(RuntimeError, match="this engine has failed .KeyboardInterrupt"):
+        engine.run()
+
+
 def test_cancelling_frees_the_row():
     engine = full()
     many = [engine.submit(Request(ROWS[i % 5], max_new_tokens=60)) for i in range(sum(engine.slots) + 3)]
@@ -284,6 +299,18 @@ def test_nothing_is_compiled_and_no_byte_goes_beyond_the_budget():
     engine = full()
     assert sum(engine.slots) == 4 and engine.bytes <= engine.memory < engine.bytes + 2 * 10**4
     assert engine.bytes <= serve_many(engine, 30) <= engine.memory
+
+
+@pytest.mark.parametrize("prompt, room", [(64, 16), (48, 12)])
+def test_prompts_in_chunks_compile_nothing_after_a_warm_up(prompt, room):
+    """Of any length, and behind a prefix of any."""
+    engine = engine_of(FULL, prompt=prompt, room=room, prefill_chunk=min(64, prompt + 16), block=16)
+    engine.warm_up()
+    with programs() as compiled:
+        for prefix, behind in ((1, prompt - 6), (3, 1), (20, 5), (41, 5)):
+            engine.submit(Request([1] * behind, prefix=[1] * prefix, max_new_tokens=2))
+            engine.run()
+    assert not compiled
 
 
 def test_no_program_copies_the_cache():
