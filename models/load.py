@@ -1,5 +1,6 @@
 """`load_model`: from a name, a directory, a hub id or a GGUF file to weights on the device."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.files import expanded
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.convert import Checkpoint, check_tensors, convert
@@ -23,6 +25,7 @@ from lowrank_kv_jax.models.hf_checkpoint import open_hf_directory
 from lowrank_kv_jax.models.parameter_sharding import param_shardings
 from lowrank_kv_jax.models.parameters import Leaf, param_table
 from lowrank_kv_jax.models.transformers_tokenizers import directory_tokenizer, usable_tokenizer
+from lowrank_kv_jax.storage.sharding import check_axes
 
 DEMO_MODEL = "smollm2-135m"
 
@@ -63,6 +66,10 @@ def load_model(source: str | os.PathLike, dtype=None, mesh: Mesh | None = None) 
         ValueError: damaged files, or models that the decoder does not implement; tensors and config keys that
             do not fit are all listed.
     """
+    if mesh is not None:
+        check_axes(mesh)
+    if not isinstance(source, str | os.PathLike) or not os.fspath(source):
+        raise ValueError(f"source={short(source)}: must be a path, a hub id or {DEMO_MODEL!r}")
     name, path = _locate(os.fspath(source))
     try:
         checkpoint, tokenizer = _open(path)
@@ -70,11 +77,17 @@ def load_model(source: str | os.PathLike, dtype=None, mesh: Mesh | None = None) 
         raise PermissionError(f"cannot read {error.filename or path}: permission denied") from error
     check_tensors(checkpoint)
     platform = mesh.devices.flat[0].platform if mesh is not None else jax.default_backend()
-    dtype = np.dtype(dtype if dtype is not None else jnp.float32 if platform == "cpu" else jnp.bfloat16)
-    if dtype not in (np.dtype(np.float32), np.dtype(jnp.bfloat16)):
-        raise ValueError(f"dtype must be float32 or bfloat16, got {dtype}")
-    params, fingerprint = convert(checkpoint, dtype, _placement(checkpoint.config, mesh))
+    of_weights = _dtype(dtype if dtype is not None else jnp.float32 if platform == "cpu" else jnp.bfloat16)
+    params, fingerprint = convert(checkpoint, of_weights, _placement(checkpoint.config, mesh))
     return LoadedModel(name, checkpoint.config, params, tokenizer, fingerprint)
+
+
+def _dtype(dtype: Any) -> np.dtype:
+    for found in (np.dtype(np.float32), np.dtype(jnp.bfloat16)):
+        with contextlib.suppress(TypeError):  # what is no dtype equals none
+            if np.dtype(dtype) == found:
+                return found
+    raise ValueError(f"dtype={short(dtype)}: must be float32 or bfloat16")
 
 
 def _locate(source: str) -> tuple[str, Path]:

@@ -23,11 +23,13 @@ from lowrank_kv_jax.calibration.sampled import sampled_windows
 from lowrank_kv_jax.calibration.sensitivity import collect_sensitivity
 from lowrank_kv_jax.calibration.taps import checked_windows, iterate_taps
 from lowrank_kv_jax.checks.bounds import check_int
+from lowrank_kv_jax.checks.models import check_model
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.methods.group_bases import check_ropes
 from lowrank_kv_jax.methods.parse import as_method
 from lowrank_kv_jax.progress import ProgressBar
+from lowrank_kv_jax.storage.cache_dtype import floating
 
 SAMPLED_TOKENS = 2
 """Tokens that the model writes for one of a corpus, where a method reads what it writes."""
@@ -109,8 +111,10 @@ def calibrate(
 
     Raises:
         ValueError: the method does not suit the model, the corpus is too short, activations are not finite.
+        TypeError: a dtype that is not floating.
     """
-    method = as_method(method)
+    check_model(model)
+    method, dtype = as_method(method), floating(dtype)  # now, not after minutes
     method.validate(model.config.attention)
     check_int("refine", refine, most=MOST_STEPS)
     if refine:

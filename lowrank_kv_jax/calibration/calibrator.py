@@ -24,6 +24,7 @@ from lowrank_kv_jax.estimators.moments import (
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.filling import checked_lengths
 from lowrank_kv_jax.methods.parse import as_method
+from lowrank_kv_jax.storage.cache_dtype import floating
 from lowrank_kv_jax.storage.sharding import to_host
 
 _layer_moments = functools.partial(jax.jit, static_argnums=0)(layer_moments)
@@ -140,8 +141,9 @@ class Calibrator:
 
         Raises:
             ValueError: as the class; layers that share a basis were not summed together; no text was added.
+            TypeError: a dtype that is not floating.
         """
-        method = as_method(method)
+        method, dtype = as_method(method), floating(dtype)
         check_taps_suffice(self.spec, method)
         return fit_to(self.spec, method, self.moments(), dtype) if method.calibrated else method.default_bases(self.spec)
 

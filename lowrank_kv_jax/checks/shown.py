@@ -5,8 +5,8 @@ from typing import Any
 
 
 def short(value: Any) -> str:
-    """In some dozens of characters, whatever it is."""
+    """In some dozens of characters of one line, whatever it is."""
     try:
-        return reprlib.repr(value)
+        return " ".join(reprlib.repr(value).split("\n"))  # arrays have several
     except ValueError:  # Python spells no integer of more than 4300 digits
         return "an integer of thousands of digits"

@@ -41,6 +41,8 @@ from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.selections.reread import CHUNK, prompt_twice
 from lowrank_kv_jax.storage.sharding import replicate, shard_rows
 
+MOST_ID = 2**31 - 1
+
 # ---- the model --------------------------------------------------------------------------------------------------
 
 
@@ -228,6 +230,10 @@ def extend(
     check_method(cache, method)
     if tokens.ndim != 2:
         raise ValueError(f"tokens: expected integers [rows, tokens], got shape {tokens.shape}")
+    if tokens.size and not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens: expected integers [rows, tokens], got {tokens.dtype}{tokens.shape}")
+    if isinstance(tokens, np.ndarray):  # JAX would keep the low 32 bits: an id beyond them is outside of any vocabulary
+        tokens = np.clip(tokens, -1, MOST_ID).astype(np.int32)
     layout, (batch, width) = cache.layout, tokens.shape
     if batch != layout.batch or width > layout.block:
         raise ValueError(f"tokens {tokens.shape}: the cache takes {layout.batch} rows of at most {layout.block} tokens "
@@ -271,8 +277,9 @@ def decode_step(
 
 def refresh(method: Part | str, cache: Cache, *, bases: Any = None) -> Cache:
     """Periodic work of the method (flush, evict, move bases), after at most `layout.block` appended tokens."""
-    method, layout = as_method(method), cache.layout
+    method = as_method(method)
     check_method(cache, method)
+    layout = cache.layout
     bases = bases_of_group(method, layout.spec, replicate(layout.mesh, bases))
     layouts = (layout.of_group(group) for group in method.layer_groups(layout.spec))
     states = (refresh_group(method, *of_group) for of_group in zip(layouts, bases, cache.groups, strict=True))

@@ -10,18 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, Key, UInt32
 
+from lowrank_kv_jax.checks.arrays import array_of
 from lowrank_kv_jax.checks.bounds import check_int
+from lowrank_kv_jax.checks.models import check_model
 from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.generation.chunks import read_chunk
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, decode_step, extend, logits_of, prefill, refresh
-from lowrank_kv_jax.generation.prompts import check_lengths, encode_prompts, pad_prompts
+from lowrank_kv_jax.generation.prompts import check_lengths, encode_prompts, pad_prompts, rows_of_ids
 from lowrank_kv_jax.generation.sampling import Sampler, sample
 from lowrank_kv_jax.method import Fault, Part
-from lowrank_kv_jax.method.cache import Cache, fork
+from lowrank_kv_jax.method.cache import Cache, check_method, fork
 from lowrank_kv_jax.method.describe import as_html, as_text
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.parse import as_method
 from lowrank_kv_jax.models.config import ModelConfig
+from lowrank_kv_jax.storage.cache_dtype import floating
 from lowrank_kv_jax.storage.sharding import to_host
 
 GREEDY = Sampler()
@@ -114,11 +117,14 @@ def ingest(
         The refreshed cache and logits `[B, V]` at each row's last token.
 
     Raises:
-        ValueError: an empty row, a row that outgrows the capacity, ids outside of the vocabulary, or `chunk` below 1.
+        ValueError: what is no row of ids, an empty row, a row that outgrows the capacity, ids outside of the vocabulary,
+            or `chunk` below 1.
     """
     method = as_method(method)
+    check_method(cache, method)
     if chunk is not None:
         check_int("chunk", chunk, 1)
+    tokens = rows_of_ids("tokens", tokens)
     counts = np.array([len(row) for row in tokens])
     if len(tokens) != cache.layout.batch or (counts == 0).any():
         raise ValueError(f"tokens: expected {cache.layout.batch} rows of at least one token, got lengths "
@@ -232,11 +238,12 @@ def row_seeds(seeds: Sequence[int] | np.ndarray | int, rows: int) -> UInt32[np.n
     Raises:
         ValueError: neither one seed nor one a row, or seeds outside of 0..2**32 - 1.
     """
-    found = np.asarray(seeds)
-    if found.shape not in ((), (rows,)) or not np.issubdtype(found.dtype, np.integer):
-        raise ValueError(f"seeds={seeds!r}: give one integer, or one for each of the {rows} rows")
+    found = array_of("seeds", seeds)
+    if found.shape not in ((), (rows,)) or not jnp.issubdtype(found.dtype, jnp.integer):
+        raise ValueError(f"seeds={short(seeds)}: give one integer, or one for each of the {rows} rows")
+    found = np.asarray(found)
     if (found < 0).any() or (found >= 2**32).any():
-        raise ValueError(f"seeds={seeds!r}: must lie in 0..2**32 - 1")
+        raise ValueError(f"seeds={short(seeds)}: must lie in 0..2**32 - 1")
     return np.broadcast_to(found.astype(np.uint32), (rows,))
 
 
@@ -285,6 +292,9 @@ def generate(
     for name, value in (("batch", batch), ("block", block), ("capacity", capacity), ("prefill_chunk", prefill_chunk)):
         if value is not None:
             check_int(name, value, 1)
+    if on_tokens is not None and not callable(on_tokens):
+        raise ValueError(f"on_tokens={short(on_tokens)}: must be callable, or None")
+    check_model(model)
     method, rows = as_method(method), encode_prompts(model, prompts, opening=cache is None)
     config, params = model.config, model.params
     sampler, eos = Sampler(temperature, top_k, top_p), config.eos_ids if stop_at_eos else ()
@@ -294,7 +304,7 @@ def generate(
                             block=DEFAULT_BLOCK if block is None else block, dtype=dtype, mesh=mesh)
     else:
         _check_continued(cache, count, {"batch": batch, "block": block, "capacity": capacity, "mesh": mesh,
-                                        "dtype": dtype and jnp.dtype(dtype).name})
+                                        "dtype": None if dtype is None else floating(dtype).name})
         found = _next_turn(model, method, cache, rows, max_new_tokens, prefill_chunk, bases)
     state, logits = found
     blocks, progress = [], None

@@ -31,7 +31,7 @@ from lowrank_kv_jax.method.layout import DEFAULT_BLOCK, layout_of
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.group_bases import bases_of_group
 from lowrank_kv_jax.methods.parse import as_method
-from lowrank_kv_jax.storage.sharding import check_mesh, replicate
+from lowrank_kv_jax.storage.sharding import check_mesh, replicate, rows_together
 from lowrank_kv_jax.storage.state import leaf, state, static
 
 
@@ -112,8 +112,7 @@ def plan_layers(
     if method.attends_codes:
         raise ValueError("prefill='compressed': a decoder of one's own attends within its prompts itself; allowed is "
                          "prefill=exact")
-    rows = 1 if mesh is None else mesh.shape.get("data", 1)
-    layout = layout_of(spec, rows, prompt, capacity, block, dtype, mesh)
+    layout = layout_of(spec, rows_together(mesh), prompt, capacity, block, dtype, mesh)
     groups = method.layer_groups(spec)
     windows = (tuple(spec.windows[layer] for layer in group) for group in groups)
     known = bases_of_group(method, spec, replicate(layout.mesh, bases))

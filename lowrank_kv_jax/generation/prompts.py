@@ -15,12 +15,13 @@ PAD_TO = 64  # prompts are padded to multiples of it, so that prompts of similar
 
 
 def encode_prompts(
-    model: Any, prompts: str | Sequence[str] | Sequence[Sequence[int]], *, opening: bool = True
+    model: Any, prompts: str | Sequence[str] | Sequence[Sequence[int]], *, opening: bool = True, one: str | None = None
 ) -> list[list[int]]:
     """Rows of ids from texts or ids.
 
     Args:
         opening: whether a text opens a sequence, and has the tokens that do; one that goes on has none.
+        one: what errors call the only prompt; by default they say which of `prompts` it is.
 
     Raises:
         ValueError: no prompt, an empty one, or an id outside the vocabulary.
@@ -32,21 +33,34 @@ def encode_prompts(
         raise ValueError("prompts is empty: give at least one")
     ids = []
     for i, row in enumerate(rows):
+        name = one or f"prompts[{i}]"
         if isinstance(row, str):
             if model.tokenizer is None:
-                raise ValueError("this model has no tokenizer: give prompts as lists of ids")
+                raise ValueError(f"this model has no tokenizer: give {one or 'prompts'} as lists of ids")
             row = model.tokenizer.encode(row, **({} if opening else {"add_special_tokens": False}))
         try:
             row = [operator.index(t) for t in row]
         except TypeError as error:
-            raise ValueError(f"prompts[{i}]={short(row)}: must be a text, or a row of ids, which are ints") from error
+            raise ValueError(f"{name}={short(row)}: must be a text, or a row of ids, which are ints") from error
         if not row:
-            raise ValueError(f"prompts[{i}] is empty: every prompt needs at least one token")
+            raise ValueError(f"{name} is empty: every prompt needs at least one token")
         wrong = [t for t in row if not 0 <= t < model.config.vocab_size]
         if wrong:
-            raise ValueError(f"prompts[{i}] holds id {short(wrong[0])}: ids lie in 0..{model.config.vocab_size - 1}")
+            raise ValueError(f"{name} holds id {short(wrong[0])}: ids lie in 0..{model.config.vocab_size - 1}")
         ids.append(row)
     return ids
+
+
+def rows_of_ids(name: str, rows: Any) -> list[list[int]]:
+    """Rows of ints as lists.
+
+    Raises:
+        ValueError: they are none, as texts and numbers that are not whole.
+    """
+    try:
+        return [[operator.index(token) for token in row] for row in rows]
+    except TypeError as error:
+        raise ValueError(f"{name}={short(rows)}: must be rows of ids, which are ints") from error
 
 
 def check_lengths(rows: Sequence[Sequence[int]], longest: int, max_new_tokens: int, context: int) -> None:

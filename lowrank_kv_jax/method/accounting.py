@@ -72,6 +72,10 @@ def cache_bytes(cache: Any, bases: Any = None) -> CacheBytes:
     Args:
         cache: a `Cache`, or the `LayerCache` of each layer of a model, not stacked.
     """
+    for one in cache if isinstance(cache, list | tuple) and cache else (cache,):
+        if not hasattr(one, "layout"):
+            raise ValueError(f"cache is a {type(one).__name__}: must be a cache, such as `.cache` of a Generation, or a "
+                             "list of those of all layers")
     by_kind: dict[str, int] = dict.fromkeys(KINDS, 0)
     on_host = 0
     for _, array, info in walk(cache):

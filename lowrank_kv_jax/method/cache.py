@@ -44,8 +44,15 @@ class Cache:
 _Cache = TypeVar("_Cache", bound=Any)
 
 
+def check_cache(cache: Any, name: str = "cache") -> None:
+    """Raise ValueError for what is no cache, nor that of a group of layers: a Generation, above all, which holds one."""
+    if not (hasattr(cache, "layout") and hasattr(cache, "pending")):
+        raise ValueError(f"{name} is a {type(cache).__name__}: must be a cache, such as `.cache` of a Generation")
+
+
 def check_method(cache: Any, method: Part) -> None:
-    """Raise ValueError unless `method` made `cache`."""
+    """Raise ValueError unless `cache` is one, and `method` made it."""
+    check_cache(cache)
     if cache.method != method:
         raise ValueError(f"this cache was made by {cache.method!r}; it cannot be read by {method!r}")
 
@@ -57,6 +64,7 @@ def fork(cache: _Cache, copies: int | None = None) -> _Cache:
         copies: with a number, every row is repeated so many times in a row: several questions on one context become
             one batch.
     """
+    check_cache(cache)
     if copies is None:
         return jax.tree.map(jnp.copy, cache)
     check_int("copies", copies, 1)
@@ -65,6 +73,7 @@ def fork(cache: _Cache, copies: int | None = None) -> _Cache:
 
 def take_rows(cache: _Cache, rows: Sequence[int]) -> _Cache:
     """The given rows, in the given order; leaving rows out removes them from the batch."""
+    check_cache(cache)
     batch = cache.layout.batch
     wrong = [r for r in rows if not 0 <= r < batch]
     if wrong or not len(rows):
@@ -79,6 +88,7 @@ def insert_rows(cache: _Cache, other: _Cache) -> _Cache:
     Raises:
         ValueError: the two differ in method or layout.
     """
+    check_cache(other, "other")
     check_method(cache, other.method)
     batch = cache.layout.batch + other.layout.batch
     if dataclasses.replace(cache.layout, batch=batch) != dataclasses.replace(other.layout, batch=batch):

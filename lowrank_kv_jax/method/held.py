@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int8
 
 from lowrank_kv_jax.method.accounting import state_bytes
-from lowrank_kv_jax.method.cache import Cache
+from lowrank_kv_jax.method.cache import Cache, check_cache
 from lowrank_kv_jax.storage.sharding import to_host
 from lowrank_kv_jax.storage.state import states, walk
 
@@ -34,6 +34,7 @@ def held_tokens(cache: Cache, row: int = 0) -> Int8[np.ndarray, "L K T"]:
     Raises:
         ValueError: a row that the cache does not have.
     """
+    check_cache(cache)
     spec, batch = cache.layout.spec, cache.layout.batch
     if not 0 <= row < batch:
         raise ValueError(f"row={row}: must lie in 0..{batch - 1}")
@@ -48,6 +49,7 @@ def held_tokens(cache: Cache, row: int = 0) -> Int8[np.ndarray, "L K T"]:
 
 def layer_bytes(cache: Cache) -> tuple[int, ...]:
     """Bytes of each layer's state, its free slots included; layers that share a store have equal shares of it."""
+    check_cache(cache)
     of_layers = [0] * cache.layout.spec.num_layers
     for layers, group in zip(cache.method.layer_groups(cache.layout.spec), cache.groups, strict=True):
         total = state_bytes(group)

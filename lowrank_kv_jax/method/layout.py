@@ -12,7 +12,7 @@ from jaxtyping import Int
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.storage import backend
-from lowrank_kv_jax.storage.cache_dtype import CACHE_DTYPES, default_cache_dtype
+from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype, floating
 from lowrank_kv_jax.storage.lanes import LANES, TOKEN_LAYOUTS
 from lowrank_kv_jax.storage.over_tokens import TOKENS
 from lowrank_kv_jax.storage.sharding import check_mesh
@@ -109,10 +109,7 @@ def layout_of(
     check_int("capacity", capacity, 1)
     if capacity > spec.context:
         raise ValueError(f"capacity={capacity}: the model's context is {spec.context} tokens")
-    try:
-        dtype = jnp.dtype(default_cache_dtype() if dtype is None else dtype).name
-    except TypeError as error:
-        raise TypeError(f"dtype={dtype!r}: must be a floating dtype, such as {', '.join(CACHE_DTYPES)}") from error
+    dtype = floating(default_cache_dtype() if dtype is None else dtype).name
     tokens = "lanes" if backend.choose() == "tpu" else "rows"
     layout = Layout(spec, batch, prompt, capacity, min(block, max(capacity, 1)), dtype, tokens=tokens)
     return layout if mesh is None else dataclasses.replace(layout, mesh=check_mesh(mesh, spec, batch))

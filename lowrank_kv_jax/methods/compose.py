@@ -42,7 +42,7 @@ def compose(
     """
     stages = {"codec": codec, "selection": selection, "summary": summary, "reading": reading}
     for stage, part in stages.items():
-        if part is not None and getattr(part, "stage", None) != stage:
+        if part is not None and (isinstance(part, type) or getattr(part, "stage", None) != stage):
             raise TypeError(f"{stage}={part!r}: is no {stage}")
     if selection is None and summary is not None:
         raise ValueError(f"{'' if codec is None else codec.name + '+'}{summary.name}: nothing is evicted; add a "

@@ -1,6 +1,7 @@
 """Calibrated bases on disk, with all that decides whether a model and a method may use them."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import jax
 
 from lowrank_kv_jax import __version__
 from lowrank_kv_jax.calibration.corpus import Corpus
-from lowrank_kv_jax.checks.json_objects import check_fields
+from lowrank_kv_jax.checks.json_objects import check_fields, parse_json
+from lowrank_kv_jax.checks.models import check_model
 from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.files import behind_links
 from lowrank_kv_jax.method import Part
@@ -41,6 +43,10 @@ def save_bases(
         ValueError: the method has no bases on this model, or these are not of its kind and sizes.
         FileExistsError: `path` exists and holds something else.
     """
+    check_model(model, "config", "name", "fingerprint")
+    if corpus is not None and not isinstance(corpus, Corpus):
+        raise ValueError(f"corpus={short(corpus)}: must be a Corpus, such as `load_corpus` returns, or None")
+    settings = _as_json(settings)
     method = as_method(method)
     groups = len(method.layer_groups(model.config.attention))
     if method.bases_type is None or not any(group is not None for group in bases):
@@ -60,11 +66,19 @@ def save_bases(
         "method": spell_method(method),
         "fit": method.fit_key(model.config.attention),
         "corpus": None if corpus is None else {"name": corpus.name, "sha256": corpus.sha256},
-        "settings": dict(settings or {}),
+        "settings": settings,
         "library": __version__,
         "groups": [None if group is None else _shapes(group) for group in bases],
     }
     save_arrays(path, KIND, arrays, metadata)
+
+
+def _as_json(settings: Any) -> dict[str, Any]:
+    """Settings as they will be read; NumPy's numbers are as good as Python's."""
+    try:
+        return parse_json(json.dumps(dict(settings or {}), default=lambda x: x.item()))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"settings={short(settings)}: must be an object that JSON can hold ({error})") from error
 
 
 def check_bases_replaceable(path: str | Path) -> None:
@@ -84,6 +98,7 @@ def load_bases(path: str | Path, model: Any, method: Part | str) -> tuple[Any, .
             or are damaged.
     """
     method, metadata = as_method(method), describe_bases(path)
+    check_model(model, "config", "name", "fingerprint")
     if metadata["fingerprint"] != model.fingerprint:
         raise ValueError(f"{path}: these bases belong to model {metadata['model']!r} with the weights "
                          f"{metadata['fingerprint'][:12]}, not to {model.name!r} ({model.fingerprint[:12]})")

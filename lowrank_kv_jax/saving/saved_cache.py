@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.checks.json_objects import check_fields
+from lowrank_kv_jax.checks.models import check_model
 from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.files import behind_links
 from lowrank_kv_jax.method import Layout, Part
@@ -46,6 +47,7 @@ def save_cache(path: str | Path, cache: Cache, model: Any, *, bases: Any = None,
     """
     if not isinstance(cache, Cache):
         raise ValueError(f"cache is a {type(cache).__name__}: must be a Cache, such as `.cache` of a Generation")
+    check_model(model, "config", "name", "fingerprint")
     if cache.layout.spec != model.config.attention:
         raise ValueError(f"this cache is not of model {model.name!r}: its attention differs")
     bases_of_group(cache.method, cache.layout.spec, bases)
@@ -69,6 +71,7 @@ def load_cache(
         ValueError: it belongs to another method, model or bases, or its arrays do not fit.
     """
     method, metadata = as_method(method), load_metadata(path, KIND)
+    check_model(model, "config", "name", "fingerprint")
     file = behind_links(path) / METADATA
     check_fields(file, metadata, _FIELDS)
     if metadata["fingerprint"] != model.fingerprint:

@@ -25,6 +25,8 @@ from lowrank_kv_jax.storage.tokens_last import TokensLast
 
 _LEAST = {"batch": 1, "prompt": 0, "capacity": 1, "block": 1}
 _STORED = (*_LEAST, "dtype", "tokens")
+_DTYPES = (*FLOATS, "float8_e4m3fn", "float8_e5m2")
+"""Of the caches that are saved and loaded."""
 _CODED = "coded"
 """The field of a compressed save with dtypes and shapes of the arrays that its streams hold."""
 
@@ -77,7 +79,13 @@ def on_mesh(mesh: jax.sharding.Mesh | None, abstract: Any) -> Any:
 
 
 def layout_fields(layout: Layout) -> dict[str, Any]:
-    """What is saved of a layout."""
+    """What is saved of a layout.
+
+    Raises:
+        ValueError: a dtype that `read_layout` would refuse, so that nobody could load it.
+    """
+    if layout.dtype not in _DTYPES:
+        raise ValueError(f"cache of dtype {layout.dtype}: caches are saved in {', '.join(_DTYPES)}")
     return {field: getattr(layout, field) for field in _STORED}
 
 
@@ -146,8 +154,8 @@ def _checked(file: Path, layout: dict[str, Any]) -> dict[str, Any]:
     for name, least in _LEAST.items():
         if not least <= layout[name] <= MOST:
             raise ValueError(f"{file}: layout: {name}={short(layout[name])}: must lie in {least}..{MOST}")
-    if layout["dtype"] not in FLOATS:
-        raise ValueError(f"{file}: layout: dtype={short(layout['dtype'])}: must be one of {', '.join(FLOATS)}")
+    if layout["dtype"] not in _DTYPES:
+        raise ValueError(f"{file}: layout: dtype={short(layout['dtype'])}: must be one of {', '.join(_DTYPES)}")
     if layout["tokens"] not in ("rows", "lanes"):
         raise ValueError(f"{file}: layout: tokens={short(layout['tokens'])}: must be 'rows' or 'lanes'")
     return {name: layout[name] for name in _STORED}

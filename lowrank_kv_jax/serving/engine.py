@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from lowrank_kv_jax.checks.bounds import check_int
+from lowrank_kv_jax.checks.models import check_model
 from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.method.accounting import nbytes
 from lowrank_kv_jax.method.layout import DEFAULT_BLOCK, Layout
@@ -15,7 +16,7 @@ from lowrank_kv_jax.serving.plan import parse_bytes
 from lowrank_kv_jax.serving.pool import Parts, Pool
 from lowrank_kv_jax.serving.requests import Answer, Request
 from lowrank_kv_jax.serving.sizes import check_parts, layouts_of, rows_of_pools
-from lowrank_kv_jax.storage.sharding import replicate
+from lowrank_kv_jax.storage.sharding import replicate, rows_together
 
 
 class Engine:
@@ -67,8 +68,9 @@ class Engine:
                                    ("prefill_chunk", prefill_chunk, 1)):
             if value is not None:
                 check_int(name, value, least)
+        check_model(model)
         self.memory = None if memory is None else parse_bytes("memory", memory)
-        self._model, self._admits, self._together = model, admits, 1 if mesh is None else mesh.shape.get("data", 1)
+        self._model, self._admits, self._together = model, admits, rows_together(mesh)
         layouts = layouts_of(model.config, self._together, prompt, room, block, dtype, mesh)
         parts = Parts(as_method(method), model.config, model.params, replicate(layouts[0].mesh, bases))
         check_parts(parts, layouts, prefill_chunk)

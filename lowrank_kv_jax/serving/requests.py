@@ -82,10 +82,11 @@ class Answer:
 
     def __init__(self, model: Any, request: Request):
         self._model = model
-        *prefix, prompt = encode_prompts(model, [request.prompt if request.prefix is None else request.prefix])
-        if request.prefix is not None:
-            prefix, (prompt,) = [prompt], encode_prompts(model, [request.prompt], opening=False)
-        self.request, self.prompt, self.prefix = request, tuple(prompt), tuple(prefix[0]) if prefix else ()
+        prefix, opening = (), request.prefix is None
+        if not opening:
+            (prefix,) = encode_prompts(model, [request.prefix], one="prefix")
+        (prompt,) = encode_prompts(model, [request.prompt], opening=opening, one="prompt")
+        self.request, self.prompt, self.prefix = request, tuple(prompt), tuple(prefix)
         self.tokens: list[int] = []
         self.finish: str | None = None
         self.error: str | None = None

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from lowrank_kv_jax.checks.shown import short
+
 if TYPE_CHECKING:
     import jax
 
@@ -13,6 +15,23 @@ def default_cache_dtype() -> str:
     """bfloat16, on every platform: native to GPUs and TPUs, and on a CPU, which holds its bits (`bits.Bits`), measured as
     fast as float16, with the range of float32."""
     return "bfloat16"
+
+
+def floating(dtype: Any) -> Any:
+    """NumPy's dtype of what was given for one.
+
+    Raises:
+        TypeError: it is none, or not a floating one.
+    """
+    import jax.numpy as jnp  # as below
+
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"dtype={short(dtype)}: must be a floating dtype, such as {', '.join(CACHE_DTYPES)}")
+    return found
 
 
 def narrow(x: "jax.Array", dtype: Any) -> "jax.Array":

@@ -10,6 +10,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
+from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.storage.state import LeafInfo, map_leaves
 
 MESH_AXES = ("data", "model", "tokens")
@@ -27,7 +28,7 @@ def make_mesh(text: str) -> Mesh:
     sizes: dict[str, int] = dict.fromkeys(MESH_AXES[:2], 1)
     for item in text.split(","):
         axis, _, size = item.partition("=")
-        if axis.strip() not in MESH_AXES or not size.strip().isdigit() or int(size) < 1:
+        if axis.strip() not in MESH_AXES or not size.strip().isdecimal() or int(size) < 1:
             raise ValueError(f"mesh {text!r}: expected axis=size with axes {', '.join(MESH_AXES)}, sizes at least 1")
         sizes[axis.strip()] = int(size)
     needed = math.prod(sizes.values())
@@ -53,15 +54,33 @@ def _devices(threads: int) -> list[Any]:
         del os.environ["NPROC"]
 
 
+def check_axes(mesh: Any) -> None:
+    """Raise ValueError for what is no mesh, or has axes other than data, model and tokens."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh={short(mesh)}: must be a jax.sharding.Mesh with axes of {MESH_AXES}, or None")
+    if unknown := sorted(set(mesh.axis_names) - set(MESH_AXES)):
+        raise ValueError(f"mesh axes {unknown}: must be of {MESH_AXES}")
+
+
+def rows_together(mesh: Mesh | None) -> int:
+    """In multiples of how many rows a mesh takes a batch.
+
+    Raises:
+        ValueError: as `check_axes`.
+    """
+    if mesh is None:
+        return 1
+    check_axes(mesh)
+    return mesh.shape.get("data", 1)
+
+
 def check_mesh(mesh: Mesh, spec: AttentionSpec, batch: int) -> Mesh:
     """The mesh with axes that the compiler propagates, if batch and heads can be cut over it.
 
     Raises:
-        ValueError: axes other than data, model and tokens, `data` that does not divide the batch, `model` that does not
-            divide the kv heads.
+        ValueError: as `check_axes`; `data` that does not divide the batch, `model` that does not divide the kv heads.
     """
-    if unknown := sorted(set(mesh.axis_names) - set(MESH_AXES)):
-        raise ValueError(f"mesh axes {unknown}: must be of {MESH_AXES}")
+    check_axes(mesh)
     if batch % mesh.shape.get("data", 1):
         raise ValueError(f"the mesh axis data={mesh.shape['data']} must divide the batch of {batch}")
     if spec.kv_heads % mesh.shape.get("model", 1):

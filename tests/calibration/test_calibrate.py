@@ -306,7 +306,7 @@ def fitted(method):
 ], ids=lambda m: m.name)
 def test_bases_come_back_bit_for_bit(tmp_path, method):
     bases, corpus = fitted(method), Corpus.of([TEXT], "foxes")
-    save_bases(tmp_path / "bases", bases, model(), method, corpus=corpus, settings={"length": 64})
+    save_bases(tmp_path / "bases", bases, model(), method, corpus=corpus, settings={"length": np.int64(64)})
     loaded = load_bases(tmp_path / "bases", model(), method)
     chex.assert_trees_all_equal_structs(loaded, bases)
     for got, want in zip(jax.tree.leaves(loaded), jax.tree.leaves(bases), strict=True):
@@ -366,6 +366,15 @@ def test_damaged_or_missing_bases_are_refused(tmp_path):
     description.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"0\.k"):
         load_bases(tmp_path / "bases", model(), method)
+
+
+def test_settings_and_corpus_that_no_save_can_hold(tmp_path):
+    method = parse_method("static-pca-h:rank=0.5")
+    for more, words in (({"settings": {"x": tmp_path}}, "settings=.*: must be an object that JSON can hold"),
+                        ({"corpus": "pydoc"}, "corpus='pydoc': must be a Corpus, such as `load_corpus` returns")):
+        with pytest.raises(ValueError, match=words):
+            save_bases(tmp_path / "bases", fitted(method), model(), method, **more)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_be_saved_leaves_nothing_behind(tmp_path):

@@ -300,5 +300,5 @@ def test_other_shapes_and_caches_than_the_plans_are_refused():
         lkv.append_and_attend(other, cache, taps_at(cache.positions(), 0, 1))
     with pytest.raises(ValueError, match="needs calibrated bases.*Calibrator"):
         lkv.plan_layers("ojakv:rank=0.5", SPEC, **SIZES)
-    with pytest.raises(TypeError, match="cache dtype int8: must be a floating dtype"):
+    with pytest.raises(TypeError, match="dtype='int8': must be a floating dtype"):
         lkv.plan_layers("full", SPEC, **SIZES | {"dtype": "int8"})

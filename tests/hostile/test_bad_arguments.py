@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import helpers
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from lowrank_kv_jax.files import behind_links, read_text, replacing
 from lowrank_kv_jax.generation.generate import row_seeds
 from lowrank_kv_jax.method.cache import fork, take_rows, with_token_layout
 from lowrank_kv_jax.saving.saved_bases import save_bases
+from lowrank_kv_jax.storage.sharding import make_mesh
 
 INF, NAN, HUGE = math.inf, math.nan, 10**12
 SPEC, FULL = helpers.PLAIN.attention, methods.Full()
@@ -58,6 +60,7 @@ TABLE = (  # call, arguments, words
     (generate, {"prompts": [[]]}, "prompts[0] is empty: every prompt needs at least one token"),
     (generate, {"prompts": [[1], [1.5]]}, "prompts[1]=[1.5]: must be a text, or a row of ids"),
     (generate, {"prompts": [[None]]}, "prompts[0]=[None]: must be"),
+    (generate, {"prompts": np.zeros((1, 2, 2), int)}, "prompts[0]=array([[0, 0],        [0, 0]]): must be a text, or a row"),
     (generate, {"prompts": [[64]]}, "prompts[0] holds id 64: ids lie in 0..63"),
     (generate, {"prompts": [[-1]]}, "prompts[0] holds id -1: ids lie in 0..63"),
     (generate, {"prompts": [[10**5000]]}, "prompts[0] holds id an integer of thousands of digits: ids lie in 0..63"),
@@ -90,6 +93,21 @@ TABLE = (  # call, arguments, words
     (generate, {"seeds": [1, 2]}, "seeds=[1, 2]: give one integer, or one for each of the 1 rows"),
     (generate, {"seeds": 0.5}, "seeds=0.5: give one integer"),
     (generate, {"seeds": "x"}, "seeds='x': give one integer"),
+    (generate, {"seeds": [[1], [2, 3]]}, "seeds=[[1], [2, 3]]: must be an array"),
+    (generate, {"seeds": jax.random.key(0)}, "give one integer, or one for each of the 1 rows"),
+    (generate, {"on_tokens": 3}, "on_tokens=3: must be callable, or None"),
+    (generate, {"mesh": "data=1"}, "mesh='data=1': must be a jax.sharding.Mesh with axes of"),
+    (prefill, {"mesh": "data=1"}, "mesh='data=1': must be a jax.sharding.Mesh"),
+    (plan, {"mesh": "data=1"}, "mesh='data=1': must be a jax.sharding.Mesh"),
+    (make_mesh, {"text": "data=²"}, "mesh 'data=²': expected axis=size"),
+    (lib.generate, {"model": "smollm2-135m", "method": FULL, "prompts": "x"}, "model='smollm2-135m': has no config, params, tokenizer"),
+    (lib.calibrate, {"model": "smollm2-135m", "method": "ojakv"}, "model='smollm2-135m': has no config"),
+    (lib.compose, {"codec": methods.KIVI}, "is no codec"),
+    (lib.fork, {"cache": 3}, "cache is a int: must be a cache, such as `.cache` of a Generation"),
+    (lib.cache_bytes, {"cache": "x"}, "cache is a str: must be a cache"),
+    (generate, {"dtype": "nonsense"}, "dtype='nonsense': must be a floating dtype, such as bfloat16, float16, float32"),
+    (lib.calibrate, {"model": helpers.model(), "method": "ojakv", "dtype": "int8"}, "dtype='int8': must be a floating dtype"),
+    (lib.calibrate, {"model": helpers.model(), "method": "ojakv", "dtype": "no"}, "dtype='no': must be a floating dtype"),
     (generate, {"block": 0}, "block=0: must be at least 1"),
     (generate, {"block": -4}, "block=-4: must be at least 1"),
     (generate, {"block": HUGE}, "block=1000000000000: must be at most 268435456"),
@@ -171,7 +189,9 @@ TABLE = (  # call, arguments, words
     (windows, {"length": 4, "count": -1}, "length=4, windows=-1: must both be at least 1"),
     (windows, {"length": HUGE, "count": 1}, "one window needs"),
     (windows, {"length": 4, "count": 1, "texts": ()}, "the corpus has 0 tokens"),
-    (lib.load_model, {"source": ""}, "has no config.json"),
+    (lib.load_model, {"source": ""}, "source='': must be a path, a hub id or 'smollm2-135m'"),
+    (lib.load_model, {"source": None}, "source=None: must be a path"),
+    (lib.load_model, {"source": "smollm3", "mesh": "data=1"}, "mesh='data=1': must be a jax.sharding.Mesh"),
     (lib.load_model, {"source": "no/such/place/here"}, "model 'no/such/place/here': no such file or directory"),
     (lib.load_model, {"source": "smollm3"}, "model 'smollm3': no such file or directory, and neither the name"),
     (lib.load_model, {"source": "x\0y"}, "'x\\x00y': holds a NUL, which no path can"),
@@ -190,7 +210,7 @@ TABLE = (  # call, arguments, words
 @pytest.mark.parametrize("call, arguments, words", TABLE, ids=[words for *_, words in TABLE])
 def test_arguments(call, arguments, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    refused(lambda: call(**arguments), words, errors=(ValueError, FileNotFoundError))
+    refused(lambda: call(**arguments), words, errors=(ValueError, FileNotFoundError, TypeError))
     assert not list(tmp_path.iterdir())
 
 
@@ -203,6 +223,10 @@ def cache():
     (lambda cache: fork(cache, 0), "copies=0: must be at least 1"),
     (lambda cache: fork(cache, 1.5), "copies=1.5: must be an int of at least 1"),
     (lambda cache: lib.ingest(FULL, helpers.PLAIN, {}, cache, [[1], [2**40]]), "tokens hold id 1099511627776: ids lie in 0..63"),
+    (lambda cache: lib.ingest(FULL, helpers.PLAIN, {}, cache, [[1.5], [1]]), "tokens=[[1.5], [1]]: must be rows of ids"),
+    (lambda cache: lib.ingest(FULL, helpers.PLAIN, {}, cache, ["a", "b"]), "must be rows of ids, which are ints"),
+    (lambda cache: lib.extend("full", helpers.PLAIN, {}, cache, [[1.0], [2.0]]), "expected integers [rows, tokens], got float64(2, 1)"),
+    (lambda cache: generate([[1], [2]], cache=cache, dtype="nonsense"), "dtype='nonsense': must be a floating dtype"),
     (lambda cache: lib.extend("full", helpers.PLAIN, {}, cache, [[1], [2]], [1]), "counts: expected integers, one for each of the 2"),
     (lambda cache: lib.decode_step("full", helpers.PLAIN, {}, cache, 5), "token: expected one for each row"),
     (lambda cache: lib.refresh("kivi", cache), "this cache was made by Full()"),
@@ -217,6 +241,20 @@ def cache():
     (lambda cache: lib.extend(FULL, helpers.PLAIN, {}, cache, jnp.zeros((2, 5), jnp.int32)), "at most 4 tokens between"),
     (lambda cache: lib.extend(FULL, helpers.PLAIN, {}, cache, jnp.zeros(2, jnp.int32)), "expected integers [rows, tokens]"),
     (lambda cache: lib.decode_step(FULL, helpers.PLAIN, {}, cache, jnp.zeros((2, 1), jnp.int32)), "token: expected one for each row"),
-), ids=range(17))
+), ids=range(21))
 def test_arguments_beside_a_cache(call, words, cache):
-    refused(lambda: call(cache), words)
+    refused(lambda: call(cache), words, errors=(ValueError, TypeError))
+
+
+def test_ids_beyond_32_bits_answer_nan(cache):
+    tokens = np.array([[2**32 + 5], [5]])
+    _, logits = lib.extend(FULL, helpers.PLAIN, helpers.model().params, fork(cache), tokens)
+    assert np.isnan(logits[0]).all() and np.isfinite(logits[1]).all()
+
+
+def test_a_generation_is_no_cache():
+    out = generate()
+    for call in (fork, lib.cache_bytes, lib.held_tokens, lib.layer_bytes, lambda x: lib.refresh(FULL, x),
+                 lambda x: lib.insert_rows(out.cache, x), lambda x: take_rows(x, [0]),
+                 lambda x: lib.extend(FULL, helpers.PLAIN, {}, x, [[1]]), lambda x: lib.ingest(FULL, helpers.PLAIN, {}, x, [[1]])):
+        refused(lambda call=call: call(out), "is a Generation: must be a cache, such as `.cache` of a Generation")

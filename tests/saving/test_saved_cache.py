@@ -46,6 +46,27 @@ def test_a_restored_cache_continues_as_the_saved_one(name, compress, tmp_path):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_a_cache_in_8_bits_is_loaded_again(dtype, compress, tmp_path):
+    cache, _ = prefill("full", PLAIN, model().params, prompts(2, PROMPT), capacity=CAPACITY, block=BLOCK, dtype=dtype)
+    save_cache(tmp_path / "cache", cache, MODEL, compress=compress)
+    chex.assert_trees_all_equal(load_cache(tmp_path / "cache", "full", MODEL), cache)
+
+
+def test_a_dtype_that_nobody_could_load_is_not_saved(tmp_path):
+    cache, _ = prefill("full", PLAIN, model().params, prompts(2, PROMPT), dtype="float8_e4m3fnuz")
+    with pytest.raises(ValueError, match="cache of dtype float8_e4m3fnuz: caches are saved in float16, "):
+        save_cache(tmp_path / "cache", cache, MODEL)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_without_a_fingerprint_is_told(tmp_path):
+    cache, _ = prefill("full", PLAIN, model().params, prompts(2, PROMPT))
+    with pytest.raises(ValueError, match="has no name, fingerprint; must be what `load_model` returned"):
+        save_cache(tmp_path / "cache", cache, types.SimpleNamespace(config=PLAIN, params={}, tokenizer=None))
+
+
 def test_both_forms_are_laid_out_over_a_mesh_alike(tmp_path):
     method, mesh = small_configuration(REGISTRY["transform"]), make_mesh("data=1,model=1")
     cache, bases = made_by(method)

@@ -230,7 +230,7 @@ def _check(heard: Heard, asked: Asked) -> None:
 
 def _named(line: str, asked: Asked) -> Refusal:
     """What the engine says of its own fields, in those of the API and the options of the command."""
-    names = {"max_new_tokens": asked.tokens_field, "prompts[0]": "prompt"}
+    names = {"max_new_tokens": asked.tokens_field}
     names |= {"(room=)": "(--room)", "(prompt=)": "(--prompt)"}
     for own, shown in names.items():
         line = line.replace(own, shown)
