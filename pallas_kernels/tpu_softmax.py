@@ -1,5 +1,6 @@
 """Online softmax on a TPU over tokens that lie on the lanes, `[R, tokens]`: scratch in VMEM, one tile a grid step."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,6 +19,9 @@ from lowrank_kv_jax.storage.water_filled import WidthRuns
 LANES = 128  # and the tokens that share a scale in 8 bits
 TILE_BYTES = 1 << 20  # of keys and values that a grid step reads: far more than the step's own cost
 LEAST_SCALED = 16 * LANES  # tokens of a tile in 8 bits: a register holds 16 rows of bfloat16 scales
+OF_STEP, MOST_OF_STEP = 29 << 19, 56 << 20  # bytes of its tokens: compilers give a kernel 16 MiB, or what it asks for
+MEMORY = 64 << 20  # which it then has; v5e and v6e have twice as much
+WIDENED = {2: 2, 4: 18}  # bytes of a component of 8-bit keys that are rebuilt, by those of what multiplies it
 TILES_IN_ORDER = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"))
 """For a grid of rows, heads and tiles: the tiles of a head share its scratch."""
 
@@ -153,6 +157,23 @@ def tile_of(size: int, *stored: Any) -> int:
     while 2 * tile * token <= most and tile < size:
         tile *= 2
     return tile
+
+
+def memory_for(tile: int, keys: Any, values: Any, rebuilt_by: int = 0) -> pltpu.CompilerParams:
+    """`TILES_IN_ORDER` with memory for grid steps of `tile` tokens; more than the default only where they need it.
+
+    Args:
+        rebuilt_by: bytes of a number that multiplies rebuilt keys; 8-bit ones wait widened, a whole tile of them.
+
+    Raises:
+        Unsupported: they need more than a TPU has; its compiler would not go on.
+    """
+    scaled, widened = isinstance(keys, LaneTokens) and keys.scales is not None, WIDENED.get(rebuilt_by, 0)
+    needed = tile * (2 * (keys.token_bytes + values.token_bytes) + (keys.width * widened if scaled else 0))
+    if needed > MOST_OF_STEP:
+        raise Unsupported(f"keys of {keys.width} and values of {values.width} components: {tile} tokens of them need "
+                          f"{needed} bytes of a TPU's fast memory, there are {MOST_OF_STEP}")
+    return TILES_IN_ORDER if needed <= OF_STEP else dataclasses.replace(TILES_IN_ORDER, vmem_limit_bytes=MEMORY)
 
 
 class Tile(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.checks.shown import short
@@ -56,7 +56,7 @@ def _devices(threads: int) -> list[Any]:
 
 def check_axes(mesh: Any) -> None:
     """Raise ValueError for what is no mesh, or has axes other than data, model and tokens."""
-    if not isinstance(mesh, Mesh):
+    if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh={short(mesh)}: must be a jax.sharding.Mesh with axes of {MESH_AXES}, or None")
     if unknown := sorted(set(mesh.axis_names) - set(MESH_AXES)):
         raise ValueError(f"mesh axes {unknown}: must be of {MESH_AXES}")
@@ -119,13 +119,13 @@ def constrain(mesh: Mesh | None, state: Any) -> Any:
 
 
 def shard_rows(mesh: Mesh | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Arrays whose first axis is the batch, cut over `data`."""
+    """Arrays whose first axis is the batch, as `partition` cuts a cache's: rows taken out of one need not divide."""
     if mesh is None:
         return arrays
-    place = NamedSharding(mesh, PartitionSpec("data" if mesh.shape.get("data", 1) > 1 else None))
+    places = (NamedSharding(mesh, partition(mesh, ("batch", *[None] * (x.ndim - 1)), x.shape)) for x in arrays)
     return tuple(
         jax.lax.with_sharding_constraint(x, place) if isinstance(x, Tracer) else jax.device_put(x, place)
-        for x in arrays
+        for x, place in zip(arrays, places, strict=True)
     )
 
 

@@ -72,7 +72,8 @@ def _kernel(
     queries = [plgpu.load(q_ref.at[:, pl.ds(*piece)]) for piece in keys.pieces()]
     low, high, number, origin, *tiles = (limits_ref[i] for i in range(HEAD))
     first = (low - origin) // grid.tile
-    start, stop = split_range(pl.cdiv(high - origin, grid.tile) - first, grid)
+    # the span of a head without tokens is (0, 0): counted from where it would begin, a tile before the buffer
+    start, stop = split_range(jnp.where(high > low, pl.cdiv(high - origin, grid.tile) - first, 0), grid)
 
     def body(step, carry):
         top, total, accs = carry

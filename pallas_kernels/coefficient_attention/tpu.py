@@ -47,6 +47,7 @@ def attend_packed(
     """Partial `[B, H, M, Rv]`, lse `EMPTY` where a row sees nothing; `packed` padded, tokens as of `_stored`."""
     (batch, heads, rows, _), width = packed.q.shape, values.width
     tile = tpu_softmax.tile_of(size, keys, values)
+    memory = tpu_softmax.memory_for(tile, keys, values)
     # fewer than all slots may begin within a tile and end in another
     tiles = pl.cdiv(size, tile) + (size < keys.slots)
     table, (keys, values) = _told(packed.span, owner, keys, values)
@@ -76,7 +77,7 @@ def attend_packed(
             scratch_shapes=tpu_softmax.scratch(rows, width),
         ),
         out_shape=tpu_softmax.partial_shape(batch, heads, rows, width),
-        compiler_params=tpu_softmax.TILES_IN_ORDER,
+        compiler_params=memory,
         interpret=tpu_softmax.interpreter(interpret),
         name="coefficient_attention",
     )(table, packed.begin, packed.end, packed.q, *owners, *tpu_softmax.where_they_lie(arrays, interpret))

@@ -89,7 +89,7 @@ def attend_packed(
             scratch_shapes=tpu_softmax.scratch(rows, width),
         ),
         out_shape=tpu_softmax.partial_shape(batch, heads, rows, width),
-        compiler_params=tpu_softmax.TILES_IN_ORDER,
+        compiler_params=tpu_softmax.memory_for(tile, keys, values, packed.q.dtype.itemsize),
         interpret=tpu_softmax.interpreter(interpret),
         name="rotary_coefficient_attention",
     )(

@@ -74,6 +74,33 @@ def test_kernels_read_what_lies_on_their_device(names, monkeypatch):
         assert record["same_tokens"] and record["largest_collective"] < record["capacity"] * PLAIN.head_dim
 
 
+ROWS = """
+import jax, jax.numpy as jnp
+from helpers import PLAIN, model, prompts
+from lowrank_kv_jax.generation.generate import generate
+from lowrank_kv_jax.method.cache import take_rows
+from lowrank_kv_jax.models.parameter_sharding import param_shardings
+from lowrank_kv_jax.storage.sharding import make_mesh
+mesh, texts, plain = make_mesh("data=2"), prompts(4, 40).tolist(), model(PLAIN)
+one = type(plain)(PLAIN, jax.device_put(plain.params, param_shardings(PLAIN, mesh)))
+options = {"max_new_tokens": 6, "stop_at_eos": False}
+first = generate(one, "full", texts, dtype=jnp.float32, mesh=mesh, **options)
+turns = [[token] for token in first.last.tolist()]
+whole = generate(one, "full", turns, cache=first.cache, **options).tokens
+for rows in ([2], [0, 1, 3]):
+    some = generate(one, "full", [turns[row] for row in rows], cache=take_rows(first.cache, rows), **options).tokens
+    assert some == [whole[row] for row in rows]
+"""
+
+
+def test_rows_that_the_devices_do_not_divide_go_on():
+    """Taken out of a cache on a mesh, as `eval ruler --draft` does row by row: they lie on every device."""
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "64", "PYTHONPATH": str(HERE.parent)}
+    done = subprocess.run([sys.executable, "-c", ROWS], env=env, capture_output=True, text=True, timeout=600, cwd=HERE)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
 def test_mesh_errors_name_what_is_wrong():
     before = os.environ.get("NPROC")
     with pytest.raises(ValueError, match="needs 4096 devices"):

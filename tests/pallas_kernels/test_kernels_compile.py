@@ -238,6 +238,13 @@ def test_tokens_in_tiles_are_read_by_kernels_on_v5e():
 
 
 @pytest.mark.slow
+def test_wide_codes_in_8_bits_have_the_memory_that_they_need_on_v5e():
+    """2,048 tokens of them are more than the 16 MiB that a kernel has by default."""
+    (result,) = compiled(DOCUMENTED, "v5e", "xkv:rank=0.5,bits=8")
+    assert not result["failure"] and not result["said"] and result["temporaries"] < 5 << 18
+
+
+@pytest.mark.slow
 def test_every_rank_of_the_docs_decodes_on_sm_90():
     """Every spec of a low-rank method in the README and the docs, at the same shape; equal programs once."""
     found = {spec for page in OF_SPECS for spec in specs_of(page)}

@@ -60,6 +60,20 @@ def test_tokens_in_no_order_are_not_read_through_a_mask_nor_by_owner(backend):
             rotary_coefficient_attention(x.q, tokens, x.basis, **options, backend=backend)
 
 
+@pytest.mark.parametrize("case", [
+    Case(bits=8, rank_k=8192, rank_v=8192, J=1, Jv=1, lengths=(1,), S=128, poison=False),
+    Case(bits=8, rank_k=2048, rank_v=2048, J=1, Jv=1, lengths=(1,), S=128, poison=False, rope=RopeSpec(10000.0, 64)),
+], ids=["after", "before"])
+def test_what_a_tpu_cannot_hold_is_refused_before_its_compiler_refuses_it(case):
+    """Tiles in 8 bits have 2,048 tokens at the least, which overflow the memory of v5e."""
+    x = make(case)
+    dispatch.warn_anew()
+    op = functools.partial(rotary_coefficient_attention, key_basis=x.basis) if case.rope else coefficient_attention
+    with pytest.warns(RuntimeWarning, match="instead of tpu: keys of .* bytes of a TPU's fast memory"):
+        part = op(x.q, lanes(x.tokens), **x.options, backend="tpu")
+    np.testing.assert_allclose(part.lse, x.oracle[1], rtol=1e-4)
+
+
 @pytest.mark.parametrize("case, reason", [
     (Case(rope=RopeSpec(10000.0, 64), runs=(((8, 3), (2, 9)), ((4, 10),)), mean=True, lengths=(60,), S=64), "several widths"),
     (Case(rope=RopeSpec(10000.0, 64), rank_k=257, lengths=(60,), S=64, poison=False), "more than 256 components"),

@@ -1,5 +1,6 @@
 """The Triton kernels, interpreted on a CPU, against float64: ranks, lengths, dtypes, positions, poisoned buffers."""
 
+import dataclasses
 import functools
 
 import jax
@@ -87,6 +88,22 @@ def test_heads_of_unequal_budgets(bits):
     """Head after head in one buffer, with two slots that changed hands, or with tiles that begin with each head."""
     x = make_owned(bits=bits)
     check(run(coefficient_attention, x.q, x.tokens, **x.options), x.oracle)
+
+
+def test_a_head_without_tokens_reads_none():
+    """Neither the tile before the buffer nor its scales, which may be NaN, as those behind the last token may."""
+    x = make_owned(lengths=((5, 0, 130), (40, 3, 0)), bits=4)
+
+    def poisoned(side, tiles):
+        beyond = np.arange(side.shape[2]) >= np.asarray(tiles)[:, None]
+        return jnp.where(beyond[:, None, :, None], jnp.uint16(0x7FC0), side)
+
+    stored = (
+        dataclasses.replace(y, scales=poisoned(y.scales, tiles), lows=poisoned(y.lows, tiles))
+        for y, tiles in zip(x.tokens[:2], ((6, 3), (135, 43)), strict=True)
+    )
+    tokens = x.tokens._replace(**dict(zip(("keys", "values"), stored, strict=True)))
+    check(run(coefficient_attention, x.q, tokens, **x.options), x.oracle)
 
 
 def test_a_part_of_a_buffer_is_read_where_it_lies():
