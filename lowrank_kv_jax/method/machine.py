@@ -142,6 +142,10 @@ class Machine(KVMethod):
             wanted = spec.num_layers if fitted == [rule] else len(groups)
             if len(bases) != wanted:
                 raise ValueError(f"bases hold {len(bases)} groups, method {self.name!r} has {wanted} on this model")
+            for i, own in enumerate(bases):
+                if self.bases_type is not None and not isinstance(own, self.bases_type | None):
+                    raise ValueError(f"bases[{i}] is a {type(own).__name__}: method {self.name!r} takes "
+                                     f"{self.bases_type.__name__}, which `calibrate` and `load_bases` return")
             if len(fitted) == 2:
                 of_codec = [own.codec for own in bases]
                 of_layers = [share for own in bases for share in own.selection]

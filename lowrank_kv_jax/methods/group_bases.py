@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.method import REGISTRY, Part
 from lowrank_kv_jax.methods.compose import machine_of
 
@@ -23,8 +24,8 @@ def bases_of_group(method: Part, spec, bases: Sequence[Any] | None) -> tuple[Any
     if bases is None and method.calibrated:
         raise ValueError(f"method {method.name!r} needs calibrated bases: pass bases=calibrate(model, method), or "
                          "those of a Calibrator")
-    if isinstance(bases, str | os.PathLike):
-        raise ValueError(f"bases={os.fspath(bases)!r}: must be what `calibrate` or `load_bases` returns")
+    if bases is not None and (isinstance(bases, str | os.PathLike) or not isinstance(bases, Sequence)):
+        raise ValueError(f"bases={short(bases)}: must be what `calibrate` or `load_bases` returns")
     return machine_of(method).group_bases(spec, bases)
 
 

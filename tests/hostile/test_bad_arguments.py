@@ -108,6 +108,8 @@ TABLE = (  # call, arguments, words
     (generate, {"dtype": "nonsense"}, "dtype='nonsense': must be a floating dtype, such as bfloat16, float16, float32"),
     (lib.calibrate, {"model": helpers.model(), "method": "ojakv", "dtype": "int8"}, "dtype='int8': must be a floating dtype"),
     (lib.calibrate, {"model": helpers.model(), "method": "ojakv", "dtype": "no"}, "dtype='no': must be a floating dtype"),
+    (lib.generate, {"model": helpers.model(), "method": "ojakv", "prompts": [[1]], "bases": 3}, "bases=3: must be what `calibrate` or `load_bases` returns"),
+    (lib.generate, {"model": helpers.model(), "method": "ojakv", "prompts": [[1]], "bases": [1] * 3}, "bases[0] is a int: method 'ojakv' takes Bases, which"),
     (generate, {"block": 0}, "block=0: must be at least 1"),
     (generate, {"block": -4}, "block=-4: must be at least 1"),
     (generate, {"block": HUGE}, "block=1000000000000: must be at most 268435456"),
