@@ -37,6 +37,9 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
                              "(%(default)s)")
     parser.add_argument("--admits", type=int, metavar="N",
                         help="prompts of each length that are prefilled between two blocks, at most")
+    parser.add_argument("--prefill-chunk", type=int, metavar="N",
+                        help="read prompts N tokens at a time, so that those in flight wait for no more; by default as a "
+                             "whole")
     parser.add_argument("--block", type=int, default=DEFAULT_BLOCK, metavar="N",
                         help="tokens that are decoded, and told, at a time (%(default)s)")
     parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, default=default_cache_dtype(), help="(%(default)s)")
@@ -87,7 +90,8 @@ def _engine(args: argparse.Namespace, model: Any, method: Any, memory: int | Non
 
     engine = Engine(
         model, method, bases=bases_from(args, model, method), memory=memory, slots=args.slots, prompt=args.prompt,
-        room=args.room, prefixes=args.prefixes, admits=args.admits, block=args.block, dtype=args.cache_dtype, mesh=mesh,
+        room=args.room, prefixes=args.prefixes, admits=args.admits, prefill_chunk=args.prefill_chunk, block=args.block,
+        dtype=args.cache_dtype, mesh=mesh,
     )
     if args.warm_up:
         print("[compiling for all sizes of prompts]", file=sys.stderr, flush=True)

@@ -237,6 +237,17 @@ def test_ctrl_c_ends_the_command_in_mid_stream(engine, capsys, monkeypatch):
     bind("127.0.0.1", port).close()
 
 
+def test_the_command_hands_chunks_to_its_engine(capsys, monkeypatch):
+    monkeypatch.setattr("lowrank_kv_jax.models.load.load_model", lambda *args: loaded())
+
+    def refuses(*args, prefill_chunk, **options):
+        raise ValueError(f"so many at a time: {prefill_chunk}")
+
+    monkeypatch.setattr("lowrank_kv_jax.serving.engine.Engine", refuses)
+    assert main(["serve", "--port", "0", "--prefill-chunk", "48"]) == 2
+    assert "so many at a time: 48" in capsys.readouterr().err
+
+
 def test_an_engine_that_fails_ends_the_server(capsys):
     engine = engine_of(slots=1, prefixes=0)
     with running(engine) as one:
