@@ -6,6 +6,8 @@ import sys
 from typing import Any
 
 HELP = "an OpenAI-compatible server on compressed caches"
+LAST_STEP = 10.0
+"""Seconds that the step which is being made may go on for, once the server has ended."""
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
@@ -118,7 +120,10 @@ def _serve(args: argparse.Namespace, model: Any, engine: Any, bound: Any, most_b
                   file=sys.stderr, flush=True)
 
     server = Server(api.app(), thread, started)
-    server.run(sockets=[bound])
+    try:
+        server.run(sockets=[bound])
+    finally:
+        thread.join(LAST_STEP)  # Python aborts where it ends while a thread is within XLA
     if server.interrupted:
         raise KeyboardInterrupt
     if thread.error is not None:

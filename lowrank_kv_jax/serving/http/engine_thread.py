@@ -103,8 +103,9 @@ class EngineThread:
         self._inbox.put(("close", None))
 
     def join(self, seconds: float | None = None) -> bool:
-        """Wait until it has ended; whether it has."""
-        self._thread.join(seconds)
+        """Wait until it has ended, where it began; whether it has."""
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
         return not self._thread.is_alive()
 
     @property
