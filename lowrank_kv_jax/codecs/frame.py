@@ -9,6 +9,7 @@ from lowrank_kv_jax.attention.blockwise import spread_heads
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.storage.basis import project, reconstruct
+from lowrank_kv_jax.storage.cache_dtype import roomy
 from lowrank_kv_jax.storage.positions import PerHead, Runs
 from lowrank_kv_jax.storage.steps import Steps
 
@@ -77,7 +78,7 @@ class Frame(NamedTuple):
 def _minus(x: jax.Array, mean: jax.Array | None) -> jax.Array:
     if mean is None:
         return x
-    x = x.astype(jnp.float32) if x.dtype == jnp.float16 else x  # the difference may leave its range
+    x = roomy(x)
     return x - for_tokens(mean).astype(x.dtype)
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from lowrank_kv_jax.generation.groups import given, ingest_group
 from lowrank_kv_jax.generation.layers import embed_tokens, last_hidden, layer_read, layer_read_twice, together
 from lowrank_kv_jax.method import Part, Place, chunk
-from lowrank_kv_jax.method.cache import Cache
+from lowrank_kv_jax.method.cache import Cache, check_spec
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.group_bases import bases_of_group
 from lowrank_kv_jax.models.config import ModelConfig
@@ -41,8 +41,7 @@ def read_chunk(
         The cache, and `last` with the rows that had a token.
     """
     layout, groups = cache.layout, method.layer_groups(config.attention)
-    if config.attention != layout.spec:
-        raise ValueError("this cache was made for another model: its attention differs")
+    check_spec(cache, config.attention)
     bases = bases_of_group(method, config.attention, replicate(layout.mesh, bases))
     tokens, counts = shard_rows(layout.mesh, tokens, counts)
     # padding stands where the last token does: beyond the context there may be no position

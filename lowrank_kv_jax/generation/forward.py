@@ -31,7 +31,7 @@ from lowrank_kv_jax.generation.layers import (
     together,
 )
 from lowrank_kv_jax.method import Layout, Part, Place
-from lowrank_kv_jax.method.cache import Cache, check_method
+from lowrank_kv_jax.method.cache import Cache, check_method, check_spec
 from lowrank_kv_jax.method.filling import checked_lengths, guard, next_block, refreshed, with_block
 from lowrank_kv_jax.method.layout import DEFAULT_BLOCK, layout_of
 from lowrank_kv_jax.methods.compose import machine_of
@@ -238,8 +238,7 @@ def extend(
     if batch != layout.batch or width > layout.block:
         raise ValueError(f"tokens {tokens.shape}: the cache takes {layout.batch} rows of at most {layout.block} tokens "
                          "between two refreshes")
-    if config.attention != layout.spec:
-        raise ValueError("this cache was made for another model: its attention differs")
+    check_spec(cache, config.attention)
     bases = bases_of_group(method, config.attention, replicate(layout.mesh, bases))
     (tokens,) = shard_rows(layout.mesh, tokens)
     block, configs = next_block(cache, width, counts), config.by_layer

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.method import Layout, Part
 from lowrank_kv_jax.method.describe import as_html, as_text
@@ -55,6 +56,12 @@ def check_method(cache: Any, method: Part) -> None:
     check_cache(cache)
     if cache.method != method:
         raise ValueError(f"this cache was made by {cache.method!r}; it cannot be read by {method!r}")
+
+
+def check_spec(cache: Any, spec: AttentionSpec) -> None:
+    """Raise ValueError unless `cache` was made for a model of this attention."""
+    if cache.layout.spec != spec:
+        raise ValueError("this cache was made for another model: its attention differs")
 
 
 def fork(cache: _Cache, copies: int | None = None) -> _Cache:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from lowrank_kv_jax.storage import precise
+from lowrank_kv_jax.storage.cache_dtype import roomy
 
 
 def _per_row(basis: jax.Array) -> str:
@@ -20,7 +21,7 @@ def project(basis: Float[jax.Array, "... J W R"], x: Float[jax.Array, "B T K D"]
     """Coefficients `[B, J, T, R]` of tokens `x` `[B, T, K, D]`: C = X U, in the dtype of `x`; of float16, whose range
     they may leave, float32."""
     groups, width = basis.shape[-3:-1]
-    x = x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+    x = roomy(x)
     x = x.reshape(*x.shape[:2], groups, width)
     return precise.einsum(f"btjw,{_per_row(basis)}jwr->bjtr", x, basis.astype(x.dtype))
 

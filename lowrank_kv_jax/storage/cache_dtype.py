@@ -34,6 +34,13 @@ def floating(dtype: Any) -> Any:
     return found
 
 
+def roomy(x: "jax.Array") -> "jax.Array":
+    """`x` in a dtype whose range sums of its numbers do not leave: float16 as float32."""
+    import jax.numpy as jnp  # as below
+
+    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+
+
 def narrow(x: "jax.Array", dtype: Any) -> "jax.Array":
     """`x` rounded to the dtype of a cache; what is finite stays so.
 
