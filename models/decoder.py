@@ -34,6 +34,7 @@ from lowrank_kv_jax.models.gpt_config import GPTConfig
 from lowrank_kv_jax.models.layers import rms_norm
 from lowrank_kv_jax.models.linear import Linear
 from lowrank_kv_jax.models.parameters import ParamInfo, param_table, params_of, stored_arrays
+from lowrank_kv_jax.storage.cache_dtype import floating
 
 Attend = Callable[..., jax.Array]
 
@@ -206,6 +207,7 @@ def unembed(config: ModelConfig, params: dict, x: jax.Array) -> jax.Array:
 
 def init_params(config: ModelConfig, key: jax.Array, dtype=jnp.float32) -> dict:
     """Random weights: matrices normal with deviation 1 / sqrt(fan in), norms of factor 1, biases small, sinks normal."""
+    dtype = floating(dtype)
     keys = iter(jax.random.split(key, len(stored_arrays(config))))
 
     def draw(info: ParamInfo) -> jax.Array:

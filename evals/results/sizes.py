@@ -12,7 +12,7 @@ from lowrank_kv_jax.method import Layout, Part
 from lowrank_kv_jax.method.accounting import cache_bytes, full_cache_bytes
 from lowrank_kv_jax.method.cache import Cache
 from lowrank_kv_jax.saving.saved_cache import abstract_cache
-from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
+from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype, floating
 from lowrank_kv_jax.storage.state import map_leaves
 
 _LENGTHS = (1 << 16, 1 << 17)
@@ -78,7 +78,7 @@ def nominal_smaller(
     with the prompt, vanish in it. None where a method holds a fixed number of tokens, so that further ones
     cost nothing.
     """
-    dtype = jnp.dtype(default_cache_dtype() if dtype is None else dtype).name
+    dtype = floating(default_cache_dtype() if dtype is None else dtype).name
     sizes = []
     for prompt in _LENGTHS:
         layout = Layout(spec, 1, prompt, prompt + DEFAULT_BLOCK, DEFAULT_BLOCK, dtype)

@@ -111,7 +111,7 @@ def calibrate(
 
     Raises:
         ValueError: the method does not suit the model, the corpus is too short, activations are not finite.
-        TypeError: a dtype that is not floating.
+        TypeError: a dtype that is not floating, or that JAX would not hold (float64 without x64).
     """
     check_model(model)
     method, dtype = as_method(method), floating(dtype)  # now, not after minutes

@@ -141,7 +141,7 @@ class Calibrator:
 
         Raises:
             ValueError: as the class; layers that share a basis were not summed together; no text was added.
-            TypeError: a dtype that is not floating.
+            TypeError: a dtype that is not floating, or that JAX would not hold (float64 without x64).
         """
         method, dtype = as_method(method), floating(dtype)
         check_taps_suffice(self.spec, method)

@@ -103,7 +103,7 @@ def plan_layers(
 
     Raises:
         ValueError: the method does not suit the decoder, bases are missing or not its own, sizes do not fit.
-        TypeError: a dtype that is not floating.
+        TypeError: a dtype that is not floating, or that JAX would not hold (float64 without x64).
     """
     method = as_method(method)
     if isinstance(prompt, int) and prompt < 1:

@@ -39,7 +39,7 @@ class Layout:
     Raises:
         ValueError: sizes that are no ints, below 1 (a prompt below 0) or above `MOST`; a capacity below the prompt;
             another way for tokens to lie.
-        TypeError: a dtype that is not floating.
+        TypeError: as `floating`.
     """
 
     spec: AttentionSpec
@@ -58,8 +58,7 @@ class Layout:
         if self.capacity < self.prompt:
             raise ValueError(f"capacity={self.capacity}: the prompt has {self.prompt} tokens; capacity must be at least "
                              "that")
-        if not jnp.issubdtype(jnp.dtype(self.dtype), jnp.floating):
-            raise TypeError(f"cache dtype {self.dtype}: must be a floating dtype")
+        floating(self.dtype)
         if self.tokens not in TOKEN_LAYOUTS:
             raise ValueError(f"tokens={self.tokens!r}: allowed are {', '.join(TOKEN_LAYOUTS)}")
 
@@ -97,7 +96,7 @@ def layout_of(
     Args:
         capacity: the prompt and one block more where it is None.
         block: no more than the capacity is taken of it.
-        dtype: any floating one, `default_cache_dtype()` where it is None.
+        dtype: any floating one that JAX holds, `default_cache_dtype()` where it is None.
 
     Raises:
         ValueError: as `Layout`; a capacity above the model's context, a mesh that cannot cut batch or heads.

@@ -98,7 +98,7 @@ def read_layout(file: Path, saved: dict[str, Any], spec: AttentionSpec, mesh: ja
     fields = _checked(file, saved)
     try:
         layout = Layout(spec=spec, **fields)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: layout: {error}") from error
     return layout if mesh is None else dataclasses.replace(layout, mesh=check_mesh(mesh, spec, layout.batch))
 

@@ -21,8 +21,10 @@ def floating(dtype: Any) -> Any:
     """NumPy's dtype of what was given for one.
 
     Raises:
-        TypeError: it is none, or not a floating one.
+        TypeError: it is none, not a floating one, or one that JAX would hold as another, as float64 without
+            `jax_enable_x64`.
     """
+    import jax
     import jax.numpy as jnp  # as below
 
     try:
@@ -31,6 +33,10 @@ def floating(dtype: Any) -> Any:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise TypeError(f"dtype={short(dtype)}: must be a floating dtype, such as {', '.join(CACHE_DTYPES)}")
+    held = jax.dtypes.canonicalize_dtype(found)
+    if held != found:
+        raise TypeError(f"dtype={short(dtype)}: JAX would hold {held}, as jax_enable_x64 is off; must be a floating "
+                        f"dtype of at most 32 bits, such as {', '.join(CACHE_DTYPES)}")
     return found
 
 

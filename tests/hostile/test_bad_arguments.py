@@ -17,6 +17,7 @@ from lowrank_kv_jax.calibration.corpus import Corpus, token_windows
 from lowrank_kv_jax.files import behind_links, read_text, replacing
 from lowrank_kv_jax.generation.generate import row_seeds
 from lowrank_kv_jax.method.cache import fork, take_rows, with_token_layout
+from lowrank_kv_jax.models.decoder import init_params
 from lowrank_kv_jax.saving.saved_bases import save_bases
 from lowrank_kv_jax.storage.sharding import make_mesh
 
@@ -106,6 +107,12 @@ TABLE = (  # call, arguments, words
     (lib.fork, {"cache": 3}, "cache is a int: must be a cache, such as `.cache` of a Generation"),
     (lib.cache_bytes, {"cache": "x"}, "cache is a str: must be a cache"),
     (generate, {"dtype": "nonsense"}, "dtype='nonsense': must be a floating dtype, such as bfloat16, float16, float32"),
+    (generate, {"dtype": "float64"}, "dtype='float64': JAX would hold float32, as jax_enable_x64 is off; must be a floating dtype of at most 32 bits"),
+    (prefill, {"dtype": np.float64}, "dtype=<class 'numpy.float64'>: JAX would hold float32"),
+    (plan, {"dtype": "float64"}, "dtype='float64': JAX would hold float32"),
+    (layout, {"dtype": "float64"}, "dtype='float64': JAX would hold float32"),
+    (lib.calibrate, {"model": helpers.model(), "method": "ojakv", "dtype": "float64"}, "dtype='float64': JAX would hold float32"),
+    (init_params, {"config": helpers.PLAIN, "key": jax.random.key(0), "dtype": "float64"}, "dtype='float64': JAX would hold float32"),
     (lib.calibrate, {"model": helpers.model(), "method": "ojakv", "dtype": "int8"}, "dtype='int8': must be a floating dtype"),
     (lib.calibrate, {"model": helpers.model(), "method": "ojakv", "dtype": "no"}, "dtype='no': must be a floating dtype"),
     (lib.generate, {"model": helpers.model(), "method": "ojakv", "prompts": [[1]], "bases": 3}, "bases=3: must be what `calibrate` or `load_bases` returns"),

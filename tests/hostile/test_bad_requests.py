@@ -59,6 +59,7 @@ TABLE = (
     (engine, {"room": 0}, "room=0: must be at least 1"),
     (engine, {"room": HUGE}, "room=1000000000000: must be at most 268435456"),
     (engine, {"block": 0}, "block=0: must be at least 1"),
+    (engine, {"dtype": "float64"}, "dtype='float64': JAX would hold float32"),
     (request, {"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
     (request, {"temperature": -1}, "temperature=-1: must be at least 0"),
     (request, {"top_k": 0}, "top_k=0: must be at least 1"),
@@ -89,7 +90,7 @@ TABLE = (
 
 @pytest.mark.parametrize("call, arguments, words", TABLE, ids=[words for *_, words in TABLE])
 def test_arguments(call, arguments, words):
-    refused(lambda: call(**arguments), words)
+    refused(lambda: call(**arguments), words, errors=(ValueError, TypeError))
 
 
 def test_a_request_that_just_fits_is_taken():
