@@ -63,6 +63,11 @@ def is_number(value: Any) -> bool:
     return _is(value, float)
 
 
+def is_int(value: Any) -> bool:
+    """Whether a value counts; True does not."""
+    return _is(value, int)
+
+
 def _is(value: Any, kind: type) -> bool:
     if kind in (int, float):  # NumPy's numbers are as good; to Python alone True is an int
         return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)

@@ -110,7 +110,8 @@ def layout_of(
         raise ValueError(f"capacity={capacity}: the model's context is {spec.context} tokens")
     dtype = floating(default_cache_dtype() if dtype is None else dtype).name
     tokens = "lanes" if backend.choose() == "tpu" else "rows"
-    layout = Layout(spec, batch, prompt, capacity, min(block, max(capacity, 1)), dtype, tokens=tokens)
+    batch, prompt, capacity, block = map(int, (batch, prompt, capacity, min(block, capacity)))  # NumPy's are no JSON
+    layout = Layout(spec, batch, prompt, capacity, block, dtype, tokens=tokens)
     return layout if mesh is None else dataclasses.replace(layout, mesh=check_mesh(mesh, spec, batch))
 
 

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lowrank_kv_jax.checks.bounds import check_int
+from lowrank_kv_jax.checks.arrays import is_row
+from lowrank_kv_jax.checks.bounds import check_int, is_int
 from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.generation.prompts import encode_prompts
 from lowrank_kv_jax.generation.sampling import Sampler
@@ -57,9 +58,7 @@ class Request:
         Sampler(self.temperature, self.top_k, self.top_p)
         check_int("seed", self.seed, 0, MOST_SEED)
         stops = self.stop
-        if isinstance(stops, str) or not isinstance(stops, Sequence) or not all(
-            isinstance(stop, str) and stop or type(stop) is int for stop in stops
-        ):
+        if not is_row(stops) or not all(isinstance(stop, str) and stop or is_int(stop) for stop in stops):
             raise ValueError(f"stop={short(stops)}: must be a list of tokens, or of texts that are not empty")
         if len(stops) > MOST_STOPS:
             raise ValueError(f"stop={short(stops)}: must be at most {MOST_STOPS} tokens and texts")
@@ -93,7 +92,7 @@ class Answer:
         self.submitted_s, self.first_s, self.finished_s = time.perf_counter(), math.nan, math.nan
         self._cut: str | None = None
         vocabulary, eos = model.config.vocab_size, model.config.eos_ids if request.stop_at_eos else ()
-        tokens = [stop for stop in request.stop if not isinstance(stop, str)]
+        tokens = [int(stop) for stop in request.stop if not isinstance(stop, str)]
         wrong = [stop for stop in tokens if not 0 <= stop < vocabulary]
         if wrong:
             raise ValueError(f"stop holds id {short(wrong[0])}: ids lie in 0..{vocabulary - 1}")

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.checks.arrays import is_row
 from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.generation.forward import check_context
@@ -32,7 +33,7 @@ def layouts_of(
     Raises:
         ValueError: lengths that are none or twice the same, or that do not fit the model's context.
     """
-    widths: list[Any] = [prompt] if not isinstance(prompt, list | tuple) else list(prompt)
+    widths: list[Any] = list(prompt) if is_row(prompt) else [prompt]  # type: ignore[arg-type]
     for name, value in (*(("prompt", width) for width in widths), ("room", room)):
         check_int(name, value, 1)
         if value >= config.context:

@@ -3,6 +3,7 @@
 import functools
 
 import helpers
+import numpy as np
 import pytest
 from refusing import refused
 
@@ -53,6 +54,8 @@ TABLE = (
     (engine, {"prompt": ()}, "prompt=(): must be a length, or several that differ"),
     (engine, {"prompt": (8, 8)}, "prompt=(8, 8): must be a length, or several that differ"),
     (engine, {"prompt": "long"}, "prompt='long': must be an int"),
+    (engine, {"prompt": np.array(8)}, "prompt=array(8): must be an int"),
+    (engine, {"prompt": np.array([0.5])}, "prompt=np.float64(0.5): must be an int"),
     (engine, {"prompt": None}, "prompt=None: must be an int"),
     (engine, {"prompt": 512}, "prompt=512: the model's context is 512 tokens"),
     (engine, {"prompt": 500}, "prompt=500: with room=16 behind it more than the model's context of 512 tokens"),
@@ -70,6 +73,10 @@ TABLE = (
     (request, {"stop": "end"}, "stop='end': must be a list of tokens, or of texts that are not empty"),
     (request, {"stop": [""]}, "stop=['']: must be a list of tokens"),
     (request, {"stop": [1.5]}, "stop=[1.5]: must be a list of tokens"),
+    (request, {"stop": [True]}, "stop=[True]: must be a list of tokens"),
+    (request, {"stop": b"end"}, "stop=b'end': must be a list of tokens"),
+    (request, {"stop": np.array(3)}, "stop=array(3): must be a list of tokens"),
+    (request, {"stop": np.array([0.5])}, "stop=array([0.5]): must be a list of tokens"),
     (request, {"stop": 3}, "stop=3: must be a list of tokens"),
     (request, {"stop": list(range(9))}, "must be at most 8 tokens and texts"),
     (request, {"on_tokens": 5}, "on_tokens=5: must be callable, or None"),
@@ -77,6 +84,7 @@ TABLE = (
     (ask, {"prompt": ()}, "prompt is empty"),
     (ask, {"prompt": "a text"}, "this model has no tokenizer"),
     (ask, {"prompt": [64]}, "prompt holds id 64: ids lie in 0..63"),
+    (ask, {"stop": np.array([64])}, "stop holds id 64: ids lie in 0..63"),
     (ask, {"stop": [64]}, "stop holds id 64: ids lie in 0..63"),
     (ask, {"stop": ["x"]}, "this model has no tokenizer: give stop as ids"),
     (ask, {"prompt": [1] * 33}, "prompt has 33 tokens: this engine takes 32 (prompt=)"),

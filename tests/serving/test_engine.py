@@ -164,6 +164,17 @@ def test_a_stop_ends_an_answer_and_is_not_part_of_it():
     assert (first.finish, first.tokens, second.tokens) == ("stop", whole.tokens[:at], whole.tokens)
 
 
+def test_numpys_integers_are_integers():
+    engine = engine_of(FULL, prompt=np.array([8, PROMPT]), room=np.int64(ROOM), block=np.int64(BLOCK))
+    assert [layout.prompt for layout in engine.layouts] == [8, PROMPT]
+    (asked,) = answered(full(), [Request(np.array(ROWS[2]), max_new_tokens=np.int64(9))])
+    stops = [np.int64(asked.tokens[4])]
+    for stop in (stops, np.array(stops)):
+        (answer,) = answered(full(), [Request(ROWS[2], max_new_tokens=9, stop=stop)])
+        assert answer.finish == "stop" and answer.tokens == asked.tokens[: asked.tokens.index(stops[0])]
+    assert asked.prompt == tuple(ROWS[2]) and all(type(size) is int for size in dataclasses.astuple(engine.layouts[0])[1:5])
+
+
 def test_tokens_are_told_as_they_come_and_a_failing_listener_ends_its_own_request_alone():
     told, engine = [], full()
 
