@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Int
 
 from lowrank_kv_jax.checks.extras import check_extra
+from lowrank_kv_jax.checks.shown import check_text
 from lowrank_kv_jax.files import expanded, read_text
 
 DEFAULT_CORPUS = "pydoc"
@@ -39,7 +40,7 @@ class Corpus:
         """A corpus of given documents; blank ones are left out.
 
         Raises:
-            ValueError: nothing is left; TypeError: something is not a string.
+            ValueError: nothing is left, or a text is no UTF-8; TypeError: something is not a string.
         """
         if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
             raise TypeError(f"corpus {name!r}: expected a sequence of strings")
@@ -48,7 +49,8 @@ class Corpus:
             raise ValueError(f"corpus {name!r}: holds no text")
         digest = hashlib.sha256()
         for text in kept:
-            data = text.encode("utf-8", "surrogatepass")
+            check_text(f"corpus {name!r}", text, " holds ")
+            data = text.encode()
             digest.update(len(data).to_bytes(8, "little") + data)
         return cls(kept, name, digest.hexdigest())
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import Any
 
-from lowrank_kv_jax.checks.shown import short
+from lowrank_kv_jax.checks.shown import check_text
 from lowrank_kv_jax.files import read_text
 
 
@@ -43,8 +43,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     if not all(texts):
         raise ValueError("the prompt is empty: give at least one token")
     for text in texts:
-        if any("\ud800" <= letter <= "\udfff" for letter in text):  # how Python reads an argument that is not UTF-8
-            raise ValueError(f"--prompt {short(text)}: is not UTF-8 text")
+        check_text("--prompt", text, " ")  # Python reads bytes of an argument that are not UTF-8 as such halves
     return texts
 
 

@@ -1,7 +1,7 @@
 """Prompts as rows of ids of one width."""
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from lowrank_kv_jax.checks.shown import short
+from lowrank_kv_jax.checks.shown import check_text, short
 
 PAD_TO = 64  # prompts are padded to multiples of it, so that prompts of similar length share their compiled programs
+
+NO_ROWS = bytes | bytearray | memoryview | Mapping | Set  # iterable, but their items are numbers, names or in no order
 
 
 def encode_prompts(
@@ -24,9 +26,9 @@ def encode_prompts(
         one: what errors call the only prompt; by default they say which of `prompts` it is.
 
     Raises:
-        ValueError: no prompt, an empty one, or an id outside the vocabulary.
+        ValueError: no prompt, an empty one, a text that is no UTF-8, or an id outside the vocabulary.
     """
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, NO_ROWS):
         raise ValueError(f"prompts={short(prompts)}: must be a text, several, or rows of ids")
     rows = [prompts] if isinstance(prompts, str) else list(prompts)
     if not rows:
@@ -37,9 +39,10 @@ def encode_prompts(
         if isinstance(row, str):
             if model.tokenizer is None:
                 raise ValueError(f"this model has no tokenizer: give {one or 'prompts'} as lists of ids")
+            check_text(name, row)
             row = model.tokenizer.encode(row, **({} if opening else {"add_special_tokens": False}))
         try:
-            row = [operator.index(t) for t in row]
+            row = _ids(row)
         except TypeError as error:
             raise ValueError(f"{name}={short(row)}: must be a text, or a row of ids, which are ints") from error
         if not row:
@@ -51,14 +54,24 @@ def encode_prompts(
     return ids
 
 
+def _ids(row: Any) -> list[int]:
+    """A row of ids as a list; raises TypeError where it is none."""
+    if isinstance(row, NO_ROWS):
+        raise TypeError
+    tokens = list(row)
+    if any(isinstance(token, bool) for token in tokens):  # to Python alone True is an int
+        raise TypeError
+    return [operator.index(token) for token in tokens]
+
+
 def rows_of_ids(name: str, rows: Any) -> list[list[int]]:
     """Rows of ints as lists.
 
     Raises:
-        ValueError: they are none, as texts and numbers that are not whole.
+        ValueError: they are none, as texts, bytes and numbers that are not whole.
     """
     try:
-        return [[operator.index(token) for token in row] for row in rows]
+        return [_ids(row) for row in rows]
     except TypeError as error:
         raise ValueError(f"{name}={short(rows)}: must be rows of ids, which are ints") from error
 

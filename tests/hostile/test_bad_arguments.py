@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from character_tokenizer import Characters
 from refusing import refused
+from suites import Letters
 
 import lowrank_kv_jax as lib
 from lowrank_kv_jax import methods
@@ -28,6 +29,10 @@ ROPE = {"theta": 10000.0, "rotary_dim": 8}
 
 def generate(prompts=((1, 2),), **options):
     return lib.generate(helpers.model(), FULL, prompts, **{"max_new_tokens": 4} | options)
+
+
+def ask(prompts):
+    return lib.generate(helpers.Model(helpers.PLAIN, helpers.model().params, Letters()), FULL, prompts)
 
 
 def prefill(tokens=((1, 2, 3),), *rest, **options):
@@ -62,6 +67,14 @@ TABLE = (  # call, arguments, words
     (generate, {"prompts": [[1], [1.5]]}, "prompts[1]=[1.5]: must be a text, or a row of ids"),
     (generate, {"prompts": [[None]]}, "prompts[0]=[None]: must be"),
     (generate, {"prompts": np.zeros((1, 2, 2), int)}, "prompts[0]=array([[0, 0],        [0, 0]]): must be a text, or a row"),
+    (generate, {"prompts": b"ab"}, "prompts=b'ab': must be a text, several, or rows of ids"),
+    (generate, {"prompts": {1: 2}}, "prompts={1: 2}: must be a text, several, or rows of ids"),
+    (generate, {"prompts": [b"\1\2"]}, "prompts[0]=b'\\x01\\x02': must be a text, or a row of ids"),
+    (generate, {"prompts": [{1: 2}]}, "prompts[0]={1: 2}: must be a text, or a row of ids"),
+    (generate, {"prompts": [{1, 2}]}, "prompts[0]={1, 2}: must be a text, or a row of ids"),
+    (generate, {"prompts": [[True, False]]}, "prompts[0]=[True, False]: must be a text, or a row of ids"),
+    (generate, {"prompts": [[np.True_]]}, "prompts[0]=[np.True_]: must be a text, or a row of ids"),
+    (ask, {"prompts": "a\ud800"}, "prompts[0]='a\\ud800': is not UTF-8 text, character 1 is half of a surrogate pair"),
     (generate, {"prompts": [[64]]}, "prompts[0] holds id 64: ids lie in 0..63"),
     (generate, {"prompts": [[-1]]}, "prompts[0] holds id -1: ids lie in 0..63"),
     (generate, {"prompts": [[10**5000]]}, "prompts[0] holds id an integer of thousands of digits: ids lie in 0..63"),
@@ -193,6 +206,7 @@ TABLE = (  # call, arguments, words
     (lib.load_corpus, {"source": "/dev/zero"}, "/dev/zero: is a character device; give a regular file"),
     (lib.load_corpus, {"source": "~no-such-user/x.txt"}, "corpus '~no-such-user/x.txt': no such file"),
     (Corpus.of, {"texts": []}, "corpus 'texts': holds no text"),
+    (Corpus.of, {"texts": ["a", "\ud800"]}, "corpus 'texts' holds '\\ud800': is not UTF-8 text, character 0 is half of"),
     (Corpus.of, {"texts": [" ", "\n"]}, "corpus 'texts': holds no text"),
     (windows, {"length": 0, "count": 1}, "length=0, windows=1: must both be at least 1"),
     (windows, {"length": 4, "count": -1}, "length=4, windows=-1: must both be at least 1"),
@@ -234,6 +248,8 @@ def cache():
     (lambda cache: lib.ingest(FULL, helpers.PLAIN, {}, cache, [[1], [2**40]]), "tokens hold id 1099511627776: ids lie in 0..63"),
     (lambda cache: lib.ingest(FULL, helpers.PLAIN, {}, cache, [[1.5], [1]]), "tokens=[[1.5], [1]]: must be rows of ids"),
     (lambda cache: lib.ingest(FULL, helpers.PLAIN, {}, cache, ["a", "b"]), "must be rows of ids, which are ints"),
+    (lambda cache: lib.ingest(FULL, helpers.PLAIN, {}, cache, [b"a", b"b"]), "tokens=[b'a', b'b']: must be rows of ids, which are ints"),
+    (lambda cache: lib.ingest(FULL, helpers.PLAIN, {}, cache, [[True], [1]]), "tokens=[[True], [1]]: must be rows of ids, which are ints"),
     (lambda cache: lib.extend("full", helpers.PLAIN, {}, cache, [[1.0], [2.0]]), "expected integers [rows, tokens], got float64(2, 1)"),
     (lambda cache: generate([[1], [2]], cache=cache, dtype="nonsense"), "dtype='nonsense': must be a floating dtype"),
     (lambda cache: lib.extend("full", helpers.PLAIN, {}, cache, [[1], [2]], [1]), "counts: expected integers, one for each of the 2"),
@@ -250,7 +266,7 @@ def cache():
     (lambda cache: lib.extend(FULL, helpers.PLAIN, {}, cache, jnp.zeros((2, 5), jnp.int32)), "at most 4 tokens between"),
     (lambda cache: lib.extend(FULL, helpers.PLAIN, {}, cache, jnp.zeros(2, jnp.int32)), "expected integers [rows, tokens]"),
     (lambda cache: lib.decode_step(FULL, helpers.PLAIN, {}, cache, jnp.zeros((2, 1), jnp.int32)), "token: expected one for each row"),
-), ids=range(21))
+), ids=range(23))
 def test_arguments_beside_a_cache(call, words, cache):
     refused(lambda: call(cache), words, errors=(ValueError, TypeError))
 
