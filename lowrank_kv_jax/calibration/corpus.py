@@ -5,7 +5,7 @@ import hashlib
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int
 
 from lowrank_kv_jax.checks.extras import check_extra
-from lowrank_kv_jax.checks.shown import check_text
+from lowrank_kv_jax.checks.shown import check_text, short
 from lowrank_kv_jax.files import expanded, read_text
 
 DEFAULT_CORPUS = "pydoc"
@@ -42,8 +42,11 @@ class Corpus:
         Raises:
             ValueError: nothing is left, or a text is no UTF-8; TypeError: something is not a string.
         """
-        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-            raise TypeError(f"corpus {name!r}: expected a sequence of strings")
+        several = isinstance(texts, Iterable) and not isinstance(texts, str)
+        wrong = [text for text in texts if not isinstance(text, str)] if several else [texts]
+        if wrong:
+            raise TypeError(f"corpus {name!r} holds {short(wrong[0])}: must be a sequence of strings, the texts "
+                            "themselves; `load_corpus` reads files")
         kept = tuple(text for text in texts if text.strip())
         if not kept:
             raise ValueError(f"corpus {name!r}: holds no text")

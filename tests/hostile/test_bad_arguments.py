@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import helpers
 import jax
@@ -33,6 +34,10 @@ def generate(prompts=((1, 2),), **options):
 
 def ask(prompts):
     return lib.generate(helpers.Model(helpers.PLAIN, helpers.model().params, Letters()), FULL, prompts)
+
+
+def calibrate(texts):
+    return lib.calibrate(helpers.model(), "ojakv", texts)
 
 
 def prefill(tokens=((1, 2, 3),), *rest, **options):
@@ -206,6 +211,10 @@ TABLE = (  # call, arguments, words
     (lib.load_corpus, {"source": "/dev/zero"}, "/dev/zero: is a character device; give a regular file"),
     (lib.load_corpus, {"source": "~no-such-user/x.txt"}, "corpus '~no-such-user/x.txt': no such file"),
     (Corpus.of, {"texts": []}, "corpus 'texts': holds no text"),
+    (calibrate, {"texts": Path("a.txt")}, "corpus 'texts' holds PosixPath('a.txt'): must be a sequence of strings, the texts themselves; `load_corpus`"),
+    (calibrate, {"texts": "a.txt"}, "corpus 'texts' holds 'a.txt': must be a sequence of strings"),
+    (calibrate, {"texts": [Path("a.txt")]}, "corpus 'texts' holds PosixPath('a.txt'): must be a sequence of strings"),
+    (calibrate, {"texts": 5}, "corpus 'texts' holds 5: must be a sequence of strings"),
     (Corpus.of, {"texts": ["a", "\ud800"]}, "corpus 'texts' holds '\\ud800': is not UTF-8 text, character 0 is half of"),
     (Corpus.of, {"texts": [" ", "\n"]}, "corpus 'texts': holds no text"),
     (windows, {"length": 0, "count": 1}, "length=0, windows=1: must both be at least 1"),
