@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     Sampler(args.temperature, args.top_k, args.top_p)  # refuse bad values before the model is loaded
     check_numbers(args, prefill_chunk=1)
     texts = read_prompts(args)
-    mesh = make_mesh(args.mesh) if args.mesh else None
+    mesh = None if args.mesh is None else make_mesh(args.mesh)
     model = load_from(args, mesh)
     ids, longest = encode_texts(model, texts, args.chat), model.config.context - args.max_new_tokens
     check_lengths(ids, longest, args.max_new_tokens, model.config.context)

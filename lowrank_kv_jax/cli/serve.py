@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         check_extra(package, "serve")
     method, most_body = parse_method(args.method), parse_bytes("--max-body", args.max_body)
     memory = None if args.memory is None else parse_bytes("--memory", args.memory)
-    mesh = make_mesh(args.mesh) if args.mesh else None
+    mesh = None if args.mesh is None else make_mesh(args.mesh)
     from lowrank_kv_jax.serving.http.server import bind
 
     with bind(args.host, args.port) as bound:  # before the model is loaded: the port may be taken
