@@ -108,14 +108,17 @@ def write_all(file: IO[bytes], data: bytes) -> None:
         left = left[file.write(left) :]
 
 
-def lock(descriptor: int) -> bool:
-    """Lock an open file or directory until it is closed; whether it was free. Where there are no locks, it is."""
+def lock(descriptor: int, wait: bool = False) -> bool:
+    """Lock an open file or directory until it is closed; whether it was free, or is now that it was waited for.
+
+    Where there are no locks, it is.
+    """
     try:
         import fcntl
     except ImportError:  # no such module on Windows
         return True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
     except OSError:  # a file system without locks

@@ -1,15 +1,18 @@
 """Results as one JSON object a line."""
 
+import contextlib
 import functools
 import json
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 from lowrank_kv_jax.checks.json_objects import parse_json
-from lowrank_kv_jax.files import check_regular, expanded, naming, read_text, write_all
+from lowrank_kv_jax.files import check_regular, expanded, lock, naming, read_text, write_all
 
 FIELDS = (
     "command", "model", "method", "task", "length", "samples", "seed", "protocol", "score", "cache_bytes",
@@ -32,8 +35,9 @@ def append_record(path: str | os.PathLike, record: dict[str, Any]) -> None:
     """Append a record to a file and wait until it is on the disk.
 
     The line is written by one call, so that a run that is killed leaves at most one incomplete line, the
-    last, which `read_records` skips and the next append does not run into. Of several processes that run in step
-    (`jax.distributed`), the first one writes.
+    last, which `read_records` skips and the next append does not run into. Several programs may append to one file: each
+    waits until the line of another is written. Of several processes that run in step (`jax.distributed`), the first one
+    writes.
     """
     import jax
 
@@ -42,7 +46,7 @@ def append_record(path: str | os.PathLike, record: dict[str, Any]) -> None:
     line = json.dumps(record, allow_nan=False, sort_keys=False) + "\n"
     path = expanded(path)
     check_regular(path)
-    with naming(path), open(path, "ab+", buffering=0) as file:
+    with naming(path), _alone(path) as file:
         end = file.seek(0, os.SEEK_END)
         if end:
             file.seek(-1, os.SEEK_END)
@@ -54,6 +58,18 @@ def append_record(path: str | os.PathLike, record: dict[str, Any]) -> None:
         except OSError:
             file.truncate(end)  # a full disk: half a line is none
             raise
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[IO[bytes]]:
+    """The file to append to, unbuffered, while no other process appends; made where it is not there."""
+    while True:
+        with open(path, "ab+", buffering=0) as file:
+            lock(file.fileno(), wait=True)
+            # else it was deleted while this process waited (`check_writable`): once more
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                yield file
+                return
 
 
 def read_records(path: str | os.PathLike) -> list[dict[str, Any]]:
@@ -101,10 +117,10 @@ def check_writable(path: str | os.PathLike) -> None:
     check_regular(path)
     target = expanded(path).resolve()  # through links: what is created is removed, not a link to it
     new = not target.exists()
-    with open(target, "ab"):
-        pass
-    if new:
-        target.unlink(missing_ok=True)  # of processes that run in step, another may have been faster
+    with open(target, "ab") as file:
+        # what another process appended meanwhile stays; of processes that run in step, another may have been faster
+        if new and lock(file.fileno()) and not os.fstat(file.fileno()).st_size:
+            target.unlink(missing_ok=True)
 
 
 def check_appendable(path: str | os.PathLike) -> None:
