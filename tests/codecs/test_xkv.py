@@ -30,6 +30,8 @@ def test_the_papers_preset_has_its_ranks():
     """Of Llama-3.1-8B: 512 and 768 columns of 4 layers of 8 heads of 128."""
     llama = dataclasses.replace(FOUR, q_heads=32, kv_heads=8, head_dim=128)
     (group,) = parse_method("xkv:paper").default_bases(llama.attention)
+    assert parse_method("xkv:paper,rank=0.5") == methods.XKV(group=4, rank=0.5, sinks=0, recent=0)
+    assert parse_method("xkv:paper,smaller=4") == methods.XKV(group=4, smaller=4.0, sinks=0, recent=0)
     assert group.layers == 4 and tuple(group.ranks) == (512, 768)
 
 
@@ -158,7 +160,8 @@ def test_configurations_that_a_model_does_not_suit(spec, message):
         ("xkv:rank=0", "rank=0"),
         ("xkv:rank=1.5", "rank=1.5"),
         ("xkv:rank_k=3", "give both"),
-        ("xkv:rank=none", "give rank"),
+        ("xkv:rank=0.25,smaller=4", "rank=0.25, smaller=4.0: give exactly one of them"),
+        ("xkv:rank_k=8,rank_v=8,table=8:8", "rank_k=8, table='8:8': give exactly one of them"),
         ("xkv:bits=9", "bits=9"),
         ("xkv:basis_dtype=int3", "basis_dtype='int3'"),
         ("xkv:sinks=-1", "sinks=-1"),
