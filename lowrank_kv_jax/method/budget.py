@@ -1,7 +1,8 @@
 """Budgets of a selection as numbers of slots."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,8 +10,10 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.method.accounting import state_bytes
 from lowrank_kv_jax.method.codec import Ends
+from lowrank_kv_jax.method.group import GroupBases, GroupState, Look
 from lowrank_kv_jax.method.layout import Layout
 from lowrank_kv_jax.method.selection import Selection
+from lowrank_kv_jax.storage import backend
 from lowrank_kv_jax.storage.positions import PerHead
 
 OF_THE_CACHE = 12  # bytes of a row that belong to no group: length, limit and pending
@@ -50,33 +53,27 @@ def selected_tokens(rule: Selection, layout: Layout, ends: Ends, tokens: int, la
 
 
 def tokens_for_bytes(
-    rule: Selection, layouts: Sequence[Layout], ends: Ends, groups: Sequence[Sequence[Any]],
-    empty: Callable[[Layout, int], Any],
+    machine: Any, layouts: Sequence[Layout], looks: Sequence[Look], ends: Ends, groups: Sequence[Sequence[Any]]
 ) -> int:
     """Tokens between the ends of every layer, on average, such that a row of the cache takes at most `budget_bytes`.
 
     Args:
+        machine: the method; its selection has the budget.
         layouts: of every group of the model: those with a sliding window keep no moments.
+        looks: of the codec's bases of every group, whose tokens may differ in bytes.
         groups: what the selection knows of the layers of every group.
-        empty: from a layout and the selected tokens of a group to the group's empty state, or its shapes.
 
     Raises:
         ValueError: the exact ends alone take more.
     """
-    rows, budget = [dataclasses.replace(own, batch=1, mesh=None) for own in layouts], rule.budget_bytes or 0
-
-    def cost(row: Layout) -> tuple[int, int, int]:
-        """Bytes with one token, and how many more come with each `step` tokens."""
-        one, two, later = (state_bytes(jax.eval_shape(lambda n=n: empty(row, n))) for n in (1, 2, 1 + TILE))
-        step = 1 if (two - one) * TILE == later - one else TILE
-        return one, (later - one) * step // TILE, step
-
-    costs = {row: cost(row) for row in set(rows)}
+    rows, rule = [dataclasses.replace(own, batch=1, mesh=None) for own in layouts], machine.selection
+    budget, traced_for = rule.budget_bytes, backend.choose()
+    of_groups = [_costs(machine, row, look, len(group), traced_for)
+                 for row, look, group in zip(rows, looks, groups, strict=True)]
 
     def spent(tokens: int) -> int:
         total = OF_THE_CACHE
-        for row, group in zip(rows, groups, strict=True):
-            one, slope, step = costs[row]
+        for row, group, (one, slope, step) in zip(rows, groups, of_groups, strict=True):
             total += one + slope * -(-(selected_tokens(rule, row, ends, tokens, group) - 1) // step)
         return total
 
@@ -86,5 +83,22 @@ def tokens_for_bytes(
         low, high = (middle, high) if spent(middle) <= budget else (low, middle - 1)
     if low == 0:
         raise ValueError(f"budget_bytes={budget}: sinks, recent tokens, room for a block and statistics take "
-                         f"{OF_THE_CACHE + sum(costs[row][0] for row in rows)}")
+                         f"{OF_THE_CACHE + sum(one for one, *_ in of_groups)}")
     return low
+
+
+@functools.lru_cache(maxsize=1024)
+def _costs(machine: Any, row: Layout, look: Look, layers: int, traced_for: str) -> tuple[int, int, int]:
+    """Bytes of a group of so many layers with one token, and how many more come with each `step` tokens.
+
+    Args:
+        traced_for: the backend, on which shapes may depend.
+    """
+
+    def state(codec: Any, tokens: int) -> GroupState:
+        return machine.empty(row, GroupBases(codec, (None,) * layers), tokens)
+
+    codec = jax.tree.unflatten(*look)
+    one, two, later = (state_bytes(jax.eval_shape(functools.partial(state, tokens=n), codec)) for n in (1, 2, 1 + TILE))
+    step = 1 if (two - one) * TILE == later - one else TILE
+    return one, (later - one) * step // TILE, step

@@ -4,10 +4,13 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from lowrank_kv_jax.segments import exact as exact_tokens
 from lowrank_kv_jax.storage.state import leaf, state, static
 from lowrank_kv_jax.summaries import moments as moment_summary
+
+Look = tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]
 
 
 @state
@@ -74,9 +77,17 @@ class GroupBases:
         selection: of the selection, layer by layer.
         calibrated: whether the selection's were fitted.
         dense: whether the group's layers read everything, whatever the reading.
+        looks: what `codec` looks like (`look_of`) in every group of the model, where a budget of bytes is shared by all.
     """
 
     codec: Any
     selection: tuple[Any, ...]
     calibrated: bool = static(default=False)
     dense: bool = static(default=False)
+    looks: tuple[Look, ...] = static(default=())
+
+
+def look_of(bases: Any) -> Look:
+    """Structure, shapes and dtypes of bases, hashable by value."""
+    leaves, structure = jax.tree.flatten(bases)
+    return structure, tuple(jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves)

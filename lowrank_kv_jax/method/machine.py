@@ -22,7 +22,7 @@ from lowrank_kv_jax.attention.taps import half_split
 from lowrank_kv_jax.method import chosen, chunk, in_order, pages, voting
 from lowrank_kv_jax.method.budget import Room, selected_tokens, tokens_for_bytes
 from lowrank_kv_jax.method.codec import Codec, Ends, Tokens
-from lowrank_kv_jax.method.group import GroupBases, GroupState
+from lowrank_kv_jax.method.group import GroupBases, GroupState, look_of
 from lowrank_kv_jax.method.kv_method import KVMethod
 from lowrank_kv_jax.method.layout import Layout, Place, tail_limit
 from lowrank_kv_jax.method.oversized import check_token_counts
@@ -157,8 +157,9 @@ class Machine(KVMethod):
                 if part in fitted:
                     for group in own:
                         part.check_bases(spec, group)
+        looks = () if rule is None or rule.budget_bytes is None else tuple(map(look_of, of_codec))
         return tuple(
-            GroupBases(own, tuple(of_layers[i] for i in group), rule in fitted, group[0] < dense)
+            GroupBases(own, tuple(of_layers[i] for i in group), rule in fitted, group[0] < dense, looks)
             for group, own in zip(groups, of_codec, strict=True)
         )
 
@@ -204,7 +205,9 @@ class Machine(KVMethod):
         else:
             layers, every = rule.default_bases(layout.spec), self.layer_groups(layout.spec)
             groups, layouts = [[layers[i] for i in group] for group in every], [layout.of_group(group) for group in every]
-            tokens = tokens_for_bytes(rule, layouts, ends, groups, lambda row, n: self.empty(row, bases, n))
+            own = look_of(bases.codec)  # one that is solved for this prompt stands for all
+            looks = bases.looks if own in bases.looks else (own,) * len(every)
+            tokens = tokens_for_bytes(self, layouts, looks, ends, groups)
         return self.room_of(layout, bases, selected_tokens(rule, layout, ends, tokens, bases.selection))
 
     def room_of(self, layout: Layout, bases: GroupBases, tokens: int) -> Room:

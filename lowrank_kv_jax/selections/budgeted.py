@@ -16,7 +16,8 @@ class Budgeted(Selection):
 
     Attributes:
         budget: tokens that a kv head keeps, sinks and recent ones included.
-        budget_bytes: instead: bytes of a row of the whole cache, statistics, positions and scores included.
+        budget_bytes: instead: bytes of a row of the whole cache, statistics, positions and scores included. It is not
+            exceeded, but where a codec's `smaller` gives layers widths that the others do not know of (`pyramidkv`).
         keep: instead: this fraction of the prompt's (padded) length, but never less than the exact ends. Without any
             of the three, a quarter; 1.0 keeps everything.
         sinks: first tokens that stay.

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eviction_oracle import SPEC, check_ends, drive, kept_positions, make_stream, softmax
-from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, model, prompts, run
+from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, model, prompts, random_moments, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowrank_kv_jax.attention.rope import RopeSpec, rope_angles, rotate
 from lowrank_kv_jax.attention.spec import Taps
+from lowrank_kv_jax.estimators.moments import Sensitivity
 from lowrank_kv_jax.generation.forward import decode_step, extend, prefill, refresh
 from lowrank_kv_jax.generation.generate import Progress, decode_block
 from lowrank_kv_jax.method import REGISTRY, Layout, Place, choice
@@ -204,6 +205,20 @@ def test_budget_in_bytes_is_kept_and_used(spec, budget):
     spent = cache_bytes(abstract_cache(method, layout)).total
     heads = PLAIN.attention.kv_heads * PLAIN.attention.num_layers
     assert spent <= budget and budget - spent < (20 + 20) * 2 * heads
+
+
+@pytest.mark.parametrize("spec", ("transform:bits=3,rope=post,heads=per_head,sinks=1,recent=4+pyramidkv", "transform:bits=1.5,group=3,sinks=1,recent=4+pyramidkv",
+                                  "transform:bits=3,sinks=1,recent=4+snapkv"))
+def test_layers_of_different_widths_share_a_budget_in_bytes(spec):
+    config = dataclasses.replace(PLAIN, num_layers=8, windows=(None,) * 8)
+    moments, method = random_moments(config, group=3), parse_method(f"{spec}:sinks=1,recent=4,budget_bytes=1")
+    costly = moments._replace(sensitivity=Sensitivity(*(x * np.geomspace(1e4, 1, 8)[:, None, None] for x in moments.sensitivity)))
+    bases = method.fit(config.attention, costly)
+    assert len({own.widths for own in bases}) > 2
+    for budget in (45_000, 60_000, 80_000):
+        method = parse_method(f"{spec}:sinks=1,recent=4,budget_bytes={budget}")
+        spent = cache_bytes(abstract_cache(method, Layout(config.attention, 1, 512, 544, 16, "bfloat16"), bases)).total
+        assert 0.9 * budget < spent <= budget, (budget, spent)
 
 
 def test_statistics_positions_and_scores_are_counted():
