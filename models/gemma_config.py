@@ -21,11 +21,6 @@ _FIXED = {
     "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
     "use_bidirectional_attention": False, "is_encoder_decoder": False,
 }
-# What a family's config stands for where it does not say; null says that there is none.
-_CAPS = {
-    "gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    "gemma3_text": {"attn_logit_softcapping": None, "final_logit_softcapping": None},
-}
 _SCALINGS = ("default", "linear")
 
 
@@ -37,7 +32,6 @@ def read_gemma(config: Mapping[str, Any]) -> ModelConfig:
     """
     family = config["model_type"]
     refuse_unknown(config, family, REQUIRED, _ATTRIBUTES[family], _FIXED)
-    caps = _CAPS[family] | {name: config[name] for name in _CAPS[family] if name in config}
     values = {name: value for name, value in config.items() if value is not None}
     layers, heads, head_dim = config["num_hidden_layers"], config["num_attention_heads"], values.get("head_dim", 256)
     stride = values.get("sliding_window_pattern") or values.get("_sliding_window_pattern") or 6
@@ -45,7 +39,7 @@ def read_gemma(config: Mapping[str, Any]) -> ModelConfig:
     kinds = config.get("layer_types") or [
         "sliding_attention" if (layer + 1) % stride else "full_attention" for layer in range(layers)
     ]
-    windows = windows_of(kinds, values.get("sliding_window", 4096), layers)
+    windows = windows_of(kinds, values.get("sliding_window"), layers)
     by_kind = _read_ropes(values, head_dim)
     ropes = tuple(by_kind[kind] for kind in kinds)
     return ModelConfig(
@@ -67,8 +61,8 @@ def read_gemma(config: Mapping[str, Any]) -> ModelConfig:
         eos_ids=token_ids(config.get("eos_token_id")),
         softmax_scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5,
         ropes=ropes if len(set(ropes)) > 1 else None,
-        logit_cap=caps["attn_logit_softcapping"],
-        output_cap=caps["final_logit_softcapping"],
+        logit_cap=values.get("attn_logit_softcapping"),
+        output_cap=values.get("final_logit_softcapping"),
         norm_offset=1.0,
         post_norms=True,
         mlp_activation="gelu_tanh",

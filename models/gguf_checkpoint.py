@@ -96,6 +96,7 @@ def _hf_config(file: GgufFile) -> dict[str, Any]:
             f"{file.path}: block_count is {keys['block_count']}, but there are {len(tensors)} tensors"
         )
     config = {name: keys[key] for key, name in _ATTRIBUTES.items() if key in keys}
+    config.setdefault("num_key_value_heads", None)  # a file that does not say has one for each query head
     config.setdefault("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ())) or None)
     config["model_type"] = (
         "mistral" if architecture == "llama" and "sliding_window" in config else architecture

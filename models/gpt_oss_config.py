@@ -17,9 +17,9 @@ _ATTRIBUTES = frozenset({
     "experts_per_token", "initial_context_length",
 })
 _FIXED = {"hidden_act": "silu", "is_encoder_decoder": False}
-# What a config stands for where it does not say.
+# What a config stands for where it does not say, or says null; see `config_defaults`.
 _DEFAULTS: dict[str, Any] = {
-    "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128, "attention_bias": True, "num_local_experts": 128,
+    "head_dim": 64, "num_key_value_heads": 8, "attention_bias": True, "num_local_experts": 128,
     "num_experts_per_tok": 4, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
 }
 _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
@@ -51,7 +51,7 @@ def read_gpt_oss(config: Mapping[str, Any]) -> ModelConfig:
         norm_eps=float(config["rms_norm_eps"]),
         rope=rope.rope,
         context=rope.context,
-        windows=windows_of(kinds, config["sliding_window"], layers),
+        windows=windows_of(kinds, config.get("sliding_window"), layers),
         qkv_bias=bool(config["attention_bias"]),
         o_bias=bool(config["attention_bias"]),
         tie_embeddings=bool(config.get("tie_word_embeddings")),

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowrank_kv_jax.models.config import ModelConfig
+from lowrank_kv_jax.models.config_defaults import with_defaults
 from lowrank_kv_jax.models.deepseek_config import read_deepseek
 from lowrank_kv_jax.models.gemma_config import read_gemma
 from lowrank_kv_jax.models.gpt_config import read_gpt2, read_gpt_neox
@@ -29,4 +30,4 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     family = config.get("model_type")
     if not isinstance(family, str) or family not in _READERS:
         raise ValueError(f"model_type {family!r:.80} is not supported; it must be one of {sorted(_READERS)}")
-    return _READERS[family](config)
+    return _READERS[family](with_defaults(config))

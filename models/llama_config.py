@@ -40,16 +40,13 @@ _FIXED_OF_PHI3 = {
     "attention_bias": False, "mlp_bias": False, "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1,
 }
 
-# What a family's config stands for where it does not say.
+# What a family's config stands for where it does not say, or says null; see `config_defaults`.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "phi3": {"rms_norm_eps": 1e-5},
     "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen3": {"head_dim": 128},
     "smollm3": {"rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
 }
-
-_WINDOWED = ("mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Families whose config stands for a window where it does not speak of one; Qwen's has to be switched on besides."""
 
 
 def read_llama(config: Mapping[str, Any]) -> ModelConfig:
@@ -64,8 +61,6 @@ def read_llama(config: Mapping[str, Any]) -> ModelConfig:
     known = FAMILY_ATTRIBUTES[family]
     fixed = _FIXED_VALUES | (_FIXED_OF_PHI3 if family == "phi3" else {})
     refuse_unknown(config, family, REQUIRED, known, {name: value for name, value in fixed.items() if name not in known})
-    if family in _WINDOWED and "sliding_window" not in config:  # null is none
-        config = {**config, "sliding_window": 4096}
     config = _DEFAULTS.get(family, {}) | {name: value for name, value in config.items() if value is not None}
     num_layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads

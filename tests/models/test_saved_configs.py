@@ -26,6 +26,52 @@ def test_a_config_that_transformers_saves_says_the_same(name, saved):
     assert models.read_config(saved(ALL[name])) == models.read_config(ALL[name])
 
 
+WIDE = {"vocab_size": 200_000, "hidden_size": 1024, "num_attention_heads": 64}
+"""Every family's default of key heads and of tokens fits."""
+
+
+def read(config):
+    try:
+        return models.read_config(config)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_a_config_leaves_out_is_what_transformers_takes(name, saved):
+    """Attribute by attribute, left out or null, but for those that must be given and for null that transformers refuses."""
+    config, compared = ALL[name] | {key: value for key, value in WIDE.items() if key in ALL[name]}, 0
+    for attribute in config:
+        left_out = {key: value for key, value in config.items() if key != attribute}
+        for change in (left_out, left_out | {attribute: None}):
+            if attribute == "rope_theta" and attribute in change:
+                continue  # null there, transformers has no frequencies
+            try:
+                wanted = read(saved(change))
+            except Exception:
+                continue
+            found = read(change)
+            asked_for = isinstance(found, str) and ("is missing" in found or "must all be given" in found)
+            assert asked_for or found == wanted, attribute
+            compared += not asked_for
+    assert compared > 4
+
+
+@pytest.mark.parametrize("name, heads", (
+    ("llama2", 64), ("mistral", 8), ("qwen2", 32), ("qwen3", 32), ("phi3", 64), ("mixtral", 8), ("smollm3", 4), ("qwen3_moe", 4),
+    ("gemma2", 4), ("gemma3_text", 4), ("gpt_oss", 8),
+))
+def test_key_heads_that_a_config_does_not_speak_of(name, heads):
+    config = {key: value for key, value in (ALL[name] | WIDE).items() if key != "num_key_value_heads"}
+    assert models.read_config(config).kv_heads == heads
+
+
+def test_a_token_that_the_vocabulary_has_not_is_none():
+    config = {key: value for key, value in ALL["smollm3"].items() if key not in ("bos_token_id", "eos_token_id")}
+    assert (models.read_config(config).bos_id, models.read_config(config).eos_ids) == (None, ())
+    assert models.read_config(config | {"vocab_size": 128_256}).eos_ids == (128_001,)
+
+
 @pytest.mark.parametrize("name, change, message", [
     ("deepseek_v2", {"qk_head_dim": 19}, r"qk_head_dim=19: must be qk_nope_head_dim \+ qk_rope_head_dim, 20"),
     ("gpt_neox", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
