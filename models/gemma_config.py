@@ -61,7 +61,7 @@ def read_gemma(config: Mapping[str, Any]) -> ModelConfig:
         eos_ids=token_ids(config.get("eos_token_id")),
         softmax_scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5,
         ropes=ropes if len(set(ropes)) > 1 else None,
-        logit_cap=values.get("attn_logit_softcapping"),
+        logit_cap=values.get("attn_logit_softcapping") if family == "gemma2" else None,  # transformers caps no others
         output_cap=values.get("final_logit_softcapping"),
         norm_offset=1.0,
         post_norms=True,

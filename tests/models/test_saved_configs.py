@@ -66,6 +66,14 @@ def test_key_heads_that_a_config_does_not_speak_of(name, heads):
     assert models.read_config(config).kv_heads == heads
 
 
+def test_caps_of_attention_are_gemma_2s_alone():
+    """transformers' Gemma 3 has the field and does not read it; tokens' logits it caps."""
+    caps = {"attn_logit_softcapping": 7.0, "final_logit_softcapping": 9.0}
+    for name, cap in (("gemma2", 7.0), ("gemma3_text", None)):
+        config = models.read_config(ALL[name] | caps)
+        assert (config.logit_cap, config.output_cap) == (cap, 9.0)
+
+
 def test_a_token_that_the_vocabulary_has_not_is_none():
     config = {key: value for key, value in ALL["smollm3"].items() if key not in ("bos_token_id", "eos_token_id")}
     assert (models.read_config(config).bos_id, models.read_config(config).eos_ids) == (None, ())
