@@ -46,7 +46,7 @@ def open_gguf(file: GgufFile) -> Checkpoint:
         ValueError: an architecture, key or value that the decoder does not implement; unknown keys are all
             listed.
     """
-    config = read_config(_hf_config(file))
+    config = _with_divisors(file, read_config(_hf_config(file)))
     tensors = dict(file.tensors)
     if file.metadata["general.architecture"] == "llama":
         tensors = {name: _with_heads(name, tensor, config) for name, tensor in tensors.items()}
@@ -128,34 +128,34 @@ def _rope(file: GgufFile, keys: dict[str, Any], config: dict[str, Any]) -> dict[
         raise ValueError(
             f"{file.path}: rope.scaling.type {kind!r} is not supported, only 'none' and 'linear'"
         )
-    if "rope_freqs.weight" in file.tensors:
-        return _llama3_rope(file.tensors["rope_freqs.weight"], config.get("rope_theta", 10000.0), head_dim)
     if factor and factor != 1.0 and (kind == "linear" or "rope.scaling.type" not in keys):
         original = keys.get("rope.scaling.original_context_length")
         return {"rope_type": "linear", "factor": factor, "original_max_position_embeddings": original}
     return {"rope_type": "default"}
 
 
-def _llama3_rope(tensor: StoredTensor, theta: float, head_dim: int) -> dict[str, Any]:
-    """Llama 3.1 files hold the divisor of each frequency, not the rule; recover the rule and verify it.
+def _with_divisors(file: GgufFile, config: ModelConfig) -> ModelConfig:
+    """The config with the divisors of its frequencies that the file holds; a linear factor divides them besides, as in
+    llama.cpp.
 
-    Every release of 3.1 to 3.3 has factors 1 and 4 and an original context of 8192; only `factor` differs.
+    Llama 3.1 files hold the divisor of each frequency, not the rule; recover the rule and verify it. Every release of 3.1
+    to 3.3 has factors 1 and 4 and an original context of 8192; only `factor` differs.
     """
+    tensor, rope = file.tensors.get("rope_freqs.weight"), config.rope
+    if tensor is None or rope is None:
+        return config
     divisors = np.concatenate([values for _, values in tensor.slabs()]).astype(np.float64)
     if np.all(divisors == 1.0):
-        return {"rope_type": "default"}
+        return config
     factor = float(divisors.max())
-    rule = RopeSpec(theta, head_dim, "llama3", factor, 1.0, 4.0, 8192)
-    expected = RopeSpec(theta, head_dim).inverse_frequencies() / rule.inverse_frequencies()
+    rule = RopeSpec(rope.theta, rope.rotary_dim, "llama3", factor, 1.0, 4.0, 8192)
+    expected = RopeSpec(rope.theta, rope.rotary_dim).inverse_frequencies() / rule.inverse_frequencies()
     if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
         raise ValueError(
             f"{tensor.path}: rope_freqs.weight does not follow Llama 3.1's rule with factor {factor}, "
             "low_freq_factor 1, high_freq_factor 4 and an original context of 8192"
         )
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+    if rope.scaling == "linear":
+        both = tuple((expected * rope.factor).tolist())
+        rule = RopeSpec(rope.theta, rope.rotary_dim, "longrope", divisors=both)
+    return dataclasses.replace(config, rope=rule)

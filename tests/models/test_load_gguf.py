@@ -29,8 +29,8 @@ def interleave(weight, heads):
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path, name, kind=None, drop=(), keys=(), extra=(), **changes):
-    """A tiny model as a GGUF file: matrices of element type `kind`, vectors in float32."""
+def write_gguf(path, name, kind=None, drop=(), keys=(), extra=(), silent=False, **changes):
+    """A tiny model as a GGUF file: matrices of element type `kind`, vectors in float32; `silent` of its key heads."""
     hf = CONFIGS[name] | changes
     config, architecture = models.read_config(hf), ARCHITECTURES[hf["model_type"]]
     writer = gguf.GGUFWriter(path, architecture)
@@ -39,7 +39,8 @@ def write_gguf(path, name, kind=None, drop=(), keys=(), extra=(), **changes):
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_block_count(config.num_layers)
     writer.add_head_count(config.q_heads)
-    writer.add_head_count_kv(config.kv_heads)
+    if not silent:
+        writer.add_head_count_kv(config.kv_heads)
     writer.add_key_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_freq_base(config.rope.theta)
@@ -144,6 +145,28 @@ def test_llama3_scaling_is_recovered_from_its_divisors(tmp_path):
     )
     with pytest.raises(ValueError, match="does not follow Llama 3.1's rule with factor 8"):
         models.load_model(path)
+
+
+@pytest.mark.parametrize("keys", ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, {"llama.rope.scale_linear": 4.0}))
+def test_a_linear_factor_divides_beside_the_divisors(tmp_path, keys):
+    """As llama.cpp: angle = position * freq_scale * theta / freq_factor."""
+    def rope(divisors):
+        path = write_gguf(tmp_path / "tiny.gguf", "llama2", keys=keys, extra={"rope_freqs.weight": divisors}, rope_theta=500000.0)
+        return models.load_model(path).config.rope
+
+    assert rope(np.ones(6, np.float32)) == RopeSpec(500000.0, 12, "linear", 4.0)
+    wanted = RopeSpec(500000.0, 12).inverse_frequencies() / llama3_divisors(8192) / 4
+    np.testing.assert_allclose(rope(llama3_divisors(8192)).inverse_frequencies(), wanted, rtol=1e-5)
+
+
+def test_a_factor_of_no_scaling_divides_nothing(tmp_path):
+    keys = {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}
+    assert models.load_model(write_gguf(tmp_path / "tiny.gguf", "llama2", keys=keys)).config.rope == RopeSpec(10000.0, 12)
+
+
+def test_a_file_that_says_no_key_heads_has_one_for_each_query_head(tmp_path):
+    model = models.load_model(write_gguf(tmp_path / "tiny.gguf", "mistral", num_key_value_heads=4, silent=True))
+    assert model.config.kv_heads == 4
 
 
 def test_tensors_that_do_not_fit_are_listed_by_their_gguf_names(tmp_path):
