@@ -61,9 +61,9 @@ class XKV(TokenCodec):
     Attributes:
         group: G, adjacent layers that share coefficients; by default 4, or all layers of a shallower model.
             The last group of a model may be smaller. G = 1 is the Single SVD of the paper.
-        rank: mean rank of keys and values, columns (int) or a fraction of the width G * K * D; a quarter where nothing
-            else says the ranks. A fraction, and what `smaller` finds from 64 columns on, is split into multiples of 8
-            (from a width of 64 on).
+        rank: mean rank of keys and values, columns (int) or a fraction of the width G * K * D. A fraction, and what
+            `smaller` finds from 64 columns on, is split into multiples of 8 (from a width of 64 on). The default gives way
+            to what stands for it.
         ratio: rank of the values to that of the keys.
         rank_k, rank_v: instead of `rank`, both.
         table: instead of `rank`: ranks of every group, "k:v/k:v/..", e.g. those that keep 95% of the energy
@@ -90,7 +90,7 @@ class XKV(TokenCodec):
     """
 
     group: int | None = None
-    rank: int | float | None = None
+    rank: int | float | None = DEFAULT_RANK
     ratio: float = 1.5
     rank_k: int | float | None = None
     rank_v: int | float | None = None
@@ -127,6 +127,10 @@ class XKV(TokenCodec):
             if getattr(self, field) is not None:
                 check_rank(field, getattr(self, field))
         given = [field for field, *_ in self.one_of if getattr(self, field) is not None]
+        if not given:
+            raise ValueError("rank=None: give rank, or rank_k and rank_v, or table, or smaller")
+        if len(given) > 1 and self.rank == DEFAULT_RANK:
+            given.remove("rank")
         if len(given) > 1:
             raise ValueError(", ".join(f"{f}={getattr(self, f)!r}" for f in given) + ": give exactly one of them")
         if self.smaller is not None and not self.smaller > 0:
@@ -170,14 +174,14 @@ class XKV(TokenCodec):
         width = _width(spec, layers)
         if self.smaller is not None:
             return LayerGroup(layers)
-        rank = DEFAULT_RANK if self.rank is None else self.rank
         if spec.latent is not None:
-            return LayerGroup(layers, Ranks(resolve_rank("rank", rank, width), 0))
+            return LayerGroup(layers, Ranks(resolve_rank("rank", self.rank or 1, width), 0))
         if given is not None:
             return LayerGroup(layers, resolve_pair(width, ("table", given[0]), ("table", given[1])))
         if self.rank_k is not None and self.rank_v is not None:
             return LayerGroup(layers, resolve_pair(width, ("rank_k", self.rank_k), ("rank_v", self.rank_v)))
-        mean, chosen = resolve_rank("rank", rank, width), isinstance(rank, float)
+        assert self.rank is not None
+        mean, chosen = resolve_rank("rank", self.rank, width), isinstance(self.rank, float)
         return LayerGroup(layers, split_rank(mean, width, self.ratio, _split_multiple(width) if chosen else 1))
 
     # ---- the contract --------------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.methods.compose import compose
 from lowrank_kv_jax.summaries.component import SUMMARIES
 
-BUDGETS = (("budget",), ("budget_bytes",), ("keep",))
-"""Fields of which one counts: giving it unsets those of a preset. A part with others names them in `one_of`."""
+BUDGETS = ("budget", "budget_bytes", "keep")  # fields of which one counts: giving it unsets the defaults of the others
 
 
 def parse_method(text: str) -> Part:
@@ -87,10 +86,11 @@ def _configure(cls: Any, name: str, rest: str, text: str) -> Any:
         if field in values:
             raise ValueError(f"{text!r}: field {field!r} is given twice")
         values[field] = _read(name, field, value.strip(), fields[field])
-    one_of = getattr(cls, "one_of", BUDGETS)
-    given = [together for together in one_of if any(field in values for field in together)]
-    if given:
-        preset |= {field: None for together in one_of if together not in given for field in together if field in fields}
+    if any(field in values for field in BUDGETS):
+        preset |= {field: None for field in BUDGETS if field in fields}
+    instead = {field for together in getattr(cls, "one_of", ()) for field in together}
+    if instead & set(values):  # what is given takes the place of what a preset says
+        preset = {field: value for field, value in preset.items() if field not in instead}
     return cls(**{**preset, **values})
 
 

@@ -53,6 +53,7 @@ TABLE = (
     ("streamingkv:alpha=0", "alpha=0.0: must lie in (0, 1]"),
     ("streamingkv:hadamard=true", "hadamard=True: a Hadamard turn mixes all columns"),
     ("xkv:rank_k=4", "rank_k=4, rank_v=None: give both or none"),
+    ("xkv:rank=none", "rank=None: give rank, or rank_k and rank_v, or table, or smaller"),
     ("xkv:rank=8,smaller=4", "rank=8, smaller=4.0: give exactly one of them"),
     ("xkv:smaller=0", "smaller=0.0: must be a positive number"),
     ("xkv:ratio=-1", "ratio=-1.0: must be a positive number"),
