@@ -62,8 +62,8 @@ class XKV(TokenCodec):
         group: G, adjacent layers that share coefficients; by default 4, or all layers of a shallower model.
             The last group of a model may be smaller. G = 1 is the Single SVD of the paper.
         rank: mean rank of keys and values, columns (int) or a fraction of the width G * K * D. A fraction, and what
-            `smaller` finds from 64 columns on, is split into multiples of 8 (from a width of 64 on). The default gives way
-            to what stands for it.
+            `smaller` finds from 64 columns on, is split into multiples of 8 (from a width of 64 on). The default gives
+            way to what stands for it.
         ratio: rank of the values to that of the keys.
         rank_k, rank_v: instead of `rank`, both.
         table: instead of `rank`: ranks of every group, "k:v/k:v/..", e.g. those that keep 95% of the energy
