@@ -1,5 +1,6 @@
 """A cache whose stored tokens are cut over devices is the cache on one, and only sums and partials travel."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -117,6 +118,20 @@ def test_every_device_has_whole_registers_and_tiles(name):
     assert state.store.tokens.k.shape[2] % (4 * 128) == 0
     sides = [x for x in (state.store.tokens.k,) if hasattr(x, "tile")]
     assert all(x.shape[2] % (4 * x.tile.tokens) == 0 for x in sides)
+
+
+@pytest.mark.parametrize("name", ["transform:smaller=3,sinks=4,recent=8", "xkv:smaller=2,sinks=4,recent=8"])
+def test_a_wanted_size_is_that_on_one_device(name):
+    """As many bits or columns a token: slots that are there for the devices' sake must not change the answer."""
+    method = parse_method(name)
+    bases = bases_for(method, PLAIN) or machine_of(method).default_bases(PLAIN.attention)
+    cut = dataclasses.replace(layout_over(4), prompt=180)
+
+    def channels(layout):
+        store = jax.eval_shape(lambda: machine_of(method).init(layout, bases[0])).store
+        return store.tokens.k.shape[3], store.tokens.v.shape[3]
+
+    assert channels(cut) == channels(dataclasses.replace(cut, mesh=None))
 
 
 @pytest.mark.parametrize("name, why", [
