@@ -23,7 +23,19 @@ class Neighbours(NamedTuple):
         self, votes: Float32[jax.Array, "B J S"], position: Int[jax.Array, "B J S"],
         owner: Int[jax.Array, "B 1 S"] | None, valid: Bool[jax.Array, "B J S"],
     ) -> Float32[jax.Array, "B J S"]:
-        """Scores `[B, J, S]` from votes of candidates in order of their positions, packed ones head after head."""
+        """Scores `[B, J, S]` from votes of candidates, in whatever order they and free slots lie."""
+        whose = jnp.zeros_like(position) if owner is None else owner
+        order = jnp.lexsort((position, whose, ~valid))  # each head's by position, free slots behind all
+
+        def arranged(x):
+            return jnp.take_along_axis(x, order, axis=2)
+
+        owner = None if owner is None else arranged(owner)
+        scores = self._in_order(arranged(votes), arranged(position), owner, arranged(valid))
+        return jnp.take_along_axis(scores, jnp.argsort(order, axis=2), axis=2)
+
+    def _in_order(self, votes, position, owner, valid):
+        """The same of candidates in order of their positions, packed ones head after head."""
         votes = jnp.where(valid, votes, 0.0)
         if self.pool != "none" and self.kernel > 1:
             left, right = self.kernel // 2, self.kernel - 1 - self.kernel // 2

@@ -149,6 +149,23 @@ def test_neighbours_without_gaps_are_those_of_a_whole_prompt(pool, kernel, chunk
     np.testing.assert_allclose(found, chunked(pooled(votes, pool, kernel), chunk), atol=1e-6)
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_new_tokens_are_neighbours_of_stored_ones(heads):
+    """Between them lie the store's free slots, and where heads are packed the tokens of others."""
+    rng, stored, new = np.random.default_rng(0), np.arange(10), np.arange(10, 16)
+    position = np.concatenate([np.tile(stored, heads), np.zeros(5), np.tile(new, heads)]).astype(np.int32)[None, None]
+    owner = np.concatenate([np.repeat(np.arange(heads), 10), np.zeros(5), np.repeat(np.arange(heads), 6)])
+    owner, valid = owner.astype(np.int8)[None, None], np.ones(position.shape, bool)
+    valid[..., 10 * heads : 10 * heads + 5] = False
+    votes = rng.random(position.shape).astype(np.float32)
+    rule = Neighbours("avg", 3, 4)
+    found = rule.shared(*map(jnp.asarray, (votes, position, owner, valid)))
+    for head in range(heads):
+        mine = valid & (owner == head)
+        alone = [jnp.asarray(x[mine][None, None]) for x in (votes, position)]
+        np.testing.assert_allclose(found[mine], rule.shared(*alone, None, jnp.ones((1, 1, 16), bool))[0, 0], rtol=1e-6)
+
+
 def test_neighbours_that_are_gone_lend_nothing():
     """Packed heads lie behind each other: the last token of one is no neighbour of the first of the next."""
     votes, owner = jnp.array([[[1.0, 2.0, 4.0, 8.0]]]), jnp.array([[[0, 0, 0, 1]]], jnp.int8)
