@@ -52,6 +52,7 @@ class LowRankFields(Codec):
 
     exact_at: ClassVar[Mapping[str, Any] | None] = {"rank": 1.0, "sinks": 4, "recent": 8}
     small: ClassVar[Mapping[str, Any]] = {"sinks": 4, "recent": 8}
+    one_of: ClassVar[tuple[tuple[str, ...], ...]] = (("rank", "rank_k", "rank_v"), ("energy",))
     rebuilds: ClassVar[bool] = True
     waters: ClassVar[bool] = False
     """Whether components may have bits of their own, a mean that is none of `TOKEN_BITS`."""

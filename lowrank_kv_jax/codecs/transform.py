@@ -97,6 +97,7 @@ class Transform(TokenCodec):
     layers_alike: ClassVar[bool] = True
     bases_type: ClassVar[type | None] = TransformBases
     without: ClassVar[Mapping[str, str]] = {"sensitivity": "metric=attention", "sampled": "sampled=False"}
+    one_of: ClassVar[tuple[tuple[str, ...], ...]] = (("bits", "bits_k", "bits_v"), ("smaller",))
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {  # of arXiv 2511.01815, in these widths, before entropy coding
         "kvtc": {"group": None, "metric": "plain", "recent": 128, "sampled": False},
     }

@@ -45,7 +45,6 @@ from lowrank_kv_jax.storage.quantised import (
 from lowrank_kv_jax.storage.steps import plain_steps
 from lowrank_kv_jax.storage.water_filled import empty_water_filled
 
-DEFAULT_RANK = 0.25
 FEW_COLUMNS = 64  # mean rank below which `smaller` takes any number: a multiple of 8 would leave much of the bytes unused
 
 
@@ -90,7 +89,7 @@ class XKV(TokenCodec):
     """
 
     group: int | None = None
-    rank: int | float | None = DEFAULT_RANK
+    rank: int | float | None = 0.25
     ratio: float = 1.5
     rank_k: int | float | None = None
     rank_v: int | float | None = None
@@ -126,13 +125,8 @@ class XKV(TokenCodec):
         for field in ("rank", "rank_k", "rank_v", "rebuild"):
             if getattr(self, field) is not None:
                 check_rank(field, getattr(self, field))
-        given = [field for field, *_ in self.one_of if getattr(self, field) is not None]
-        if not given:
+        if all(x is None for x in (self.rank, self.rank_k, self.table, self.smaller)):
             raise ValueError("rank=None: give rank, or rank_k and rank_v, or table, or smaller")
-        if len(given) > 1 and self.rank == DEFAULT_RANK:
-            given.remove("rank")
-        if len(given) > 1:
-            raise ValueError(", ".join(f"{f}={getattr(self, f)!r}" for f in given) + ": give exactly one of them")
         if self.smaller is not None and not self.smaller > 0:
             raise ValueError(f"smaller={self.smaller!r}: must be a positive number")
         if not self.ratio > 0:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.checks.bounds import MOST, check_kind, check_number, is_number, plain_fields
+from lowrank_kv_jax.checks.shown import short
 
 _MOST = {"budget_bytes": 2**62, **dict.fromkeys(("steps", "iterations", "iterations_dec"), 1000)}
 """Of fields that count something else; steps are unrolled in the program."""
@@ -54,6 +55,9 @@ class Part(abc.ABC):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named settings, say of a paper: field values that `name:preset` stands for."""
 
+    one_of: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """Fields of which only one is given, or a group of them that go together; one at its default gives way."""
+
     exact_at: ClassVar[Mapping[str, Any] | None] = None
     """Field values at which it is exact attention, its exact ends so short that a hundred tokens are mostly its own; None
     where it never is. The contract (`lowrank_kv_jax.testing`) is asked there."""
@@ -66,7 +70,7 @@ class Part(abc.ABC):
     any; what is saved on disk."""
 
     def __post_init__(self):
-        """Refuse values of other types than declared, and numbers that overflow or run for ever."""
+        """Refuse values of other types than declared, numbers that overflow or run for ever, two fields of `one_of`."""
         kinds = plain_fields(type(self))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -74,6 +78,11 @@ class Part(abc.ABC):
                 check_kind(field.name, value, kinds[field.name])
             if is_number(value):
                 check_number(field.name, value, most=_MOST.get(field.name, MOST))
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        given = [[name for name in own if getattr(self, name) not in (None, defaults[name])] for own in self.one_of]
+        clash = [f"{own[0]}={short(getattr(self, own[0]))}" for own in given if own]
+        if len(clash) > 1:
+            raise ValueError(f"{', '.join(clash)}: give exactly one of them")
 
     def layer_groups(self, spec: AttentionSpec) -> tuple[tuple[int, ...], ...]:
         """Layers that share one state, in order; one layer each unless a codec works across layers."""

@@ -88,9 +88,10 @@ def _configure(cls: Any, name: str, rest: str, text: str) -> Any:
         values[field] = _read(name, field, value.strip(), fields[field])
     if any(field in values for field in BUDGETS):
         preset |= {field: None for field in BUDGETS if field in fields}
-    instead = {field for together in getattr(cls, "one_of", ()) for field in together}
-    if instead & set(values):  # what is given takes the place of what a preset says
-        preset = {field: value for field, value in preset.items() if field not in instead}
+    one_of = getattr(cls, "one_of", ())
+    if any(values.keys() & set(own) for own in one_of):  # what is given takes the place of what a preset says
+        others = {field for own in one_of if not values.keys() & set(own) for field in own}
+        preset = {field: value for field, value in preset.items() if field not in others}
     return cls(**{**preset, **values})
 
 
