@@ -64,7 +64,7 @@ def tokens_for_bytes(
         groups: what the selection knows of the layers of every group.
 
     Raises:
-        ValueError: the exact ends alone take more.
+        ValueError: the exact ends and one token take more.
     """
     rows, rule = [dataclasses.replace(own, batch=1, mesh=None) for own in layouts], machine.selection
     budget, traced_for = rule.budget_bytes, backend.choose()
@@ -82,8 +82,8 @@ def tokens_for_bytes(
         middle = (low + high + 1) // 2
         low, high = (middle, high) if spent(middle) <= budget else (low, middle - 1)
     if low == 0:
-        raise ValueError(f"budget_bytes={budget}: sinks, recent tokens, room for a block and statistics take "
-                         f"{OF_THE_CACHE + sum(one for one, *_ in of_groups)}")
+        raise ValueError(f"budget_bytes={budget}: must be at least {spent(1)}, which sinks, recent tokens, room for a "
+                         "block, statistics and one token a layer take")
     return low
 
 

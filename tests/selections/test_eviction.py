@@ -305,9 +305,19 @@ def test_a_prompt_shorter_than_the_window_votes_with_all_it_has(spec):
     np.testing.assert_allclose(*found, atol=1e-5)
 
 
-def test_too_few_bytes_are_refused():
-    with pytest.raises(ValueError, match="budget_bytes=1000: sinks, recent tokens"):
-        prefill(parse_method("snapkv:budget_bytes=1000"), PLAIN, model().params, prompts())
+@pytest.mark.parametrize("spec", ("snapkv", "kivi+pyramidkv"))
+def test_too_few_bytes_are_refused(spec):
+    """With the least that would do."""
+    layout = Layout(PLAIN.attention, 1, 512, 544, 16, "bfloat16")
+    with pytest.raises(ValueError, match="budget_bytes=1000: must be at least [0-9]+, which sinks") as refusal:
+        abstract_cache(parse_method(f"{spec}:budget_bytes=1000"), layout)
+    least = int(str(refusal.value).split("at least ")[1].split(",")[0])
+    assert cache_bytes(abstract_cache(parse_method(f"{spec}:budget_bytes={least}"), layout)).total <= least
+    with pytest.raises(ValueError, match=f"must be at least {least}"):
+        abstract_cache(parse_method(f"{spec}:budget_bytes={least - 1}"), layout)
+
+
+def test_only_selections_select():
     with pytest.raises(TypeError, match="is no selection"):
         compose(selection=parse_method("ojakv"))
 
