@@ -20,8 +20,8 @@ from lowrank_kv_jax.storage.sharding import to_host
 
 READS, LEAST_GAIN = 4, 1.5
 """A row whose last reads brought fewer tokens in the mean is decoded in steps."""
-Enough = Callable[[int, str], bool]
-"""Called with a row and its answer so far, once for each token; the row ends when it says so."""
+Enough = Callable[[int, Sequence[int]], bool]
+"""Called with a row and the ids of its answer so far, once for each token; the row ends when it says so."""
 
 
 def answer(
@@ -100,7 +100,7 @@ class _Row:
             self.done = True
             return
         self.ids.append(token)
-        self.done = self.enough is not None and self.enough(self.number, self.model.tokenizer.decode(self.ids))
+        self.done = self.enough is not None and self.enough(self.number, self.ids)
 
 
 def follow(

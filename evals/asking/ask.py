@@ -21,7 +21,7 @@ class Reply(NamedTuple):
 
     Attributes:
         spec, question: the method and what it was asked.
-        text: the answer.
+        text: the answer, without special tokens.
         size: of the cache, one row.
         figures: times of the batch (see `Clock.times`) and counts of tokens, rows and methods, as records hold them.
     """
@@ -95,7 +95,7 @@ class Asker:
         """
         entries = [row[turn] if turn < len(row) else None for row in batch.questions]
         filler = next(entry for entry in entries if entry is not None)
-        clock = Clock([None if entry is None else entry[0] for entry in entries])
+        clock = Clock([None if entry is None else entry[0] for entry in entries], self.model.tokenizer)
         likelihoods = Likelihoods(method, self.model, clock, self.bases.get(spec))
         found = answer(
             method, self.model, cache, [(entry or filler)[1] for entry in entries],
@@ -106,7 +106,7 @@ class Asker:
         )
         if method.name == "full":
             drafts.setdefault(turn, found)
-        texts = [self.model.tokenizer.decode(ids) for ids in found]
+        texts = [self.model.tokenizer.decode(ids, skip_special_tokens=True) for ids in found]
         size, times = self.sizes[spec, batch.width, batch.capacity], clock.times(prefill_s)
         for row, entry in enumerate(entries):
             if entry is not None:

@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from lowrank_kv_jax.evals.asking.prompts import Question
 
@@ -45,12 +46,12 @@ class Clock:
         tokens: drawn for each row.
     """
 
-    def __init__(self, questions: Sequence[Question | None]):
-        self.questions, self.tokens = questions, [0] * len(questions)
+    def __init__(self, questions: Sequence[Question | None], tokenizer: Any):
+        self.questions, self.tokenizer, self.tokens = questions, tokenizer, [0] * len(questions)
         self.begin, self.first, self.last, self.drawn = time.perf_counter(), None, None, 0
         self.stopped = False
 
-    def enough(self, row: int, text: str) -> bool:
+    def enough(self, row: int, ids: Sequence[int]) -> bool:
         """Whether a row's answer ends here: it is as long as it may be, or its score cannot change any
         more."""
         question, now = self.questions[row], time.perf_counter()
@@ -61,6 +62,7 @@ class Clock:
             self.first = now if self.first is None else self.first
             self.last = now
             self.drawn += 1
+        text = self.tokenizer.decode(list(ids), skip_special_tokens=not question.special)
         return self.tokens[row] >= question.new_tokens or question.complete(text)
 
     def stop(self) -> None:

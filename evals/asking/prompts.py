@@ -27,6 +27,7 @@ class Question:
         details: what its records keep beside that.
         style: the prompt style, where the task decides it and not the run.
         nonempty: whether the first token of an answer can neither end it nor be a line break.
+        special: whether `complete` sees special tokens, which are no part of an answer, as text.
         reference: an answer whose likelihood is told, too; of at most `new_tokens` tokens.
     """
 
@@ -42,6 +43,7 @@ class Question:
     details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     style: str | None = None
     nonempty: bool = False
+    special: bool = False
     reference: str | None = None
 
     @property

@@ -209,4 +209,4 @@ def _question(index: int, until: list[str], most: int) -> Question:
     def stopped(text: str) -> bool:
         return any(stop in text for stop in until)
 
-    return Question("", 0, index, "", "", "", most, score=lambda text: 0.0, complete=stopped)
+    return Question("", 0, index, "", "", "", most, score=lambda text: 0.0, complete=stopped, special=True)

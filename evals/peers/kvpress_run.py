@@ -106,15 +106,14 @@ class _Runner:
         from lowrank_kv_jax.evals.peers.kvpress_answer import answer
 
         contexts, held, questions, asked = zip(*rows, strict=True)
-        clock, tokenizer, texts = Clock(questions), self.model.tokenizer, [""] * len(rows)
+        clock, tokenizer = Clock(questions, self.model.tokenizer), self.model.tokenizer
         ids: list[list[int]] = [[] for _ in rows]
 
         def take(row: int, token: int) -> bool:
             if token in self.model.config.eos_ids:
                 return True
             ids[row].append(token)
-            texts[row] = tokenizer.decode(ids[row])
-            return clock.enough(row, texts[row])
+            return clock.enough(row, ids[row])
 
         with torch.inference_mode(), self.device:
             answer(self.torch_model, held, [len(context) for context in contexts], asked, take,
@@ -122,7 +121,8 @@ class _Runner:
         times = clock.times(prefill_s if self.device.type == "cpu" else None)
         for row, question in enumerate(questions):
             sizes = held[row].nbytes, len(contexts[row]), len(asked[row])
-            yield question, self._record(spec, question, texts[row], *sizes) | {
+            text = tokenizer.decode(ids[row], skip_special_tokens=True)
+            yield question, self._record(spec, question, text, *sizes) | {
                 **times, "answer_tokens": clock.tokens[row], "rows": len(rows), "methods_sharing_prefill": sharing,
             }
 

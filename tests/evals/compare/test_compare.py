@@ -44,7 +44,7 @@ class Characters:
         del add_special_tokens
         return [10 if c == "\n" else max(11, min(ord(c), 126)) for c in text]
 
-    def decode(self, ids) -> str:
+    def decode(self, ids, skip_special_tokens=False) -> str:
         return "".join(chr(i) if i > 31 else "\n" for i in ids)
 
     def __call__(self, text: str, **options) -> Any:
