@@ -164,31 +164,33 @@ class LowRankKV(TemplateLM):
         Raises:
             ValueError: a task that samples, or leaves no room for its context.
         """
-        order = sorted(range(len(requests)), key=lambda i: len(requests[i].args[0]))
+        wanted = [self._stopping(request.args[1]) for request in requests]
+        alike: dict[int, list[int]] = {}  # by the tokens that they leave room for: these decide what a context loses
+        for i in sorted(range(len(requests)), key=lambda i: len(requests[i].args[0])):
+            alike.setdefault(wanted[i][1], []).append(i)
         texts: list[str] = [""] * len(requests)
         with ProgressBar("lm-eval", len(requests), self.progress and not disable_tqdm) as bar:
-            for begin in range(0, len(order), self.rows):
-                batch = order[begin : begin + self.rows]
-                for i, text in zip(batch, self._generate([requests[j].args for j in batch]), strict=True):
-                    texts[i] = text
-                    self.cache_hook.add_partial("generate_until", requests[i].args, text)
-                bar.advance(len(batch))
+            for room, own in alike.items():
+                for begin in range(0, len(own), self.rows):
+                    batch = own[begin : begin + self.rows]
+                    found = self._generate([requests[i].args[0] for i in batch], [wanted[i][0] for i in batch], room)
+                    for i, text in zip(batch, found, strict=True):
+                        texts[i] = text
+                        self.cache_hook.add_partial("generate_until", requests[i].args, text)
+                    bar.advance(len(batch))
         return texts
 
-    def _generate(self, requests: list[tuple[str, dict]]) -> list[str]:
-        wanted = [self._stopping(kwargs) for _, kwargs in requests]
-        room = max(count for _, count in wanted)
+    def _generate(self, texts: list[str], until: list[list[str]], room: int) -> list[str]:
         if room + 2 > self.max_length:
             raise ValueError(f"max_gen_toks={room}: leaves no room for a context in {self.max_length} tokens")
-        contexts = [self._context(text, self.max_length - room) for text, _ in requests]
+        contexts = [self._context(text, self.max_length - room) for text in texts]
         contexts += [contexts[-1]] * (self.rows - len(contexts))
-        asked = [((_question(index, *limits), contexts[index][-1:]),) for index, limits in enumerate(wanted)]
+        asked = [((_question(index, stops, room), contexts[index][-1:]),) for index, stops in enumerate(until)]
         asked += [()] * (self.rows - len(asked))
         width = min(coarse(max(map(len, contexts))), self.max_length - room)
         batch = Batch(width, width + room, tuple(context[:-1] for context in contexts), tuple(asked))
         replies = sorted(self.asker.ask(batch, {"": self.method}), key=lambda reply: reply.question.index)
-        return [postprocess_generated_text(reply.text, until, None)
-                for reply, (until, _) in zip(replies, wanted, strict=True)]
+        return [postprocess_generated_text(reply.text, stops, None) for reply, stops in zip(replies, until, strict=True)]
 
     def _context(self, text: str, longest: int) -> tuple[int, ...]:
         """Ids of a context, at least two: one to compress, and one to go on from."""

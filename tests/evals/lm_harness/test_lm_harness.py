@@ -172,6 +172,8 @@ def test_rolling_and_generation():
         instance("generate_until", "", {"max_gen_toks": 2}),
     ])
     assert (len(short), len(long), len(none)) == (3, 12, 2)
+    both = [instance("generate_until", text, {"max_gen_toks": 3}), instance("generate_until", "x", {"max_gen_toks": 30})]
+    assert adapter.generate_until(both) == [adapter.generate_until([one])[0] for one in both]  # neither is cut for the other
     stop = long[4]
     stopped, = adapter.generate_until([
         instance("generate_until", "another, longer question", {"until": [stop], "max_gen_toks": 12})])
