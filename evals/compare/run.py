@@ -16,7 +16,7 @@ from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
 from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.evals.asking.ask import Asker
 from lowrank_kv_jax.evals.asking.batches import make_batches, one_shape
-from lowrank_kv_jax.evals.asking.methods import bases_of, check_methods
+from lowrank_kv_jax.evals.asking.methods import bases_of, calibration_settings, check_methods
 from lowrank_kv_jax.evals.needle.grid import make_question
 from lowrank_kv_jax.evals.needle.samples import RESERVE
 from lowrank_kv_jax.evals.perplexity.score import Perplexity, score_many
@@ -258,14 +258,16 @@ def records(model: Any, results: Sequence[Result], settings: Settings) -> list[d
     common = {
         "model": model.name, "fingerprint": model.fingerprint, "seed": settings.seed, "protocol": PROTOCOL,
         "cache_dtype": settings.dtype, "timed_cache_dtype": settings.cache_dtype_timed,
-        "timed_length": settings.length_timed, "calibration": settings.calibrate,
-        "prefill_chunk": settings.prefill_chunk,
+        "timed_length": settings.length_timed, "prefill_chunk": settings.prefill_chunk,
     }
+    fitted_to = load_corpus(settings.calibrate)
+    windows = {"windows": settings.calibration_windows, "length": max(settings.lengths)}
     out = []
     for result in results:
         assert result.timing is not None and result.perplexity is not None and result.scored_size is not None
+        calibration = calibration_settings(fitted_to, {result.spec: result.method})["calibration"]
         shared = common | {
-            "method": result.spec, "ttft_s": result.timing.ttft_s,
+            "calibration": calibration and calibration | windows, "method": result.spec, "ttft_s": result.timing.ttft_s,
             "decode_tokens_per_s": result.timing.decode_tokens_per_s,
         }
         for length, scores in result.scores.items():

@@ -33,6 +33,8 @@ def read_results(
 ) -> tuple[list[Record], list[Record]]:
     """Records with a score, and records with a likelihood; one line on standard error says what a file has beside.
 
+    A method that was calibrated on several texts stands there as several, which name their text.
+
     Args:
         tasks: only these, or groups of RULER's.
         where: fields, and what a record must hold in them.
@@ -55,7 +57,8 @@ def read_results(
         if faults:
             reasons = "; ".join(f"{count} with {fault}" for fault, count in faults.items())
             warn(f"{path}: records left out: {reasons}")
-    scored, likelihoods = found["score"], found["nll"]
+    several = _calibrations(found["score"] + found["nll"])
+    scored, likelihoods = ([_with_calibration(record, several) for record in found[kind]] for kind in ("score", "nll"))
     if not scored and not likelihoods:
         made = "".join(f", {field} {value!r}" for field, value in (where or {}).items())
         raise ValueError(f"no record with a score or a likelihood in {', '.join(map(str, paths))}{made}")
@@ -92,6 +95,21 @@ def latest(records: Sequence[Record]) -> list[Record]:
 def same_question(one: Record, other: Record) -> bool:
     """Whether two records of a sample are about the same text, as far as both say."""
     return all(one[field] == other[field] for field in _DIGESTS if one.get(field) and other.get(field))
+
+
+def _calibrations(records: Sequence[Record]) -> set[str]:
+    """Methods with records of several calibrations."""
+    texts: dict[str, set[str]] = {}
+    for record in records:
+        if isinstance(record.get("calibration"), dict):
+            texts.setdefault(record["method"], set()).add(_spell(record["calibration"]))
+    return {method for method, own in texts.items() if len(own) > 1}
+
+
+def _with_calibration(record: Record, several: set[str]) -> Record:
+    if record["method"] not in several or not isinstance(record.get("calibration"), dict):
+        return record
+    return {**record, "method": f"{record['method']} [{_spell(record['calibration'])}]"}
 
 
 def _kind(record: Record) -> str | None:

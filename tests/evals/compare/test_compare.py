@@ -342,7 +342,10 @@ def test_compare_on_a_tiny_model(model, tmp_path):
     assert full.perplexity.nll.shape == (2, 40) and np.isfinite(ojakv.perplexity.nll).all()
     rows = compare_records(model, results, settings)
     assert len(rows) == 2 * (3 + 2) and {row["task"] for row in rows} == {"niah_single_1", "perplexity-stream"}
+    fitted_to = [row["calibration"] for row in rows if row["method"] != "full"]
+    assert all(own["corpus"] == "pydoc:first" and (own["windows"], own["length"]) == (1, 700) for own in fitted_to)
     for row in rows:
+        assert (row["calibration"] is None) == (row["method"] == "full")
         assert set(records.FIELDS) <= set(row) and row["protocol"] == "query-agnostic" and row["ttft_s"] > 0
         records.append_record(tmp_path / "out.jsonl", row)
     needles, text = read_report([tmp_path / "out.jsonl"])

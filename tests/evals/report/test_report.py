@@ -120,6 +120,17 @@ def test_incomparable_likelihoods_stand_apart(write, field):
     assert all(f"by 32 tokens, {field} " in section.title for section in sections)
 
 
+@pytest.mark.parametrize("make", [score, window])
+def test_a_method_calibrated_on_several_texts_stands_as_several(write, make):
+    one, other = ({"calibration": {"corpus": name, "sha256": name * 64}} for name in "ab")
+    path = write(*(make("ojakv", i, 60.0, **one) for i in range(4)), *(make("ojakv", i, 30.0, **other) for i in range(2)),
+                 *(make("palu", i, 30.0, **one) for i in range(2)), make("full"))
+    section, = read_report([path])
+    assert [entry.method for entry in section.entries] == [
+        "ojakv [a aaaaaaaaaaaa]", "ojakv [b bbbbbbbbbbbb]", "palu", "full"]
+    assert [len(entry.windows if make is window else entry.scores["vt"]) for entry in section.entries] == [4, 2, 2, 1]
+
+
 def test_contexts_are_drawn_where_tasks_share_them(write):
     """Of retention, whose tasks ask the same contexts: four questions on each say no more than one."""
     values, tasks = (0.0, 0.0, 100.0, 100.0), [f"shared, question {i}" for i in range(4)]
