@@ -143,14 +143,14 @@ def _delete_unfinished(directory: Path, prefix: str) -> None:
 
 
 def read_text(path: str | os.PathLike) -> str:
-    """The UTF-8 text of a file or a pipe.
+    """The UTF-8 text of a file or a pipe, without the mark (BOM) that some programs put before it.
 
     Raises:
         ValueError: it is not UTF-8, or a device; OSError: it cannot be read.
     """
     refuse_device(path)
     try:
-        return expanded(path).read_text(encoding="utf-8")
+        return expanded(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{os.fspath(path)}: is not UTF-8 text ({error.reason} at byte {error.start})") from error
 

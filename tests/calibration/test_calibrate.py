@@ -74,6 +74,13 @@ def test_unknown_sources_are_named(source):
         load_corpus(source)
 
 
+def test_marks_and_line_ends_of_other_systems_are_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes("One.\n\nTwö.".encode())
+    (tmp_path / "b.txt").write_bytes("\ufeffOne.\r\n\r\nTwö.".encode())
+    one, other = (load_corpus(tmp_path / f"{name}.txt") for name in "ab")
+    assert one.texts == other.texts and one.sha256 == other.sha256
+
+
 def test_a_directory_is_no_corpus(tmp_path):
     with pytest.raises(ValueError, match="is a directory"):
         load_corpus(tmp_path)
