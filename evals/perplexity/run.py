@@ -22,6 +22,8 @@ from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
 
 COMMAND = "eval perplexity"
 MODES = ("stream", "sliding")
+LARGEST = 700
+"""Nats of a token whose perplexity a float still holds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,11 +135,12 @@ def evaluate_perplexity(
 
 
 def total_perplexity(records: Sequence[Mapping[str, Any]], method: str) -> float:
-    """exp of the mean over all scored tokens of a method's records."""
+    """exp of the mean over all scored tokens of a method's records, infinite beyond what a float holds."""
     own = [record for record in records if record["method"] == method]
     if any(record["nll"] is None for record in own):
         return math.inf
-    return math.exp(sum(record["nll"] for record in own) / sum(record["scored_tokens"] for record in own))
+    mean = sum(record["nll"] for record in own) / sum(record["scored_tokens"] for record in own)
+    return math.exp(mean) if mean < LARGEST else math.inf
 
 
 def mean_divergence(records: Sequence[Mapping[str, Any]], method: str) -> float | None:
@@ -192,7 +195,7 @@ class _Run:
                     COMMAND, model=model.name, fingerprint=model.fingerprint, method=spec, task=self.task,
                     length=self.length, index=window.index, samples=1, nll=total if finite else None,
                     scored_tokens=len(window.scored), context_tokens=len(window.context),
-                    perplexity=math.exp(min(total / len(window.scored), 700)) if finite else None,
+                    perplexity=math.exp(min(total / len(window.scored), LARGEST)) if finite else None,
                     divergence=_mean(scored.divergence, row),
                     **size_fields(size), window_sha256=_digest(window), **times,
                     **conditions_of(self.conditions, methods[spec]),

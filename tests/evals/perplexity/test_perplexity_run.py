@@ -87,6 +87,10 @@ def test_divergence_needs_the_full_cache_in_the_run():
     assert nats(streaming) == [None]
 
 
+def test_what_no_float_holds_is_infinite():
+    assert total_perplexity([{"method": "full", "nll": 1e4, "scored_tokens": 10}], "full") == float("inf")
+
+
 def test_it_goes_on_where_it_stopped(monkeypatch, tmp_path):
     path, args = tmp_path / "r.jsonl", (TEXT, "stream", 64, 48, 4)
     whole = evaluate_perplexity(Loaded(), TWO, *args, rows=2)
