@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lowrank_kv_jax.evals.ruler.haystack import NOISE
-from lowrank_kv_jax.evals.ruler.sizing import count_tokens, draw, largest
+from lowrank_kv_jax.evals.ruler.sizing import TooShort, count_tokens, draw, largest
 from lowrank_kv_jax.evals.ruler.tasks import Task
 
 EXAMPLE_LENGTH = 500
@@ -30,10 +30,14 @@ def generate(
                        limit)
 
     size = sized(EXAMPLE_LENGTH, 5, 0, True)
-    text, outputs, _ = draw(
-        task.name, EXAMPLE_LENGTH, size, 5, lambda n: maker.make(n, True),
-        lambda text: count_tokens(tokenizer, text)
-    )
+    try:
+        text, outputs, _ = draw(
+            task.name, EXAMPLE_LENGTH, size, 5, lambda n: maker.make(n, True),
+            lambda text: count_tokens(tokenizer, text)
+        )
+    except TooShort as error:
+        raise TooShort(f"RULER task {task.name!r}: its worked example has at most {EXAMPLE_LENGTH} tokens at any length, "
+                       "and the shortest takes more with this tokenizer") from error
     example = f"{text} {' '.join(outputs)}\n"
     step = 5 if length < 4096 else 10
     size = sized(length, step, count_tokens(tokenizer, example) + task.new_tokens, False)

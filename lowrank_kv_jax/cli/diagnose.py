@@ -73,6 +73,12 @@ def run(args: argparse.Namespace) -> int:
     tests = dict(zip(_labels(sources), map(load_corpus, sources), strict=True))
     model = load_from(args)
     length = min(args.length, model.config.context)
+    half = max(1, length // 2)
+    most = (model.config.context - half) // forgetting.BLOCK
+    refreshes = [n for n in args.refreshes if n <= most]
+    if "forgetting" in args.tables and not refreshes:
+        raise ValueError(f"--refreshes {min(args.refreshes)}: at least one must be at most {most}, as many as fit into "
+                         f"the model's context of {model.config.context} tokens behind {half}")
 
     def windows_of(text: str, size: int):
         return token_windows(model.tokenizer, tests[text].texts, size, args.test_windows, args.seed)
@@ -82,8 +88,6 @@ def run(args: argparse.Namespace) -> int:
         own = token_windows(model.tokenizer, corpus.texts, length, args.windows, args.seed)
         calibration = collect_moments(model, own, progress=True)
     first, last = list(tests)[0], list(tests)[-1]
-    half = max(1, length // 2)
-    refreshes = [n for n in args.refreshes if half + n * forgetting.BLOCK <= model.config.context]
 
     def forgotten():
         later = windows_of(last, max(1, forgetting.BLOCK * max(refreshes, default=0)))

@@ -22,6 +22,8 @@ def test_diagnose_and_generate_take_a_directory(directory, capsys):
     assert "Forgetting" in capsys.readouterr().out
     assert {record["task"] for record in read_records(out)} == {
         "adaptation", "rest", "forgetting", "compressibility", "spectra"}
+    assert main(["diagnose", *common, "--tables", "forgetting", "--length", "96", "--refreshes", "999", "32"]) == 2
+    assert "--refreshes 32: at least one must be at most 30, as many as fit" in capsys.readouterr().err
     bases = str(directory / "bases")
     assert main(["calibrate", *common, "--method", "ojakv:rank=8", "--corpus", text, "--length", "96", "--windows", "1",
                  "--out", bases]) == 0

@@ -62,6 +62,7 @@ TABLE = (  # arguments, where {d} is a directory with the files of `place`, and 
     ("eval perplexity --text /dev/zero", "/dev/zero: is a character device"),
     ("eval perplexity --text {d}/none.txt", "no such file"),
     ("eval perplexity --text {d}/folder.png", "is a directory without a dataset"),
+    ("eval perplexity --length 1", "--length 1: must be at least 2"),
     ("eval perplexity --mode backward", "--mode: invalid choice: 'backward'"),
     ("eval leaderboard", "required: --json"),
     ("eval leaderboard --json /dev/full", "/dev/full: is a character device"),

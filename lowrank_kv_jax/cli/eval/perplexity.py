@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.evals.results.summary import SIZE_HEADS, size_texts
 
     methods = parse_methods(args.methods)
-    check_numbers(args, length=1, step=1, windows=0, rows=1, prefill_chunk=1)
+    check_numbers(args, length=2, step=1, windows=0, rows=1, prefill_chunk=1)
     check_outputs(args)
     text = load_corpus(corpus_of(args.text, "pydoc:second"))
     calibrate = load_corpus(corpus_of(args.calibrate, "pydoc:first"))

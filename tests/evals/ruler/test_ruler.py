@@ -5,6 +5,7 @@ import random
 import re
 
 import pytest
+from character_tokenizer import Characters
 from shared_data import shared
 
 from lowrank_kv_jax.evals import ruler
@@ -169,6 +170,11 @@ def test_lengths_below_the_floor_are_refused(tokenizer, task):
     for length in (1, 40, 160, 240):
         with pytest.raises(ruler.TooShort, match=f"length={length} is below the floor of RULER task '{task}'"):
             ruler.generate(task, tokenizer, length, 2, haystack="Word. " * 999, questions=questions)
+
+
+def test_an_example_that_a_tokenizer_spells_out_is_not_a_length():
+    with pytest.raises(ruler.TooShort, match="^RULER task 'vt': its worked example has at most 500 tokens at any length"):
+        ruler.generate("vt", Characters(), 4000, 1)
 
 
 def test_mistakes_are_named(tokenizer):
