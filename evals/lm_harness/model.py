@@ -1,5 +1,6 @@
 """The model that lm-eval talks to: `lm_eval --model lowrank-kv --model_args "method=ojakv:rank=0.5;rope=pre"`."""
 
+import math
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
@@ -13,6 +14,7 @@ from lowrank_kv_jax.evals.asking.batches import Batch, coarse
 from lowrank_kv_jax.evals.asking.methods import bases_of
 from lowrank_kv_jax.evals.asking.prompts import Question
 from lowrank_kv_jax.evals.lm_harness.scoring import Scored, make_pair, score_pairs
+from lowrank_kv_jax.evals.results.records import warn
 from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.models.load import load_model
 from lowrank_kv_jax.progress import ProgressBar
@@ -138,6 +140,8 @@ class LowRankKV(TemplateLM):
                 self.loaded, self.method, pairs, bases=self.bases, rows=self.rows, dtype=self.cache_dtype,
                 mesh=self.mesh, on_scored=bar.advance, warm=self.warm, prefill_chunk=self.prefill_chunk,
             )
+        if not all(math.isfinite(one.logprob) for one in scored):  # lm-eval makes scores of them all the same
+            warn(f"{self.method.name}: log-likelihoods are not finite; what is scored by them says nothing")
         for (texts, _, _), one in zip(requests, scored, strict=True):
             if texts is not None:
                 self.scored[texts] = one

@@ -2,6 +2,7 @@
 
 import hashlib
 import json as json_format
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ def evaluate_lm_eval(
 
     Returns:
         One record for each document and method: `score` is 100 * acc_norm where the task has it, else 100 * its
-        first metric; every metric stands beside it, with the log-likelihood of each choice.
+        first metric; every metric stands beside it, with the log-likelihood of each choice, null where it is not finite.
 
     Raises:
         ValueError: lm-eval is not installed, no tokenizer, a file of another run, or as `load_tasks`.
@@ -118,10 +119,14 @@ def _score(adapter: Any, task: Any, name: str, chunk: list[int]) -> Iterator[dic
         times = [one.ttft_s for one in scored if one.ttft_s is not None]
         yield {
             "index": sample["doc_id"], "score": 100 * metrics.get("acc_norm", next(iter(metrics.values()))),
-            "metrics": metrics, "logprobs": [float(one[0]) for one in sample["filtered_resps"]],
+            "metrics": metrics, "logprobs": [_finite(float(one[0])) for one in sample["filtered_resps"]],
             "ttft_s": float(np.mean(times)) if times else None, **_size([one.size for one in scored]),
         }
     adapter.scored.clear()
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _pair(arguments: Any) -> tuple[str, str]:

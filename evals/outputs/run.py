@@ -41,7 +41,8 @@ def evaluate_outputs(
         Records with `errors`, one for each layer (see `output_errors`), and `score`, the root of their mean square.
 
     Raises:
-        ValueError: as `token_windows` and `output_errors`, or a file that holds results of another run.
+        ValueError: as `token_windows` and `output_errors`, errors that are not finite, or a file that holds results of
+            another run.
     """
     check_methods(model, methods, COMMAND)
     if length > model.config.context:
@@ -71,6 +72,10 @@ def evaluate_outputs(
             left = {spec: method for spec, method in missing.items() if key(spec, index) not in known}
             found = output_errors(model, left, window, queries, bases=bases, dtype=dtype)
             for spec, errors in found.items():
+                if not np.isfinite(errors).all():
+                    layer = np.isfinite(errors).argmin()
+                    raise ValueError(f"{spec}: the errors of layer {layer} are not finite in window {index}: its "
+                                     "outputs, or the exact ones, are NaN or overflow")
                 record = make_record(
                     COMMAND, model=model.name, fingerprint=model.fingerprint, method=spec, task="outputs", length=length,
                     index=index, samples=1, seed=seed, score=float(np.sqrt(np.mean(np.square(errors)))),

@@ -151,6 +151,14 @@ def test_tasks_from_files_become_records_and_go_on(files, tmp_path, monkeypatch)
         lm_run.evaluate_lm_eval(model(), METHODS, fewshot=1, **args)
 
 
+def test_likelihoods_that_are_no_numbers_are_told_and_null(files, tmp_path, capsys):
+    pytest.importorskip("lm_eval")
+    broken = dataclasses.replace(model(), params=jax.tree.map(lambda x: x * np.nan, tiny().params))
+    record, = lm_run.evaluate_lm_eval(broken, {"full": METHODS["full"]}, ["piqa"], 1, data=files, json=tmp_path / "r.jsonl")
+    assert record["logprobs"] == [None, None] and read_records(tmp_path / "r.jsonl") == [record]
+    assert "full: log-likelihoods are not finite" in capsys.readouterr().err
+
+
 def test_rolling_and_generation():
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance

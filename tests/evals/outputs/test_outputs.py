@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 from character_tokenizer import Characters
@@ -77,6 +78,16 @@ def test_the_command_prints_and_goes_on(tmp_path, monkeypatch, capsys):
     assert all(len(r["errors"]) == PLAIN.num_layers for r in records) and records[0]["score"] == 0 < records[1]["score"]
     assert main(arguments) == 0 and read_records(tmp_path / "records.jsonl") == records  # nothing was measured again
     assert json.dumps(records) and main([*arguments[:-1], str(tmp_path), "--queries", "96"]) == 2
+
+
+def test_errors_that_are_no_numbers_are_told_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    broken = jax.tree.map(lambda x: x * np.nan, model().params)
+    monkeypatch.setattr(options, "load_from", lambda args, mesh=None: Loaded(params=broken))
+    (tmp_path / "text.txt").write_text("What is told three times is true. " * 20)
+    assert main(["eval", "outputs", "--text", str(tmp_path / "text.txt"), "--length", "96", "--queries", "8", "--windows", "1",
+                 "--methods", "full", "--json", str(tmp_path / "records.jsonl")]) == 2
+    assert "full: the errors of layer 0 are not finite in window 0" in capsys.readouterr().err
+    assert not (tmp_path / "records.jsonl").exists()
 
 
 @pytest.mark.parametrize("queries", [0, 72])
