@@ -136,8 +136,14 @@ def leaderboard_table(
         nominal = next(iter(found.values())).nominal_smaller
         lines.append([f"`{method}`", "" if nominal is None else f"{nominal:.1f}x",
                       *(cell for section in sections for cell in _cells(found.get(section.length), members))])
-    counted = ", ".join(f"{section.samples} at {_length(section)}" for section in sections)
+    counted = ", ".join(f"{section.samples} at {_length(section)}{_fewer(section)}" for section in sections)
     return f"{table(header, lines)}\n\nSamples of {name}: {counted}.\n"
+
+
+def _fewer(section: Section) -> str:
+    """The methods that answered fewer samples than others."""
+    fewer = [f"{entry.samples} of `{entry.method}`" for entry in section.entries if entry.samples < section.samples]
+    return f" (only {', '.join(fewer)})" if fewer else ""
 
 
 def _length(section: Section) -> str:

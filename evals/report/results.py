@@ -88,8 +88,17 @@ def sample_of(record: Record) -> tuple[Any, ...]:
 
 
 def latest(records: Sequence[Record]) -> list[Record]:
-    """One record for each method, task and sample: the last."""
-    return list({(record["method"], record["task"], sample_of(record)): record for record in records}.values())
+    """One record for each method, task and sample: the last; a line on standard error where it asks something else."""
+    found: dict[tuple[Any, ...], Record] = {}
+    other: collections.Counter[str] = collections.Counter()
+    for record in records:
+        key = record["method"], record["task"], sample_of(record)
+        other[record["method"]] += key in found and not same_question(found[key], record)
+        found[key] = record
+    for method, count in other.items():
+        if count:
+            warn(f"{method}: records left out: {count}, whose tasks and samples stand again, later, with another prompt")
+    return list(found.values())
 
 
 def same_question(one: Record, other: Record) -> bool:

@@ -62,6 +62,7 @@ def test_the_table_holds_this_run_only(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows + others))
     assert cells(leaderboard_table(path, fingerprint="a")) == [
         ["`full`", "1.0x", "2.00x", "2.00x", "100 [100, 100]"], ["`part`", "1.0x", "2.00x", "4.00x", ""]]
+    assert leaderboard_table(path, fingerprint="a").endswith("12 at 1024 tokens (only 10 of `part`).\n")
     with pytest.raises(ValueError, match="several runs: .*fingerprint a; .*fingerprint b"):
         leaderboard_table(path)
     with pytest.raises(ValueError, match="no record.*fingerprint 'c'"):

@@ -158,6 +158,12 @@ def test_samples_pair_where_their_prompts_agree(write):
     assert small.samples == 3 and small.difference == Interval(-10.0, -10.0, -10.0)
 
 
+def test_records_that_give_way_to_other_prompts_are_told(write, capsys):
+    again = [score("palu", i, prompt_sha256=prompt) for prompt in "ab" for i in range(3)]
+    assert main(["report", str(write(score("palu", 0, prompt_sha256="a"), *again))]) == 0
+    assert "palu: records left out: 3, whose tasks and samples stand again, later, with another" in capsys.readouterr().err
+
+
 def test_bytes_are_those_of_the_records_that_count(write):
     again = {"cache_bytes": 5, "value": 100.0}
     section, = read_sections([write(score(cache_bytes=100), score(index=1), score(**again), score(index=1, **again))])
