@@ -14,6 +14,7 @@ from lowrank_kv_jax.evals.asking.prompts import Question
 from lowrank_kv_jax.evals.results.sizes import Size, size_of
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.cache import Cache, fork
+from lowrank_kv_jax.method.layout import DEFAULT_BLOCK
 
 
 class Reply(NamedTuple):
@@ -38,11 +39,12 @@ class Asker:
 
     def __init__(
         self, model: Any, bases: Mapping[str, Any], dtype: Any = None, mesh: Any = None, prefill_chunk: int | None = None,
-        draft: bool = False,
+        draft: bool = False, block: int | None = None,
     ):
-        """`draft`: whether what the full cache answers is what the others read first; their answers are not timed."""
+        """`draft`: whether what the full cache answers is what the others read first; their answers are not timed.
+        `block`: of `prefill`; None is the default."""
         self.model, self.bases, self.dtype, self.mesh = model, bases, dtype, mesh
-        self.prefill_chunk, self.draft = prefill_chunk, draft
+        self.prefill_chunk, self.draft, self.block = prefill_chunk, draft, block or DEFAULT_BLOCK
         self.warm: set[tuple[str | bool, int, int]] = set()
         self.sizes: dict[tuple[str, int, int], Size] = {}
 
@@ -58,7 +60,7 @@ class Asker:
         tokens, lengths = pad_rows(batch.contexts, batch.width)
         caches, _ = prefill_many(
             methods, model.config, model.params, tokens, lengths, bases=self.bases, capacity=batch.capacity,
-            dtype=self.dtype, mesh=self.mesh, clock=clock, chunk=self.prefill_chunk,
+            block=self.block, dtype=self.dtype, mesh=self.mesh, clock=clock, chunk=self.prefill_chunk,
         )
         on_step(None)
         twice = self.prefill_chunk is None and any(method.rereads for method in methods.values())

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus
+from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.evals.asking.ask import Asker, Reply
 from lowrank_kv_jax.evals.asking.batches import SHAPES, Batch, make_batches
 from lowrank_kv_jax.evals.asking.methods import bases_of, calibration_settings, check_methods, conditions_of
@@ -39,6 +40,7 @@ class Suite:
         settings: whatever else decides the results; kept in every record and compared when a run goes on.
         prefill_chunk: `chunk` of `prefill`.
         shapes: one of `SHAPES`, of the buffers that contexts are padded to.
+        block: `block` of `prefill`; None is the library's default.
         draft: other methods read what the full cache answers, a block at a time, and decode from where they differ: the
             same answers but for rounding, sooner, and not timed.
     """
@@ -54,6 +56,7 @@ class Suite:
     prefill_chunk: int | None = None
     draft: bool = False
     shapes: str = "few"
+    block: int | None = None
 
     def __post_init__(self):
         if self.protocol not in PROTOCOLS:
@@ -64,6 +67,8 @@ class Suite:
             raise ValueError(f"shapes={self.shapes!r}: must be {' or '.join(SHAPES)}")
         if self.rows < 1:
             raise ValueError(f"rows={self.rows}: must be at least 1")
+        if self.block is not None:
+            check_int("block", self.block, 1)
         if not self.questions:
             raise ValueError(f"{self.command}: there is nothing to ask")
 
@@ -75,7 +80,7 @@ class Suite:
         """What a record of a method holds beside its key; records of other conditions are not this run's."""
         shapes = None if self.shapes == "few" else self.shapes
         return {"style": self.style, "cache_dtype": self.cache_dtype, "prefill_chunk": self.prefill_chunk,
-                "shapes": shapes, **conditions_of(self.settings, method)}
+                "shapes": shapes, "block": self.block, **conditions_of(self.settings, method)}
 
     def batches(self, model: Any, multiple: int = 1) -> list[Batch]:
         """Of its questions, in rows of a `multiple`.
@@ -131,7 +136,7 @@ def evaluate(
         needed = {spec: method for spec, method in methods.items()
                   if any(spec in left for _, left in pending)}
         asker = Asker(model, dict(bases(needed)) if bases else {}, suite.cache_dtype, mesh, suite.prefill_chunk,
-                      suite.draft)
+                      suite.draft, suite.block)
         total = sum(_prefill_work(batch) + len(left) * _answer_work(batch) for batch, left in pending)
         with ProgressBar(suite.command, total, progress) as bar:
             for batch, left in pending:

@@ -13,7 +13,8 @@ Record = Mapping[str, Any]
 Conditions = tuple[tuple[str, str], ...]
 
 CONDITIONS = (
-    "fingerprint", "style", "cache_dtype", "haystack", "source", "fewshot", "prefill_chunk", "shapes", "turns", "between",
+    "fingerprint", "style", "cache_dtype", "haystack", "source", "fewshot", "prefill_chunk", "shapes", "block", "turns",
+    "between",
 )
 """Fields that results share where they can be compared; the calibration is not one, it is each method's own."""
 

@@ -31,7 +31,7 @@ def evaluate_ruler(
     questions: Mapping[str, str | os.PathLike] | None = None, json: str | os.PathLike | None = None,
     style: str = "base", rows: int = 5, dtype: str | None = None, calibrate: Corpus | None = None,
     progress: bool = False, mesh: Any = None, prefill_chunk: int | None = None, draft: bool = False,
-    shapes: str = "few",
+    shapes: str = "few", block: int | None = None,
 ) -> list[dict[str, Any]]:
     """Score methods on RULER.
 
@@ -41,7 +41,7 @@ def evaluate_ruler(
         tasks: names of tasks and of groups of them.
         lengths: in tokens, the answer included; by default 1024, or whatever `data` holds.
         samples: of each task and length; by default 10, or all that `data` holds.
-        protocol, style, rows, dtype, prefill_chunk, shapes: see `Suite`.
+        protocol, style, rows, dtype, prefill_chunk, shapes, block: see `Suite`.
         seed: of the samples.
         data: a folder of TASK.jsonl or LENGTH/TASK.jsonl in the official format, instead of generating.
         haystack: of the essay tasks, see `load_haystack`.
@@ -60,7 +60,7 @@ def evaluate_ruler(
     """
     suite = make_suite(model, tasks, lengths, samples, protocol, seed, data=data, haystack=haystack,
                        questions=questions, style=style, rows=rows, dtype=dtype, draft=draft, shapes=shapes)
-    suite = dataclasses.replace(suite, prefill_chunk=prefill_chunk)
+    suite = dataclasses.replace(suite, prefill_chunk=prefill_chunk, block=block)
     return evaluate_calibrated(model, methods, suite, calibrate, json=json, progress=progress, mesh=mesh)
 
 

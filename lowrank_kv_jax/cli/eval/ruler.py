@@ -36,6 +36,9 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--shapes", choices=("few", "one"), default="few",
                         help="contexts padded to a few coarse lengths, or all to the longest, which compiles least "
                              "(%(default)s)")
+    parser.add_argument("--block", type=int, metavar="N",
+                        help="tokens that caches hold exactly between two refreshes (32); fewer leave the codes of small "
+                             "caches more bytes")
     add_suite_options(parser, seed=42)
     parser.set_defaults(run=run)
     return parser
@@ -54,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
     methods = parse_methods(args.methods)
     tasks = expand_tasks(tuple(args.tasks))
-    check_numbers(args, lengths=1, samples=1, rows=1, prefill_chunk=1)
+    check_numbers(args, lengths=1, samples=1, rows=1, prefill_chunk=1, block=1)
     check_seed(args.seed)
     check_outputs(args)
     shared = suite_arguments(args)
@@ -62,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     records = evaluate_ruler(
         model, methods, tasks, args.lengths, args.samples, data=args.data, haystack=args.haystack,
         questions={name: path for name, path in (("squad", args.squad), ("hotpotqa", args.hotpotqa)) if path},
-        mesh=mesh, draft=args.draft, shapes=args.shapes, **shared,
+        mesh=mesh, draft=args.draft, shapes=args.shapes, block=args.block, **shared,
     )
     print_scores(records, f"RULER, {args.protocol}: score (0-100)", {"ruler-6": GROUPS["ruler-6"]})
     return 0

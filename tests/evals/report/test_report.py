@@ -101,7 +101,7 @@ def test_records_of_an_older_compare_are_left_out(write, capsys):
     ("fingerprint", "a", "b"), ("style", "base", "chat"), ("cache_dtype", "bfloat16", "float32"),
     ("source", "generated", "data"),
     ("haystack", {"name": "pydoc", "sha256": "1" * 16}, {"name": "pydoc", "sha256": "2" * 16}),
-    ("prefill_chunk", None, 256), ("shapes", None, "one"), ("turns", 3, 5),
+    ("prefill_chunk", None, 256), ("shapes", None, "one"), ("block", None, 16), ("turns", 3, 5),
 ])
 def test_incomparable_scores_stand_apart(write, field, one, other):
     paths = [write(score(**{field: one}), name="a"), write(score("small", **{field: other}), name="b")]
