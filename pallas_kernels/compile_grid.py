@@ -16,7 +16,7 @@ from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.lanes import tokens_on_lanes
 from lowrank_kv_jax.storage.positions import PerHead, Runs
 from lowrank_kv_jax.storage.quantised import Tile, store_tokens
-from lowrank_kv_jax.storage.water_filled import WidthRuns, empty_water_filled
+from lowrank_kv_jax.storage.water_filled import WidthRuns, empty_water_filled, in_words
 
 HEADS, KV_HEADS = 32, 8
 
@@ -212,6 +212,7 @@ def arguments(program: Program, target: str) -> tuple[Callable[..., Any], tuple[
 
 
 def mixed_runs(rank: int) -> WidthRuns:
-    """So many components in about 2.3 bits: some in 8, a quarter in 4, more in 2, and the rest in 1."""
+    """So many components in about 2.3 bits: some in 8, a quarter in 4, more in 2, and the rest in 1; whole words."""
     counts = {8: rank // 32, 4: rank // 8 * 2, 2: rank * 3 // 32 * 4}
-    return *((bits, count) for bits, count in counts.items() if count), (1, rank - sum(counts.values()))
+    counts[1] = rank - sum(counts.values())
+    return in_words(tuple((bits, count) for bits, count in counts.items() if count), rank)

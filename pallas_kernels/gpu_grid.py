@@ -3,9 +3,10 @@
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.packing import power_of_two
 
 CORES = 132  # of an H100 or H200; other GPUs get a few splits more or less than would suit them
@@ -18,7 +19,9 @@ WIDE = 700  # bytes of a token (and of its rebuilt key) from which the registers
 REBUILT, WIDE_REBUILT = 256, 1300  # the same where a rebuilt key has at most so many: joint rank 256 in 1026 us, not 1266
 MOST_REBUILT = 256  # components of a key that a kernel rebuilds: of 512 an H200 takes 377 us, XLA's products 187
 PACKED_ROWS = 16  # query rows that programs over packed tokens have at most: with more, warps would unpack the same
-PACKED_WARPS, PACKED_WAVES = 4, 4  # an H200 takes 864 us where eight warps and two waves take 1246
+PACKED_LEAST_ROWS = 8  # of a tensor core's second operand
+PACKED_TILE, PACKED_STAGES, PACKED_WAVES = 64, 3, 8  # packed tokens of a tile; warps for each core in place of programs
+PACKED_SUMS = {1: 80, 2: 160, 4: 160}  # registers that sums may have, by warps: as few of these as can be
 LEAST_TILES = 4  # a split of fewer tiles costs more to merge than it saves
 
 
@@ -103,9 +106,22 @@ def packed_heads(stored: int, q_heads: int, queries: int) -> int:
     return next((heads for heads in able if queries * q_heads // heads <= PACKED_ROWS), able[-1])
 
 
-def packed_grid(rows: int, programs: int, size: int, tile: int) -> Grid:
-    """As `decode_grid`, over packed tokens: what is unpacked of a tile fills registers, whatever its bytes."""
-    return _grid(rows, programs, size, tile, 1, PACKED_WARPS, PACKED_WAVES)
+def packed_grid(rows: int, programs: int, size: int, columns: Callable[[int], int]) -> Grid:
+    """As `decode_grid`, over packed tokens: sums of what is unpacked fill registers, whatever its bytes.
+
+    Args:
+        columns: of the values, of programs of so many warps.
+
+    Raises:
+        Unsupported: they do not fit.
+    """
+    padded = power_of_two(rows, PACKED_LEAST_ROWS)
+    fits = (warps for warps, most in PACKED_SUMS.items() if columns(warps) * padded <= most * 32 * warps)
+    warps = _TUNING.get().warps or next(fits, None)
+    if warps is None:
+        raise Unsupported(f"packed tokens that unpack to {columns(1)} columns: registers overflow")
+    grid = _grid(rows, programs, size, PACKED_TILE, PACKED_STAGES, warps, max(PACKED_WAVES // warps, 1))
+    return dataclasses.replace(grid, rows=padded)
 
 
 def tiled_grid(rows: int, programs: int, size: int, tile: int, token_bytes: int) -> Grid:

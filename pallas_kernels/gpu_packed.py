@@ -1,8 +1,13 @@
-"""Packed codes of several widths in Triton kernels: pieces of a token's bytes, each unpacked in registers."""
+"""Packed codes of several widths in Triton kernels: bytes that become numbers in the registers that multiply them.
+
+A tensor core takes float16 numbers that are too small to be normal as they are, so that the bits of a component, masked
+out of their byte, are its number: c * 2^place * 2^-24, without a conversion. The power of two of its place belongs to what
+multiplies it, and so does 2^-24; that components read as the *middles* of their steps is added outside, in closed form. The
+bytes of a window are one operand after the other, a product for each place, and are never put in another order.
+"""
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,144 +15,117 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
-from lowrank_kv_jax.pallas_kernels.gpu_grid import PACKED_ROWS
-from lowrank_kv_jax.pallas_kernels.packed_codes import Order, collected, component_of, middles, spread
-from lowrank_kv_jax.pallas_kernels.packing import Stored, columns
-from lowrank_kv_jax.storage.water_filled import WidthRuns, bytes_of
+from lowrank_kv_jax.pallas_kernels.packed_codes import Order, collected, component_of, spread
+from lowrank_kv_jax.storage.water_filled import WORD, WidthRuns, bytes_of, components_of
 
-PIECE = 64  # columns that are unpacked and multiplied at once: of fewer, programs wait; more fill the registers
+WINDOW = 16  # bytes, the least that a tensor core sums over; wider ones meet more zeros
+SUBNORMAL = 2.0**24  # an integer, over what its bits are as a float16 number
 
 
-class Pieces(NamedTuple):
-    """A run's bytes in pieces, each of which unpacks to `PIECE` columns; those behind the run meet zeros.
+class Window(NamedTuple):
+    """Bytes of a token, all of components that are equally wide; others among them meet zeros.
 
     Attributes:
-        byte: the first one, counted from where the token begins.
-        count: of pieces.
+        byte: the first one, the beginning of a word.
+        size: bytes.
         bits: of a component.
-        column: where their components begin in the kernel's order: piece by piece, in it first the lowest bits of bytes.
+        column: where their components begin in the kernel's order: first the lowest bits of all bytes.
     """
 
     byte: int
-    count: int
+    size: int
     bits: int
     column: int
 
-    @property
-    def each(self) -> int:
-        """Components of a byte."""
-        return 8 // self.bits
-
-    @property
-    def bytes(self) -> int:
-        """Of a piece."""
-        return PIECE // self.each
-
-    def columns(self) -> tuple[tuple[int, int], ...]:
-        """(start, size) of the columns of each product."""
-        return tuple((self.column + i * PIECE, PIECE) for i in range(self.count))
+    def places(self) -> tuple[tuple[int, slice], ...]:
+        """Masks of a byte's components, lowest first, and the columns of their product."""
+        lowest, each = (1 << self.bits) - 1, 8 // self.bits
+        starts = [self.column + i * self.size for i in range(each)]
+        return tuple((lowest << self.bits * i, slice(at, at + self.size)) for i, at in enumerate(starts))
 
 
 @functools.lru_cache
-def pieces_of_runs(runs: WidthRuns) -> tuple[Pieces, ...]:
-    """All bytes of a token, in order."""
+def windows_of(runs: WidthRuns, size: int) -> tuple[Window, ...]:
+    """All bytes of a token in windows of `size`."""
     found, at, column = [], 0, 0
     for bits, count in runs:
-        length = bytes_of(((bits, count),))
-        found.append(Pieces(at, -(-length * (8 // bits) // PIECE), bits, column))
-        at, column = at + length, column + found[-1].count * PIECE
+        end = at + bytes_of(((bits, count),))
+        for byte in range(at // WORD * WORD, end, size):
+            found.append(Window(byte, size, bits, column))
+            column += size * (8 // bits)
+        at = end
     return tuple(found)
 
 
 @functools.lru_cache
-def piece_order(runs: WidthRuns) -> Order:
-    """The component of each column of `pieces_of_runs`."""
+def order_of(runs: WidthRuns, size: int) -> Order:
+    """The component of each column of `windows_of`."""
     component, scale = [], []
-    for pieces in pieces_of_runs(runs):
-        for number in range(pieces.count):
-            byte = pieces.byte + number * pieces.bytes + np.arange(pieces.bytes)
-            for i in range(pieces.each):
-                component += component_of(runs, byte, i, pieces.bits).tolist()
-                scale += [2.0 ** -(i * pieces.bits)] * pieces.bytes
+    for window in windows_of(runs, size):
+        for i in range(8 // window.bits):
+            byte = window.byte + np.arange(size)
+            component += component_of(runs, byte, i, window.bits).tolist()
+            scale += [2.0 ** -(i * window.bits)] * size
     return Order(tuple(component), tuple(scale))
 
 
-def columns_of(stored: Stored) -> int:
-    """Columns in which a kernel has a token's numbers: R of an array."""
-    return stored.codes.shape[-1] if stored.runs is None else len(piece_order(stored.runs).component)
+def columns_of(runs: WidthRuns, size: int) -> int:
+    """Columns in which a kernel has a token's numbers."""
+    return len(order_of(runs, size).component)
 
 
-def pieces_of(width: int, runs: WidthRuns | None) -> tuple[tuple[int, int], ...]:
-    """(start, size) of the pieces in which a kernel has the numbers of tokens, packed ones or arrays `[.., width]`."""
-    if runs is None:
-        return columns(width)
-    return tuple(piece for pieces in pieces_of_runs(runs) for piece in pieces.columns())
+def spread_queries(q: jax.Array, runs: WidthRuns) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What multiplies the codes of keys, of queries `[.., M, R]`.
+
+    Returns:
+        Numbers float16 `[.., M, columns]`, below 1, of 16-bit queries without a loss; what a row's products are multiplied by, float32
+        `[.., M]`; and what has to be taken off them, float32 `[.., M]`: codes count from 0, keys from their middles.
+    """
+    q = q.astype(jnp.float32)
+    power = jnp.exp2(jnp.frexp(jnp.max(jnp.abs(q), axis=-1))[1].astype(jnp.float32))
+    numbers = spread(q / power[..., None], order_of(runs, WINDOW)).astype(jnp.float16)
+    return numbers, SUBNORMAL * power, jnp.sum(q * jnp.asarray(_middles(runs), jnp.float32), axis=-1)
 
 
-def spread_for(stored: Stored, x: jax.Array) -> jax.Array:
-    """What multiplies the stored components `[.., R]`, as a kernel takes it."""
-    return x if stored.runs is None else spread(x, piece_order(stored.runs))
+def summed_values(sums: jax.Array, runs: WidthRuns, size: int) -> jax.Array:
+    """Means of the components `[.., R]` in units of their steps, of the kernel's means `[.., columns]`."""
+    return SUBNORMAL * collected(sums, order_of(runs, size), runs) - jnp.asarray(_middles(runs), sums.dtype)
+
+
+def _middles(runs: WidthRuns) -> np.ndarray:
+    """By how much codes are above the numbers that they stand for `[R]`."""
+    assert components_of(runs)
+    return np.concatenate([np.full(count, 2.0 ** (bits - 1) - 0.5) for bits, count in runs])
+
+
+def load_window(ref, start, tokens: int, window: Window) -> jax.Array:
+    """Bytes of so many tokens of `ref` `[S, C]` from `start` on, uint8 `[tokens, size]`; zeros beyond S and C."""
+    if window.byte + window.size <= ref.shape[1] and tokens <= ref.shape[0]:
+        return plgpu.load(ref.at[pl.ds(start, tokens), pl.ds(window.byte, window.size)])
+    at = (start + jnp.arange(tokens))[:, None], (window.byte + jnp.arange(window.size))[None]  # no slice may leave the array
+    mask = at[1] < ref.shape[1]
+    if tokens > ref.shape[0]:
+        mask = mask & (at[0] < ref.shape[0])
+    whole = (jnp.broadcast_to(x, (tokens, window.size)) for x in (*at, mask))
+    return plgpu.load(ref.at[next(whole), next(whole)], mask=next(whole), other=0)
+
+
+def numbers_of(codes: jax.Array, mask: int, interpret: bool) -> jax.Array:
+    """Float16 numbers, some bits of each byte, of bytes of any shape.
+
+    Four bytes of a register become two registers; Triton by itself would widen each of them alone.
+    """
+    if interpret:
+        return jax.lax.bitcast_convert_type((codes & np.uint8(mask)).astype(jnp.uint16), jnp.float16)
+    masked = f"and.b32 own, $2, {mask * 0x01010101:#x};" if mask < 255 else "mov.b32 own, $2;"
+    widened = "prmt.b32 $0, own, 0, 0x4140; prmt.b32 $1, own, 0, 0x4342;"
+    (numbers,) = plgpu.elementwise_inline_asm(
+        f"{{ .reg .b32 own; {masked} {widened} }}", args=[codes], constraints="=r,=r,r", pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.float16)],
+    )
+    return numbers
 
 
 def with_rows(x: jax.Array, rows: int) -> jax.Array:
     """Queries `[.., M, R]` with zeros behind, `[.., rows, R]`: where columns come in a loop, rows have no mask."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows - x.shape[-2]), (0, 0)])
-
-
-def collected_from(stored: Stored, x: jax.Array) -> jax.Array:
-    """Sums of the stored components `[.., R]` of what a kernel gives."""
-    return x if stored.runs is None else collected(x, piece_order(stored.runs), stored.runs)
-
-
-def check_packed(rows: int, most: int, *packed: Stored) -> None:
-    """Raise `Unsupported` for more query rows than are covered, or packed tokens of more columns than `most`."""
-    if rows > PACKED_ROWS:
-        raise Unsupported(f"more than {PACKED_ROWS} query rows (queries x query heads) a kv head over packed tokens")
-    for own in packed:
-        if columns_of(own) > most:
-            raise Unsupported(f"packed tokens that unpack to {columns_of(own)} columns: beyond {most} registers overflow")
-
-
-def unpacked(ref, start, rows, runs: WidthRuns) -> Iterator[jax.Array]:
-    """Numbers of n packed tokens `[n, PIECE]` float32, for each of the `pieces_of` them.
-
-    Args:
-        ref: `[S, C]`.
-        start, rows: first token, and which of the n are there.
-    """
-    for pieces in pieces_of_runs(runs):
-        for number in range(pieces.count):
-            yield _unpacked(_load(ref, start, rows, pieces, number), pieces)
-
-
-def over_columns(ref, start, rows, runs: WidthRuns, step: Callable[[Any, jax.Array, Any], Any], carry: Any) -> Any:
-    """As `unpacked`, in loops: `carry = step(carry, numbers, columns)` for each piece and the slice of its columns.
-
-    What `step` loads does not wait in registers from tile to tile, nor what is unpacked from piece to piece.
-    """
-    for pieces in pieces_of_runs(runs):
-
-        def piece(number, carry, pieces=pieces):
-            where = pl.ds(pieces.column + number * PIECE, PIECE)
-            return step(carry, _unpacked(_load(ref, start, rows, pieces, number), pieces), where)
-
-        carry = piece(0, carry) if pieces.count == 1 else jax.lax.fori_loop(0, pieces.count, piece, carry)
-    return carry
-
-
-def _unpacked(codes: jax.Array, pieces: Pieces) -> jax.Array:
-    """Float32 `[n, PIECE]` of bytes `[n, PIECE / each]`: all lowest components, then all next ones, .."""
-    masks = jnp.left_shift((1 << pieces.bits) - 1, pieces.bits * jnp.arange(pieces.each, dtype=jnp.int32))
-    return middles(codes[:, None, :], masks[None, :, None]).reshape(codes.shape[0], PIECE)
-
-
-def _load(ref, start, rows, pieces: Pieces, number) -> jax.Array:
-    """A piece's bytes of n tokens as int32 `[n, bytes]`; zeros where not `rows`, and beyond the token."""
-    first, width, tokens, mask = pieces.byte + number * pieces.bytes, pieces.bytes, rows.shape[0], rows[:, None]
-    if pieces.byte + pieces.count * width <= ref.shape[1]:
-        where = ref.at[pl.ds(start, tokens), pl.ds(first, width)]
-    else:  # a slice that is known to leave the array is refused
-        at = (start + jnp.arange(tokens))[:, None], (first + jnp.arange(width))[None]
-        where, mask = ref.at[tuple(jnp.broadcast_to(x, (tokens, width)) for x in at)], mask & (at[1] < ref.shape[1])
-    return plgpu.load(where, mask=mask, other=0).astype(jnp.int32)

@@ -1,5 +1,7 @@
 """Online softmax on a GPU: what the Triton kernels share to load blocks of tokens, weigh them and write a partial."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -14,6 +16,14 @@ def split_range(tiles, grid: Grid):
     each = jnp.maximum(pl.cdiv(tiles, grid.splits), min(2, grid.splits))
     start = pl.program_id(0) * each
     return start, jnp.minimum(start + each, tiles)
+
+
+def tile_range(limits_ref, grid: Grid):
+    """The tiles of this program's split, and the end of the valid slots."""
+    low, high = limits_ref[0], limits_ref[1]
+    first = low // grid.tile
+    start, stop = split_range(pl.cdiv(high, grid.tile) - first, grid)
+    return first + start, first + stop, high
 
 
 def load_ranges(limits_ref, rows: int, there: int):
@@ -44,29 +54,36 @@ def _inside(rows, piece: tuple[int, int], width: int):
     return mask
 
 
-def visible_slots(at, inside, begin, end, owner_ref, number):
+def visible_slots(at, inside, begin, end, owner_ref, number, axis: int = 1):
     """Which of n slots from `at` on each query row sees, bool `[rows, n]`: of its range, those that head `number` owns.
 
     Args:
         inside: bool `[n]`, which slots are there.
         begin, end: `[rows]`, of `load_ranges`.
         owner_ref: int8 `[S]`, or None where all slots are the head's.
+        axis: of the slots; 0 for `[n, rows]`, as in `online_softmax`.
     """
-    slots = at + jnp.arange(inside.shape[0])
-    visible = (slots[None] >= begin[:, None]) & (slots[None] < end[:, None])
+    slots, rows = (functools.partial(jnp.expand_dims, axis=i) for i in (1 - axis, axis))
+    where = at + jnp.arange(inside.shape[0])
+    visible = (slots(where) >= rows(begin)) & (slots(where) < rows(end))
     if owner_ref is None:
         return visible
     owner = plgpu.load(owner_ref.at[pl.ds(at, inside.shape[0])], mask=inside, other=-1)
-    return visible & (owner.astype(jnp.int32) == number)[None]
+    return visible & slots(owner.astype(jnp.int32) == number)
 
 
-def online_softmax(logits, visible, top, total):
-    """One tile into the running maximum and sum (base 2): weights, and the factor that shrinks what is there."""
+def online_softmax(logits, visible, top, total, axis: int = 1, dtype=jnp.float32):
+    """One tile into the running maximum and sum (base 2): weights, and the factor that shrinks what is there.
+
+    Args:
+        axis: of the tile's slots.
+        dtype: of the weights; what is summed are those that are rounded to it.
+    """
     logits = jnp.where(visible, logits, EMPTY)
-    new_top = jnp.maximum(top, jnp.max(logits, axis=1))
-    weights = jnp.where(visible, jnp.exp2(logits - new_top[:, None]), 0.0)
+    new_top = jnp.maximum(top, jnp.max(logits, axis=axis))
+    weights = jnp.where(visible, jnp.exp2(logits - jnp.expand_dims(new_top, axis)), 0.0).astype(dtype)
     shrink = jnp.exp2(top - new_top)
-    return weights, shrink, new_top, total * shrink + jnp.sum(weights, axis=1)
+    return weights, shrink, new_top, total * shrink + jnp.sum(weights.astype(jnp.float32), axis=axis)
 
 
 def add_values(weights, shrink, accs, pieces, values, scale):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Float64, Int
 
-from lowrank_kv_jax.storage.water_filled import WIDTHS, WidthRuns, bytes_of
+from lowrank_kv_jax.storage.water_filled import WIDTHS, WidthRuns, bytes_of, in_words
 
 RANGE = 12.0
 """Deviations that 8 bits reach: inside of a text some tokens act as sinks, and lie 8 out along the first component of the
@@ -46,7 +46,7 @@ def widths_at(variances: Float[np.ndarray, "*lead W"], price: float) -> Int[np.n
 
 
 def runs_of(widths: Int[np.ndarray, " W"], wide: int = 0) -> WidthRuns:
-    """WidthRuns of whole bytes nearest to falling widths `[W]`; at least one byte, where there are any.
+    """WidthRuns of whole bytes nearest to falling widths `[W]`, of many whole words; at least one, where there are any.
 
     Args:
         wide: first components that have 8 bits whatever their width is.
@@ -59,7 +59,7 @@ def runs_of(widths: Int[np.ndarray, " W"], wide: int = 0) -> WidthRuns:
         if count:
             runs.append((bits, count))
         begin += count
-    return tuple(runs) or ((1, min(8, total)),) if total else ()
+    return in_words(tuple(runs) or ((1, min(8, total)),), total) if total else ()
 
 
 def at_most(runs: WidthRuns, components: int) -> WidthRuns:

@@ -17,6 +17,10 @@ from lowrank_kv_jax.storage.tokens_last import TokensLast
 WIDTHS = (8, 4, 2, 1)
 """Bits of a stored component; powers of two, so that none straddles a byte."""
 
+WORD, MANY = 4, 16
+"""Bytes. A token of whole words is one that a GPU copies as it lies (`pallas_kernels/gpu_packed.py`); beside so many bytes it
+matters little how a word's last are spent."""
+
 WidthRuns = tuple[tuple[int, int], ...]
 """(bits, components) of each run, widest first; components without bits are not there."""
 
@@ -100,6 +104,27 @@ def components_of(runs: WidthRuns) -> int:
 def bytes_of(runs: WidthRuns) -> int:
     """Bytes of a token: each run ends with a byte."""
     return sum(-(-count * bits // 8) for bits, count in runs)
+
+
+def in_words(runs: WidthRuns, components: int) -> WidthRuns:
+    """Runs of whole words, with as many bits more as that takes; of fewer than `MANY` bytes they are left as they are.
+
+    Args:
+        components: the most that there are. Those that have no bits get one first, then the last of a width the next one.
+    """
+    counts = {bits: dict(runs).get(bits, 0) for bits in WIDTHS}
+    while (size := bytes_of(tuple(counts.items()))) >= MANY and size % WORD:
+        left = components - sum(counts.values())
+        narrow = next((bits for bits in (1, 2, 4) if counts[bits]), None)
+        if left > 0:
+            counts[1] += min(8, left)
+        elif narrow is None:
+            break
+        else:  # as many as one byte more makes twice as wide
+            moved = min(8 // narrow, counts[narrow])
+            counts[narrow] -= moved
+            counts[2 * narrow] += moved
+    return tuple((bits, count) for bits, count in counts.items() if count)
 
 
 def pack(x: Float[jax.Array, "*lead R"], runs: WidthRuns) -> UInt8[jax.Array, "*lead C"]:

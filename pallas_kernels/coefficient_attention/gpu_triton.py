@@ -8,24 +8,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.attention.partial import AttnPartial
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import gpu_tiles
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import gpu_codes, gpu_tiles
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
-from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid, packed_grid, packed_heads
+from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid
 from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, launch
-from lowrank_kv_jax.pallas_kernels.gpu_packed import (
-    check_packed,
-    collected_from,
-    columns_of,
-    over_columns,
-    pieces_of,
-    spread_for,
-    unpacked,
-    with_rows,
-)
 from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import coefficient_grid
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     add_values,
@@ -33,8 +21,8 @@ from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     load_block,
     load_ranges,
     online_softmax,
-    split_range,
     start_carry,
+    tile_range,
     visible_slots,
     write_partial,
 )
@@ -44,14 +32,13 @@ from lowrank_kv_jax.pallas_kernels.packing import (
     TILE_OF_SCALES,
     Packed,
     Stored,
+    columns,
     in_tiles,
     pack,
     stored_arrays,
     unpack,
 )
 
-PACKED_TILE = 64  # packed tokens of a tile: fewer wait more often, more would spill registers
-MOST_COLUMNS = 832  # of packed tokens: more spill registers, and an H200 attends to 1,088 faster by XLA
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 
@@ -69,10 +56,11 @@ def attend_slots(
             q, tokens, begin, end, scale=scale, size=size, interpret=interpret, owner=owner
         )
     keys, values = stored_arrays(tokens.keys), stored_arrays(tokens.values)
-    heads = max(keys.codes.shape[1], values.codes.shape[1])
-    if values.runs is not None:
-        heads = packed_heads(heads, q.shape[2], q.shape[1])
-    packed = pack(q, heads, begin, end)
+    if keys.runs is not None or values.runs is not None:
+        return gpu_codes.attend_slots(
+            q, keys, values, begin, end, scale=scale, size=size, interpret=interpret, owner=owner
+        )
+    packed = pack(q, max(keys.codes.shape[1], values.codes.shape[1]), begin, end)
     part = attend_packed(packed, keys, values, scale=scale, size=size, interpret=interpret, owner=owner)
     return unpack(part, q.shape[1])
 
@@ -84,32 +72,25 @@ def attend_packed(
     """Partial `[B, H, M, Rv]`, lse `EMPTY` where a row sees nothing."""
     check_stored(packed, keys, values)
     batch, heads, rows, _ = packed.q.shape
-    if values.runs is None:
-        grid = decode_grid(rows, batch * heads, size, bytes_of_token(keys) + bytes_of_token(values))
-        grid = coefficient_grid(grid, keys, values, packed.q.dtype.itemsize)
-    else:
-        grid = packed_grid(rows, batch * heads, size, PACKED_TILE)
-        check_packed(rows, MOST_COLUMNS, values)
+    grid = decode_grid(rows, batch * heads, size, bytes_of_token(keys) + bytes_of_token(values))
+    grid = coefficient_grid(grid, keys, values, packed.q.dtype.itemsize)
     kernel = functools.partial(
-        _kernel, grid=grid, scale=scale, quantised=keys.scales is not None, owned=owner is not None, key_runs=keys.runs,
-        value_runs=values.runs,
+        _kernel, grid=grid, scale=scale, quantised=keys.scales is not None, owned=owner is not None
     )
     head = packed.span if owner is None else jnp.concatenate([packed.span, numbers(batch, owner)], axis=1)
-    query = packed.q if keys.runs is None else with_rows(spread_for(keys, packed.q), grid.rows)
-    operands = by_head(packed, owner, query, keys.codes, keys.scales, values.codes, values.scales)
-    part = launch(
-        "coefficient_attention", kernel, grid, packed, head, operands, columns_of(values), interpret=interpret
+    operands = by_head(packed, owner, packed.q, keys.codes, keys.scales, values.codes, values.scales)
+    return launch(
+        "coefficient_attention", kernel, grid, packed, head, operands, values.codes.shape[-1], interpret=interpret
     )
-    return AttnPartial(collected_from(values, part.out), part.lse)
 
 
 def check_stored(packed: Packed, keys: Stored, values: Stored) -> None:
     """Raise `Unsupported` for storage that the GPU kernels do not read."""
     for name, x in (("keys", keys), ("values", values)):
-        if x.runs is None and x.codes.dtype.name not in DTYPES:
+        if x.runs is not None:
+            raise Unsupported(f"{name} packed in several widths")
+        if x.codes.dtype.name not in DTYPES:
             raise Unsupported(f"{name} of dtype {x.codes.dtype.name}, allowed are {', '.join(DTYPES)}")
-        if (x.runs is None) != (keys.runs is None):
-            raise Unsupported("keys and values packed in several widths, or both not")
         if (x.codes.dtype == jnp.int8) != (x.scales is not None):
             raise Unsupported(f"{name}: int8 codes come with scales, and nothing else does")
     if (keys.scales is None) != (values.scales is None):
@@ -123,30 +104,22 @@ def bytes_of_token(stored: Stored) -> int:
     return stored.codes.shape[-1] * stored.codes.dtype.itemsize
 
 
-def tile_range(limits_ref, grid: Grid):
-    """The tiles of this program's split, and the end of the valid slots."""
-    low, high = limits_ref[0], limits_ref[1]
-    first = low // grid.tile
-    start, stop = split_range(pl.cdiv(high, grid.tile) - first, grid)
-    return first + start, first + stop, high
-
-
 def load_scale(ref, row, piece: tuple[int, int]):
     """Some columns of a row of scales, float32 `[1, w]`, zeros beyond R."""
     return load_block(ref, row, jnp.full((1,), True), piece).astype(jnp.float32)
 
 
-def _kernel(limits_ref, *refs, grid: Grid, scale: float, quantised: bool, owned: bool, key_runs, value_runs):
+def _kernel(limits_ref, *refs, grid: Grid, scale: float, quantised: bool, owned: bool):
     (owner_ref, *refs) = refs if owned else (None, *refs)
     q_ref, *refs = refs
     if quantised:
         k_ref, ks_ref, v_ref, vs_ref, out_ref, lse_ref = refs
     else:
         (k_ref, v_ref, out_ref, lse_ref), ks_ref, vs_ref = refs, None, None
-    key_pieces, value_pieces = pieces_of(k_ref.shape[-1], key_runs), pieces_of(v_ref.shape[-1], value_runs)
+    key_pieces, value_pieces = columns(k_ref.shape[-1]), columns(v_ref.shape[-1])
     begin, end = load_ranges(limits_ref, grid.rows, lse_ref.shape[0])
     there = jnp.arange(grid.rows) < lse_ref.shape[0]
-    queries = [] if key_runs else [load_block(q_ref, 0, there, piece) for piece in key_pieces]
+    queries = [load_block(q_ref, 0, there, piece) for piece in key_pieces]
     start, stop, high = tile_range(limits_ref, grid)
 
     def body(tile, carry):
@@ -158,21 +131,15 @@ def _kernel(limits_ref, *refs, grid: Grid, scale: float, quantised: bool, owned:
         def read(ref, piece):
             return load_block(ref, at, inside, piece)
 
-        def add(logits, keys, where):
-            q = plgpu.load(q_ref.at[:, where])
-            return logits + dot(q, keys.astype(q.dtype).T)
-
         logits = jnp.zeros((grid.rows, grid.tile), jnp.float32)
-        if key_runs is not None:
-            logits = over_columns(k_ref, at, inside, key_runs, add, logits)
-        for q, piece in zip(queries, key_pieces, strict=False):
+        for q, piece in zip(queries, key_pieces, strict=True):
             if ks_ref is not None:
                 q = (q.astype(jnp.float32) * load_scale(ks_ref, scale_row, piece)).astype(q.dtype)
             logits += dot(q, read(k_ref, piece).astype(q.dtype).T)
         visible = visible_slots(at, inside, begin, end, owner_ref, limits_ref[2] if owned else None)
         weights, shrink, top, total = online_softmax(logits * (scale * LOG2_E), visible, top, total)
         value_scale = None if vs_ref is None else functools.partial(load_scale, vs_ref, scale_row)
-        values = unpacked(v_ref, at, inside, value_runs) if value_runs else (read(v_ref, x) for x in value_pieces)
+        values = (read(v_ref, piece) for piece in value_pieces)
         return top, total, add_values(weights.astype(q_ref.dtype), shrink, accs, value_pieces, values, value_scale)
 
     top, total, accs = jax.lax.fori_loop(start, stop, body, start_carry(grid.rows, value_pieces))

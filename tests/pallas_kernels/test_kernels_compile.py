@@ -142,8 +142,7 @@ def test_every_program_compiles(target):
     results = compiled(PROGRAM, target)
     assert not [(r["name"], r["failure"]) for r in results if r["failure"]]
     if target == "sm_90":
-        allowed = {True: 128, False: 0}  # unpacking fills the registers
-        assert not [r["name"] for r in results if r["spilled"] > allowed["mixed" in r["name"]]]
+        assert not [r["name"] for r in results if r["spilled"]]
         assert not [r["name"] for r in results if r["shared"] > 227 * 1024]
         tensor_cores = [{"mma", "wgmma"} & set(r["instructions"]) for r in results if "float32" not in r["name"]]
         assert all(tensor_cores)

@@ -90,6 +90,19 @@ def test_keys_before_rope_that_xla_rebuilds_faster_are_xlas_on_a_gpu(monkeypatch
     check(rotary_coefficient_attention(x.q, x.tokens, x.basis, **x.options), x.oracle)
 
 
+@pytest.mark.parametrize("case, reason", [
+    (Case(runs=(((8, 3), (2, 12)), ((4, 11),)), lengths=(60,), S=64, dtype="bfloat16"), "keys packed in 6 bytes a token, no whole words"),
+    (Case(runs=(((8, 2), (2, 13)), ((4, 16),)), lengths=(60,), S=64), "queries of dtype float32"),
+    (Case(runs=(((8, 4),), ((4, 8),)), lengths=(60,), S=64, T=17, causal=True, dtype="bfloat16"), "more than 16 query rows"),
+    (Case(runs=(((8, 8),), ((1, 8992),)), J=1, Jv=1, lengths=(60,), S=64, dtype="bfloat16"), "registers overflow"),
+], ids=["words", "float32", "rows", "wide"])
+def test_packed_tokens_that_no_kernel_of_a_gpu_covers_are_xlas(case, reason):
+    x = make(case)
+    dispatch.warn_anew()
+    with pytest.warns(RuntimeWarning, match=f"XLA instead of triton: .*{reason}"):
+        check(coefficient_attention(x.q, x.tokens, **x.options, backend="triton"), x.oracle, case.dtype)
+
+
 @pytest.mark.parametrize("case", [
     Case(S=1300, lengths=(0, 1, 1300, 513), poison=False),
     Case(S=1100, bits=8, lengths=(0, 129, 1100), rank_k=64, poison=False),

@@ -19,8 +19,8 @@ from lowrank_kv_jax.storage.quantised import Tile
 ROPE = RopeSpec(10000.0, 64)
 LLAMA3 = RopeSpec(500000.0, 48, "llama3", 8.0, 1.0, 4.0, 64)  # 16 of 64 channels stay unrotated
 
-SOME = (((8, 3), (4, 4), (2, 5), (1, 11)), ((8, 7), (2, 21)))  # no run is whole bytes
-MANY = (((8, 40), (4, 150), (2, 200)), ((4, 140), (1, 70)))  # loops over blocks
+SOME = (((8, 3), (4, 4), (2, 5), (1, 35)), ((8, 7), (2, 33)))  # whole words, of which no run is whole
+MANY = (((8, 40), (4, 150), (2, 212)), ((4, 140), (1, 78)))  # programs of several warps
 
 
 KIVI = (Tile(32, 1), Tile(1, 32))
@@ -42,9 +42,10 @@ def run(op, *args, **options):
         slow(Case(T=2, causal=True, gaps=(200, 7), jumps=(9, 2), lengths=(8, 199, 202))),
         Case(bits=8, rank_k=64, rank_v=32, lengths=(0, 1, 128, 129, 300)),
         Case(S=1300, lengths=(1300, 513, 0), N=8),  # several splits
-        Case(runs=SOME, lengths=(0, 1, 63, 64, 65, 300)),
+        Case(runs=SOME, lengths=(0, 1, 63, 64, 65, 300), dtype="float16"),
+        Case(runs=SOME, lengths=(20, 7), S=20, dtype="bfloat16"),  # fewer tokens than a tile has
         Case(runs=MANY, J=1, Jv=1, N=24, lengths=(300, 130), dtype="bfloat16"),  # more rows than a program has
-        slow(Case(runs=(SOME[1], SOME[0]), T=3, causal=True, window=70, lengths=(1, 2, 101, 300), S=600, N=8)),
+        slow(Case(runs=(SOME[1], SOME[0]), T=3, causal=True, window=70, lengths=(1, 2, 101, 300), S=600, N=8, dtype="float16")),
         Case(bits=2, tiles=KIVI, rank_k=40, rank_v=128, lengths=(0, 1, 33, 128, 161, 300)),
         slow(Case(bits=4, tiles=KIVI, rank_k=64, rank_v=40, lengths=(0, 127, 129), T=3, causal=True, window=70)),
         slow(Case(bits=8, tiles=(Tile(1, None), Tile(1, None)), rank_k=64, lengths=(1, 129), dtype="bfloat16")),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lowrank_kv_jax.segments import coded
 from lowrank_kv_jax.storage.positions import PerHead, Runs
 from lowrank_kv_jax.storage.quantised import map_tokens
-from lowrank_kv_jax.storage.water_filled import bytes_of, components_of, empty_water_filled, pack, unpack
+from lowrank_kv_jax.storage.water_filled import MANY, WIDTHS, WORD, bytes_of, components_of, empty_water_filled, in_words, pack, unpack
 
 RUNS = ((8, 3), (4, 4), (2, 5), (1, 11))
 
@@ -48,6 +48,22 @@ def test_any_runs_hold_the_middle_of_each_step_in_their_bits(counts, seed):
     assert bytes_of(runs) == sum(int(np.ceil(count * bits / 8)) for bits, count in runs)
     np.testing.assert_array_equal(wide, rounded(x, runs))
     np.testing.assert_array_equal(again, packed)  # what was read is stored again as it was
+
+
+@given(st.dictionaries(st.sampled_from(WIDTHS), st.integers(1, 90), min_size=1), st.integers(0, 60))
+def test_whole_words_take_a_few_bits_more_and_no_component_fewer(counts, more):
+    """Unless there are few bytes, or nothing is left to widen."""
+    runs = tuple(sorted(counts.items(), reverse=True))
+    most = components_of(runs) + more
+    found = in_words(runs, most)
+    assert components_of(runs) <= components_of(found) <= most and list(found) == sorted(found, reverse=True)
+    each, before = (np.repeat(*np.array(own).T) for own in (found, runs))
+    assert (each[: len(before)] >= before).all()
+    if bytes_of(runs) < MANY:
+        assert found == runs
+    else:
+        assert 0 <= bytes_of(found) - bytes_of(runs) < WORD
+        assert bytes_of(found) % WORD == 0 or found == ((8, most),)
 
 
 def segment(batch=2, heads=3, size=640, positions=None, runs=RUNS):

@@ -1,0 +1,120 @@
+"""Decode attention over packed codes of several widths for GPUs: a Pallas kernel in its Triton dialect.
+
+As the kernel of `gpu_triton`, whose programs and splits it has, but turned around: tokens are the rows of the first product
+and bytes those of the second, so that bytes are the operand that is held in registers, and as few as eight query rows are
+a whole one. A program is one warp where its sums fit: nothing waits for another warp, and no byte is unpacked twice.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
+from lowrank_kv_jax.pallas_kernels.gpu_grid import PACKED_ROWS, Grid, packed_grid, packed_heads
+from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, launch
+from lowrank_kv_jax.pallas_kernels.gpu_packed import (
+    WINDOW,
+    columns_of,
+    load_window,
+    numbers_of,
+    spread_queries,
+    summed_values,
+    windows_of,
+    with_rows,
+)
+from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
+    load_ranges,
+    online_softmax,
+    start_carry,
+    tile_range,
+    visible_slots,
+    write_partial,
+)
+from lowrank_kv_jax.pallas_kernels.owned_slots import numbers
+from lowrank_kv_jax.pallas_kernels.packing import EMPTY, LOG2_E, Stored, pack, unpack
+from lowrank_kv_jax.storage.water_filled import WORD
+
+
+def attend_slots(
+    q, keys: Stored, values: Stored, begin, end, *, scale: float, size: int, interpret: bool, owner: jax.Array | None
+) -> AttnPartial:
+    """As `gpu_triton.attend_slots`."""
+    _check(q, keys, values)
+    heads = packed_heads(max(keys.codes.shape[1], values.codes.shape[1]), q.shape[2], q.shape[1])
+    packed = pack(q, heads, begin, end)
+    batch, heads, rows, _ = packed.q.shape
+    if rows > PACKED_ROWS:
+        raise Unsupported(f"more than {PACKED_ROWS} query rows (queries x query heads) a kv head over packed tokens")
+    grid = packed_grid(rows, batch * heads, size, lambda warps: columns_of(values.runs, warps * WINDOW))
+    query, factor, above = spread_queries(packed.q, keys.runs)
+    factor = jnp.pad(scale * LOG2_E * factor, [(0, 0), (0, 0), (0, grid.rows - rows)])
+    head = packed.span if owner is None else jnp.concatenate([packed.span, numbers(batch, owner)], axis=1)
+    kernel = functools.partial(
+        _kernel, grid=grid, owned=owner is not None, key_runs=keys.runs, value_runs=values.runs, interpret=interpret
+    )
+    width = grid.warps * WINDOW
+    operands = by_head(packed, owner, with_rows(query, grid.rows), factor, keys.codes, values.codes)
+    part = launch(
+        "coefficient_attention", kernel, grid, packed, head, operands, columns_of(values.runs, width), interpret=interpret
+    )
+    empty = part.lse <= EMPTY / 2
+    out = jnp.where(empty[..., None], 0.0, summed_values(part.out, values.runs, width))
+    return unpack(AttnPartial(out, jnp.where(empty, EMPTY, part.lse - scale * above)), q.shape[1])
+
+
+def _check(q, keys: Stored, values: Stored) -> None:
+    """Raise `Unsupported` for what the kernel does not read."""
+    if (keys.runs is None) != (values.runs is None):
+        raise Unsupported("keys and values packed in several widths, or both not")
+    if q.dtype.itemsize != 2:
+        raise Unsupported(f"queries of dtype {q.dtype.name} over packed tokens")
+    for name, side in (("keys", keys), ("values", values)):  # byte by byte an H200 takes 60 times as long
+        if side.codes.shape[-1] % WORD:
+            raise Unsupported(f"{name} packed in {side.codes.shape[-1]} bytes a token, no whole words of {WORD}")
+
+
+def _kernel(limits_ref, *refs, grid: Grid, owned: bool, key_runs, value_runs, interpret: bool):
+    (owner_ref, *refs) = refs if owned else (None, *refs)
+    q_ref, factor_ref, k_ref, v_ref, out_ref, lse_ref = refs
+    begin, end = load_ranges(limits_ref, grid.rows, lse_ref.shape[0])
+    factor = factor_ref[:]
+    start, stop, high = tile_range(limits_ref, grid)
+    value_windows = windows_of(value_runs, grid.warps * WINDOW)
+    pieces = [(own.start, own.stop - own.start) for window in value_windows for _, own in window.places()]
+
+    size, n = k_ref.shape[0], grid.tile
+
+    def body(tile, carry):
+        top, total, accs = carry
+        # a mask of tokens would spill registers: the last tile begins where all of it is there, if it is anywhere
+        at = tile * n if size % n == 0 else jnp.clip(size - n, 0, tile * n)
+        inside = at + jnp.arange(n) < high
+
+        def products(ref, windows):
+            """Columns of each product, and its numbers `[tile, bytes]`."""
+            for window in windows:
+                codes = load_window(ref, at, n, window)
+                for mask, own in window.places():
+                    yield own, numbers_of(codes, mask, interpret)
+
+        logits = jnp.zeros((n, grid.rows), jnp.float32)
+        for own, keys in products(k_ref, windows_of(key_runs, WINDOW)):
+            q = plgpu.load(q_ref.at[:, pl.ds(own.start, own.stop - own.start)])
+            logits += jnp.dot(keys, q.T, preferred_element_type=jnp.float32)
+        seen = jnp.maximum(begin, tile * n), end  # of a tile that begins earlier, what no other has
+        visible = visible_slots(at, inside, *seen, owner_ref, limits_ref[2] if owned else None, axis=0)
+        weights, shrink, top, total = online_softmax(logits * factor[None], visible, top, total, 0, jnp.float16)
+        accs = tuple(
+            acc * shrink[None] + jnp.dot(values.T, weights, preferred_element_type=jnp.float32)
+            for acc, (_, values) in zip(accs, products(v_ref, value_windows), strict=True)
+        )
+        return top, total, accs
+
+    top, total, _ = start_carry(grid.rows, ())
+    sums = tuple(jnp.zeros((size, grid.rows), jnp.float32) for _, size in pieces)
+    top, total, accs = jax.lax.fori_loop(start, stop, body, (top, total, sums))
+    write_partial(out_ref, lse_ref, grid.rows, tuple(x.T for x in accs), pieces, top, total)
