@@ -13,7 +13,6 @@ LAST_STEP = 10.0
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
     from lowrank_kv_jax.cli.options import add_model_options
-    from lowrank_kv_jax.method.layout import DEFAULT_BLOCK
     from lowrank_kv_jax.storage.cache_dtype import CACHE_DTYPES, default_cache_dtype
 
     parser = subparsers.add_parser(
@@ -42,8 +41,9 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--prefill-chunk", type=int, metavar="N",
                         help="read prompts N tokens at a time, so that those in flight wait for no more; by default as a "
                              "whole")
-    parser.add_argument("--block", type=int, default=DEFAULT_BLOCK, metavar="N",
-                        help="tokens that are decoded, and told, at a time (%(default)s)")
+    parser.add_argument("--block", type=int, metavar="N",
+                        help="tokens that are decoded, and told, at a time; by default as many as the method asks for "
+                             "(32, transform 16)")
     parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, default=default_cache_dtype(), help="(%(default)s)")
     parser.add_argument("--mesh", metavar="AXES",
                         help="lay weights and caches out over devices, e.g. data=2,model=4 or tokens=4")

@@ -95,6 +95,7 @@ class Transform(TokenCodec):
     small: ClassVar[Mapping[str, Any]] = {"sinks": 4, "recent": 8}
     calibrated: ClassVar[bool] = True
     layers_alike: ClassVar[bool] = True
+    default_block: ClassVar[int] = 16  # at sixteen times 32 exact tokens are a quarter of a cache of 2,048
     bases_type: ClassVar[type | None] = TransformBases
     without: ClassVar[Mapping[str, str]] = {"sensitivity": "metric=attention", "sampled": "sampled=False"}
     one_of: ClassVar[tuple[tuple[str, ...], ...]] = (("bits", "bits_k", "bits_v"), ("smaller",))

@@ -34,6 +34,7 @@ from lowrank_kv_jax.method import Layout, Part, Place
 from lowrank_kv_jax.method.cache import Cache, check_method, check_spec
 from lowrank_kv_jax.method.filling import checked_lengths, guard, next_block, refreshed, with_block
 from lowrank_kv_jax.method.layout import DEFAULT_BLOCK, layout_of
+from lowrank_kv_jax.method.part import block_of
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.group_bases import bases_of_group
 from lowrank_kv_jax.methods.parse import as_method
@@ -57,7 +58,7 @@ def make_layout(
 def prefill(
     method: Part | str, config: ModelConfig, params: Any, tokens: Int[jax.Array | np.ndarray, "B S"],
     lengths: Int[jax.Array | np.ndarray, " B"] | None = None, *, bases: Any = None, capacity: int | None = None,
-    block: int = DEFAULT_BLOCK, dtype: Any = None, mesh: jax.sharding.Mesh | None = None, chunk: int | None = None,
+    block: int | None = None, dtype: Any = None, mesh: jax.sharding.Mesh | None = None, chunk: int | None = None,
 ) -> tuple[Cache, Float[jax.Array, "B V"]]:
     """Attend exactly within the prompts and compress, group of layers by group.
 
@@ -70,7 +71,8 @@ def prefill(
         lengths: int32 `[B]` in 1..S; None means that no row is padded.
         bases: from `calibrate`, where the method needs them.
         capacity: longest sequence, S included.
-        block: tokens that may be appended between two calls of `refresh`.
+        block: tokens that may be appended between two calls of `refresh`; None: as many as the method asks for (32,
+            `transform` 16).
         dtype: of the cache, any floating one, `default_cache_dtype()` (bfloat16) by default; see `cache_dtype`.
         mesh: lay the cache out over these devices, rows over "data", kv heads over "model" and slots of stored tokens
             over "tokens"; the weights must lie on the same mesh (`load_model(..., mesh=mesh)`).
@@ -89,7 +91,7 @@ def prefill(
         check_int("chunk", chunk, 1)
     tokens, lengths = _checked_tokens(tokens, lengths, config.vocab_size)
     batch, width = tokens.shape
-    layout = make_layout(config, batch, width, capacity, block, dtype, mesh)
+    layout = make_layout(config, batch, width, capacity, block_of(method, block), dtype, mesh)
     method.validate(config.attention)
     bases, first = replicate(layout.mesh, bases), width if chunk is None else min(chunk, width)
     tokens, lengths = shard_rows(layout.mesh, tokens, lengths)

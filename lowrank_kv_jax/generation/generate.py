@@ -15,7 +15,7 @@ from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.checks.models import check_model
 from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.generation.chunks import read_chunk
-from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, decode_step, extend, logits_of, prefill, refresh
+from lowrank_kv_jax.generation.forward import decode_step, extend, logits_of, prefill, refresh
 from lowrank_kv_jax.generation.prompts import check_lengths, encode_prompts, pad_prompts, rows_of_ids
 from lowrank_kv_jax.generation.sampling import Sampler, sample
 from lowrank_kv_jax.method import Fault, Part
@@ -274,7 +274,7 @@ def generate(
         batch: rows of the cache, by default one for each prompt. Those beyond the prompts stay empty, so that calls
             with 1 to `batch` prompts share their compiled programs; each takes the bytes and the time of a row, and
             `take_rows` leaves it out.
-        block: decode steps between two refreshes, `DEFAULT_BLOCK` by default.
+        block: decode steps between two refreshes; by default as many as the method asks for, see `prefill`.
         capacity: longest conversation, in tokens. By default the padded prompts, `max_new_tokens` and room for one more
             turn, `NEXT_TURN` tokens and as long an answer, within the model's context. Free slots take bytes: where no
             turn follows, prompt and `max_new_tokens` are enough; several turns need more, from the first one on.
@@ -301,7 +301,7 @@ def generate(
     count, own_seeds = len(rows), row_seeds(seeds, len(rows))
     if cache is None:
         found = _first_turn(model, method, rows, max_new_tokens, batch, capacity, prefill_chunk, bases=bases,
-                            block=DEFAULT_BLOCK if block is None else block, dtype=dtype, mesh=mesh)
+                            block=block, dtype=dtype, mesh=mesh)
     else:
         _check_continued(cache, count, {"batch": batch, "block": block, "capacity": capacity, "mesh": mesh,
                                         "dtype": None if dtype is None else floating(dtype).name})

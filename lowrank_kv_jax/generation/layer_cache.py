@@ -27,7 +27,8 @@ from lowrank_kv_jax.method.cache import check_method
 from lowrank_kv_jax.method.describe import as_html, as_text
 from lowrank_kv_jax.method.filling import checked_lengths, guard, next_block, refreshed, with_block
 from lowrank_kv_jax.method.group import GroupState
-from lowrank_kv_jax.method.layout import DEFAULT_BLOCK, layout_of
+from lowrank_kv_jax.method.layout import layout_of
+from lowrank_kv_jax.method.part import block_of
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.group_bases import bases_of_group
 from lowrank_kv_jax.methods.parse import as_method
@@ -85,7 +86,7 @@ class LayerCache:
 
 
 def plan_layers(
-    method: Part | str, spec: AttentionSpec, *, prompt: int, capacity: int | None = None, block: int = DEFAULT_BLOCK,
+    method: Part | str, spec: AttentionSpec, *, prompt: int, capacity: int | None = None, block: int | None = None,
     dtype: Any = None, bases: Sequence[Any] | None = None, mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[LayerPlan, ...]:
     """A plan for each group of layers, in the order of the layers: for most methods one for each layer.
@@ -95,7 +96,8 @@ def plan_layers(
         spec: the decoder's attention.
         prompt: length that prompts are padded to, on the right.
         capacity: longest sequence, the prompt included; the prompt and one block more by default.
-        block: tokens that may be appended between two refreshes.
+        block: tokens that may be appended between two refreshes, `layout.block` of the plans; None: as many as the
+            method asks for.
         dtype: of the cache, `default_cache_dtype()` by default.
         bases: what `Calibrator.bases` returned, where the method is calibrated.
         mesh: lay the caches out over these devices, rows over "data", kv heads over "model", slots of stores
@@ -112,7 +114,7 @@ def plan_layers(
     if method.attends_codes:
         raise ValueError("prefill='compressed': a decoder of one's own attends within its prompts itself; allowed is "
                          "prefill=exact")
-    layout = layout_of(spec, rows_together(mesh), prompt, capacity, block, dtype, mesh)
+    layout = layout_of(spec, rows_together(mesh), prompt, capacity, block_of(method, block), dtype, mesh)
     groups = method.layer_groups(spec)
     windows = (tuple(spec.windows[layer] for layer in group) for group in groups)
     known = bases_of_group(method, spec, replicate(layout.mesh, bases))

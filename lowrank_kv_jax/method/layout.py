@@ -18,6 +18,7 @@ from lowrank_kv_jax.storage.over_tokens import TOKENS
 from lowrank_kv_jax.storage.sharding import check_mesh
 
 DEFAULT_BLOCK = 32
+"""`Layout.block` of methods that ask for no other; see `Part.default_block`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -93,6 +93,10 @@ class Machine(KVMethod):
         return self.codec.attends_codes
 
     @property
+    def default_block(self) -> int:
+        return self.codec.default_block
+
+    @property
     def reads(self):
         return frozenset().union(*(part.reads for part in self._fitted))
 

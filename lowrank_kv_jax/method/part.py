@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.checks.bounds import MOST, check_kind, check_number, is_number, plain_fields
 from lowrank_kv_jax.checks.shown import short
+from lowrank_kv_jax.method.layout import DEFAULT_BLOCK
 
 _MOST = {"budget_bytes": 2**62, **dict.fromkeys(("steps", "iterations", "iterations_dec"), 1000)}
 """Of fields that count something else; steps are unrolled in the program."""
@@ -51,6 +52,10 @@ class Part(abc.ABC):
 
     attends_codes: ClassVar[bool] = False
     """Whether a prompt attends to its own tokens as they are coded, layer after layer, and not to exact ones."""
+
+    default_block: ClassVar[int] = DEFAULT_BLOCK
+    """Tokens that may be appended between two refreshes where nobody says how many. They are held exactly: a codec whose
+    caches are so small that they weigh much asks for fewer. In a composition the codec decides."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named settings, say of a paper: field values that `name:preset` stands for."""
@@ -116,3 +121,8 @@ class Part(abc.ABC):
         """
         del spec
         return {"method": self.name, **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)}}
+
+
+def block_of(method: Part, block: int | None) -> int:
+    """Tokens that may be appended between two refreshes: `block`, or as many as the method asks for where it is None."""
+    return method.default_block if block is None else block

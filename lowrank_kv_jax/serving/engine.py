@@ -10,7 +10,8 @@ from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.checks.models import check_model
 from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.method.accounting import nbytes
-from lowrank_kv_jax.method.layout import DEFAULT_BLOCK, Layout
+from lowrank_kv_jax.method.layout import Layout
+from lowrank_kv_jax.method.part import block_of
 from lowrank_kv_jax.methods.parse import as_method
 from lowrank_kv_jax.serving.plan import parse_bytes
 from lowrank_kv_jax.serving.pool import Parts, Pool
@@ -48,7 +49,7 @@ class Engine:
         prefill_chunk: read prompts so many tokens at a time, one chunk a step of each prompt length, as `generate` does
             with the same `prefill_chunk`: those in flight wait for a chunk, not for a prompt. The rows that are being
             read lie beside the others, and take their part of `memory`.
-        block: tokens between two looks at the host and two refreshes.
+        block: tokens between two looks at the host and two refreshes; by default as many as the method asks for.
         dtype: of the caches, `default_cache_dtype()` (bfloat16) by default.
         mesh: lay the caches out over these devices, as in `prefill`; rows come in multiples of its axis "data", which are
             prefilled together.
@@ -61,7 +62,7 @@ class Engine:
     def __init__(
         self, model: Any, method: Any, *, bases: Any = None, memory: int | str | None = None, slots: int | None = None,
         prompt: int | Sequence[int] = 1024, room: int = 256, prefixes: int = 0, admits: int | None = None,
-        block: int = DEFAULT_BLOCK, dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
+        block: int | None = None, dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
         prefill_chunk: int | None = None,
     ):
         for name, value, least in (("slots", slots, 1), ("prefixes", prefixes, 0), ("admits", admits, 1),
@@ -71,8 +72,9 @@ class Engine:
         check_model(model)
         self.memory = None if memory is None else parse_bytes("memory", memory)
         self._model, self._admits, self._together = model, admits, rows_together(mesh)
-        layouts = layouts_of(model.config, self._together, prompt, room, block, dtype, mesh)
-        parts = Parts(as_method(method), model.config, model.params, replicate(layouts[0].mesh, bases))
+        method = as_method(method)
+        layouts = layouts_of(model.config, self._together, prompt, room, block_of(method, block), dtype, mesh)
+        parts = Parts(method, model.config, model.params, replicate(layouts[0].mesh, bases))
         check_parts(parts, layouts, prefill_chunk)
         self._shared = sum(nbytes(x) for x in jax.tree.leaves(bases))
         left = None if self.memory is None else self.memory - self._shared

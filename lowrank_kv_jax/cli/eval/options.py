@@ -28,6 +28,14 @@ def add_method_options(parser: argparse.ArgumentParser) -> None:
                              "over data, heads over model")
 
 
+def add_block(parser: argparse.ArgumentParser) -> None:
+    """How often caches are refreshed."""
+    parser.add_argument("--block", type=int, metavar="N",
+                        help="tokens that the caches of all methods hold exactly between two refreshes; fewer leave the "
+                             "codes of small caches more bytes; by default as many as each method asks for (32, "
+                             "transform 16)")
+
+
 def add_methods(parser: argparse.ArgumentParser) -> None:
     """Model and methods, and where the records go."""
     from lowrank_kv_jax.cli.options import add_model_options

@@ -7,7 +7,7 @@ HELP = "perplexity of any text that is scored through the cache"
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
-    from lowrank_kv_jax.cli.eval.options import add_method_options
+    from lowrank_kv_jax.cli.eval.options import add_block, add_method_options
 
     parser = subparsers.add_parser(
         "perplexity", help=HELP,
@@ -25,6 +25,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a window (%(default)s)")
     parser.add_argument("--step", type=int, default=1024, help="see above (%(default)s)")
     parser.add_argument("--windows", type=int, default=4, help="the first so many, 0 for all (%(default)s)")
+    add_block(parser)
     add_method_options(parser)
     parser.set_defaults(run=run, rows=4)
     return parser
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.evals.results.summary import SIZE_HEADS, size_texts
 
     methods = parse_methods(args.methods)
-    check_numbers(args, length=2, step=1, windows=0, rows=1, prefill_chunk=1)
+    check_numbers(args, length=2, step=1, windows=0, rows=1, prefill_chunk=1, block=1)
     check_outputs(args)
     text = load_corpus(corpus_of(args.text, "pydoc:second"))
     calibrate = load_corpus(corpus_of(args.calibrate, "pydoc:first"))
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     records = evaluate_perplexity(
         model, methods, text, args.mode, args.length, args.step, args.windows or None,
         json=args.json, mesh=mesh, rows=args.rows, dtype=args.cache_dtype, calibrate=calibrate,
-        progress=True, prefill_chunk=args.prefill_chunk,
+        progress=True, prefill_chunk=args.prefill_chunk, block=args.block,
     )
     scored = sum(record["scored_tokens"] for record in records) // len(methods)
     lines = []

@@ -7,7 +7,7 @@ HELP = "13 synthetic tasks of retrieval, tracing, counting and reading, of any l
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
-    from lowrank_kv_jax.cli.eval.options import add_suite_options
+    from lowrank_kv_jax.cli.eval.options import add_block, add_suite_options
 
     parser = subparsers.add_parser(
         "ruler", help=HELP,
@@ -36,9 +36,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--shapes", choices=("few", "one"), default="few",
                         help="contexts padded to a few coarse lengths, or all to the longest, which compiles least "
                              "(%(default)s)")
-    parser.add_argument("--block", type=int, metavar="N",
-                        help="tokens that caches hold exactly between two refreshes (32); fewer leave the codes of small "
-                             "caches more bytes")
+    add_block(parser)
     add_suite_options(parser, seed=42)
     parser.set_defaults(run=run)
     return parser
