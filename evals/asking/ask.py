@@ -14,7 +14,6 @@ from lowrank_kv_jax.evals.asking.prompts import Question
 from lowrank_kv_jax.evals.results.sizes import Size, size_of
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.cache import Cache, fork
-from lowrank_kv_jax.method.layout import DEFAULT_BLOCK
 
 
 class Reply(NamedTuple):
@@ -42,9 +41,9 @@ class Asker:
         draft: bool = False, block: int | None = None,
     ):
         """`draft`: whether what the full cache answers is what the others read first; their answers are not timed.
-        `block`: of `prefill`; None is the default."""
+        `block`: of `prefill`."""
         self.model, self.bases, self.dtype, self.mesh = model, bases, dtype, mesh
-        self.prefill_chunk, self.draft, self.block = prefill_chunk, draft, block or DEFAULT_BLOCK
+        self.prefill_chunk, self.draft, self.block = prefill_chunk, draft, block
         self.warm: set[tuple[str | bool, int, int]] = set()
         self.sizes: dict[tuple[str, int, int], Size] = {}
 

@@ -8,6 +8,7 @@ from lowrank_kv_jax.calibration.corpus import Corpus, token_windows
 from lowrank_kv_jax.estimators.host_eigh import remembering
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.method import Part
+from lowrank_kv_jax.method.layout import DEFAULT_BLOCK
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.saving.kept_bases import KeptBases
@@ -94,10 +95,17 @@ def calibration_settings(corpus: Corpus, methods: Mapping[str, Part]) -> dict[st
 
 
 def conditions_of(settings: Mapping[str, Any], method: Part | None) -> dict[str, Any]:
-    """A run's settings as the records of one method keep them: without a calibration that it does not read.
+    """A run's settings as the records of one method keep them: without a calibration that it does not read, with the
+    block that it has of its own.
 
     So a method's records stay the same whatever other methods shared its run.
     """
+    settings = {**settings, "own_block": None if method is None else own_block(method, settings.get("block"))}
     if method is not None and method.calibrated or "calibration" not in settings:
-        return dict(settings)
+        return settings
     return {**settings, "calibration": None}
+
+
+def own_block(method: Part, block: int | None = None) -> int | None:
+    """What records keep of the block that a method asks for, where a run names none; null where it is `DEFAULT_BLOCK`."""
+    return None if block is not None or method.default_block == DEFAULT_BLOCK else method.default_block

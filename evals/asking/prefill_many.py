@@ -9,7 +9,6 @@ import numpy as np
 
 from lowrank_kv_jax.evals.asking.clock import PrefillClock
 from lowrank_kv_jax.generation.forward import (
-    DEFAULT_BLOCK,
     compress_group,
     last_logits,
     make_layout,
@@ -19,6 +18,7 @@ from lowrank_kv_jax.generation.forward import (
 )
 from lowrank_kv_jax.method import Layout, Part
 from lowrank_kv_jax.method.cache import Cache
+from lowrank_kv_jax.method.part import block_of
 from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.methods.group_bases import bases_of_group
 from lowrank_kv_jax.models.config import ModelConfig
@@ -28,7 +28,7 @@ from lowrank_kv_jax.storage.sharding import replicate, shard_rows
 def prefill_many(
     methods: Mapping[str, Part], config: ModelConfig, params: Any, tokens: jax.Array,
     lengths: jax.Array | None = None, *, bases: Mapping[str, Any], capacity: int | None = None,
-    block: int = DEFAULT_BLOCK, dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
+    block: int | None = None, dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
     clock: PrefillClock | None = None, chunk: int | None = None,
 ) -> tuple[dict[str, Cache], dict[str, jax.Array]]:
     """What `prefill` returns, for several methods at the price of one prefill and their compressions.
@@ -60,10 +60,12 @@ def prefill_many(
     methods = {name: method for name, method in methods.items() if name not in alone}
     if not methods:
         return caches, logits
-    layout = make_layout(config, *tokens.shape, capacity, block, dtype, mesh)
+    layouts = {name: make_layout(config, *tokens.shape, capacity, block_of(method, block), dtype, mesh)
+               for name, method in methods.items()}
+    mesh = next(iter(layouts.values())).mesh
     lengths = jnp.full((tokens.shape[0],), tokens.shape[1], jnp.int32) if lengths is None else lengths
-    tokens, lengths = shard_rows(layout.mesh, tokens, lengths)
-    compressors = {name: _Compressor(m, layout, bases.get(name), lengths) for name, m in methods.items()}
+    tokens, lengths = shard_rows(mesh, tokens, lengths)
+    compressors = {name: _Compressor(m, layouts[name], bases.get(name), lengths) for name, m in methods.items()}
     twice = any(method.rereads for method in methods.values())
     reading = start_reading(config, params, jnp.asarray(tokens, jnp.int32), lengths, twice=twice)
     # Dispatch is asynchronous: without waiting, the taps of many layers would be alive at once.

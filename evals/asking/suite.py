@@ -40,7 +40,7 @@ class Suite:
         settings: whatever else decides the results; kept in every record and compared when a run goes on.
         prefill_chunk: `chunk` of `prefill`.
         shapes: one of `SHAPES`, of the buffers that contexts are padded to.
-        block: `block` of `prefill`; None is the library's default.
+        block: `block` of `prefill`, for all methods; None: each has its own.
         draft: other methods read what the full cache answers, a block at a time, and decode from where they differ: the
             same answers but for rounding, sooner, and not timed.
     """
@@ -80,7 +80,7 @@ class Suite:
         """What a record of a method holds beside its key; records of other conditions are not this run's."""
         shapes = None if self.shapes == "few" else self.shapes
         return {"style": self.style, "cache_dtype": self.cache_dtype, "prefill_chunk": self.prefill_chunk,
-                "shapes": shapes, "block": self.block, **conditions_of(self.settings, method)}
+                "shapes": shapes, **conditions_of({**self.settings, "block": self.block}, method)}
 
     def batches(self, model: Any, multiple: int = 1) -> list[Batch]:
         """Of its questions, in rows of a `multiple`.

@@ -16,7 +16,7 @@ from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
 from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.evals.asking.ask import Asker
 from lowrank_kv_jax.evals.asking.batches import make_batches, one_shape
-from lowrank_kv_jax.evals.asking.methods import bases_of, calibration_settings, check_methods
+from lowrank_kv_jax.evals.asking.methods import bases_of, calibration_settings, check_methods, own_block
 from lowrank_kv_jax.evals.needle.grid import make_question
 from lowrank_kv_jax.evals.needle.samples import RESERVE
 from lowrank_kv_jax.evals.perplexity.score import Perplexity, score_many
@@ -268,7 +268,7 @@ def records(model: Any, results: Sequence[Result], settings: Settings) -> list[d
         calibration = calibration_settings(fitted_to, {result.spec: result.method})["calibration"]
         shared = common | {
             "calibration": calibration and calibration | windows, "method": result.spec, "ttft_s": result.timing.ttft_s,
-            "decode_tokens_per_s": result.timing.decode_tokens_per_s,
+            "decode_tokens_per_s": result.timing.decode_tokens_per_s, "own_block": own_block(result.method),
         }
         for length, scores in result.scores.items():
             out += [make_record(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.attention.importance import window_attention
-from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, prefill, read_layer, start_reading
+from lowrank_kv_jax.generation.forward import prefill, read_layer, start_reading
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.accounting import CacheBytes, cache_bytes
 from lowrank_kv_jax.method.held import Held, held_tokens, layer_bytes
@@ -51,7 +51,7 @@ def hold_prompt(model: Any, method: Part, ids: list[int], *, bases: Any = None, 
         ValueError: as `prefill`.
     """
     config, tokens = model.config, jnp.asarray([ids], jnp.int32)
-    capacity = min(len(ids) + DEFAULT_BLOCK, max(config.context, len(ids)))
+    capacity = min(len(ids) + method.default_block, max(config.context, len(ids)))
     cache, _ = prefill(method, config, model.params, tokens, bases=bases, capacity=capacity, dtype=dtype)
     held = held_tokens(cache)
     attention = attention_on(config, model.params, tokens, held > Held.GONE)

@@ -10,7 +10,7 @@ import numpy as np
 
 from lowrank_kv_jax.attention.sink_logits import with_sink
 from lowrank_kv_jax.attention.spec import Taps
-from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, embed_tokens, layer_prefill, make_layout
+from lowrank_kv_jax.generation.forward import embed_tokens, layer_prefill, make_layout
 from lowrank_kv_jax.generation.groups import compress_group
 from lowrank_kv_jax.method import Layout, Part, Place
 from lowrank_kv_jax.methods import machine_of
@@ -40,8 +40,9 @@ def output_errors(
     if not 1 <= queries < len(tokens):
         raise ValueError(f"queries={queries}: must lie in 1..{len(tokens) - 1} for a text of {len(tokens)} tokens")
     config, prompt = model.config, len(tokens) - queries
-    layout = make_layout(config, 1, prompt, len(tokens), min(DEFAULT_BLOCK, queries), dtype)
     exact = parse_method("full")
+    of_text = functools.partial(layout_of_text, model, len(tokens), queries, dtype)
+    exact_layout, layouts = of_text(exact), {spec: of_text(method) for spec, method in methods.items()}
     own = {spec: bases_of_group(method, config.attention, bases.get(spec)) for spec, method in methods.items()}
     of_exact = bases_of_group(exact, config.attention, None)
     groups = {spec: method.layer_groups(config.attention) for spec, method in methods.items()}
@@ -52,17 +53,22 @@ def output_errors(
     for layer, weights in enumerate(model.params["layers"]):
         x, taps = layer_prefill(config.by_layer[layer], config.windows[layer], weights, x, positions)
         before, after = taps.part(slice(prompt)), taps.part(slice(prompt, None))
-        outputs[layer] = _attend(exact, layout, config.windows, (layer,), of_exact[layer], (before,), (after.q,))[0]
+        outputs[layer] = _attend(exact, exact_layout, config.windows, (layer,), of_exact[layer], (before,), (after.q,))[0]
         for spec, method in methods.items():
             pending[spec].append((before, after.q))
             number = sum(group[-1] < layer for group in groups[spec])
             group = groups[spec][number]
             if layer == group[-1]:
                 prompts, asked = zip(*pending.pop(spec), strict=True)
-                found = _attend(method, layout, config.windows, group, own[spec][number], prompts, asked)
+                found = _attend(method, layouts[spec], config.windows, group, own[spec][number], prompts, asked)
                 errors[spec] += [relative(out, outputs[i]) for i, out in zip(group, found, strict=True)]
                 pending[spec] = []
     return {spec: np.asarray(found) for spec, found in errors.items()}
+
+
+def layout_of_text(model: Any, length: int, queries: int, dtype: Any, method: Part) -> Layout:
+    """Of a cache that holds all but the last `queries` of `length` tokens, one row, with room for these."""
+    return make_layout(model.config, 1, length - queries, length, min(method.default_block, queries), dtype)
 
 
 def relative(found: jax.Array, exact: jax.Array) -> float:

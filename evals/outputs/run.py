@@ -9,11 +9,10 @@ import numpy as np
 
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus, token_windows
 from lowrank_kv_jax.evals.asking.methods import bases_of, calibration_settings, check_methods, conditions_of
-from lowrank_kv_jax.evals.outputs.errors import output_errors
+from lowrank_kv_jax.evals.outputs.errors import layout_of_text, output_errors
 from lowrank_kv_jax.evals.results.records import append_record, make_record
 from lowrank_kv_jax.evals.results.resume import finished, key_of
 from lowrank_kv_jax.evals.results.sizes import size_fields, size_of
-from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, make_layout
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.progress import ProgressBar
 from lowrank_kv_jax.saving.saved_cache import abstract_cache
@@ -65,8 +64,9 @@ def evaluate_outputs(
     known = {} if json is None else finished(json, wanted)
     missing = {spec: m for spec, m in methods.items() if any(key(spec, i) not in known for i in range(len(cut)))}
     bases = bases_of(model, missing, corpus, dtype=dtype, progress=progress)
-    layout = make_layout(model.config, 1, length - queries, length, min(DEFAULT_BLOCK, queries), dtype)
-    sizes = {spec: size_of(abstract_cache(m, layout, bases.get(spec)), bases.get(spec)) for spec, m in missing.items()}
+    layouts = {spec: layout_of_text(model, length, queries, dtype, method) for spec, method in missing.items()}
+    sizes = {spec: size_of(abstract_cache(method, layouts[spec], bases.get(spec)), bases.get(spec))
+             for spec, method in missing.items()}
     with ProgressBar(COMMAND, len(cut) * len(missing), progress) as bar:
         for index, window in enumerate(cut):
             left = {spec: method for spec, method in missing.items() if key(spec, index) not in known}

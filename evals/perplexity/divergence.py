@@ -17,26 +17,29 @@ LIKELIEST = 64
 
 
 class Predictions:
-    """The full cache's predictions for each piece of a text, in order.
+    """The full cache's predictions of each token of a text, in order; another cache may read it in other blocks.
 
     Attributes:
         seconds: that were spent here, so that they need not count as scoring.
     """
 
     def __init__(self):
-        self._pieces: list[tuple[jax.Array, jax.Array]] = []
+        self._tokens: list[tuple[np.ndarray, np.ndarray]] = []
         self.seconds = 0.0
 
     def keep(self, logits: jax.Array) -> None:
         """Those of the next piece, from `[B, T, V]`."""
         begin = _begin(logits)
-        self._pieces.append(jax.block_until_ready(_likeliest(logits)))
+        ids, known = map(to_host, _likeliest(logits))
+        self._tokens += zip(ids.swapaxes(0, 1), known.swapaxes(0, 1), strict=True)
         self.seconds += time.perf_counter() - begin
 
-    def divergence(self, index: int, logits: jax.Array) -> np.ndarray:
-        """KL(full || this) in nats `[B, T]` of another cache's logits for a piece."""
+    def divergence(self, at: int, logits: jax.Array) -> np.ndarray:
+        """KL(full || this) in nats `[B, T]` of another cache's logits `[B, T, V]` behind `at` tokens; T is less where
+        those that are known end."""
         begin = _begin(logits)
-        found = to_host(_divergence(*self._pieces[index], logits))
+        ids, known = (np.stack(side, axis=1) for side in zip(*self._tokens[at : at + logits.shape[1]], strict=True))
+        found = to_host(_divergence(ids, known, logits[:, : ids.shape[1]]))
         self.seconds += time.perf_counter() - begin
         return found
 

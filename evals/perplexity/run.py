@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus
+from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.evals.asking.clock import PrefillClock
 from lowrank_kv_jax.evals.asking.methods import bases_of, calibration_settings, check_methods, conditions_of
 from lowrank_kv_jax.evals.perplexity.score import score_many
@@ -77,7 +78,7 @@ def evaluate_perplexity(
     model: Any, methods: Mapping[str, Part], text: Corpus | None = None, mode: str = "stream",
     length: int = 2048, step: int = 1024, windows: int | None = 4, *, json: str | os.PathLike | None = None,
     rows: int = 4, dtype: str | None = None, calibrate: Corpus | None = None, progress: bool = False,
-    mesh: Any = None, cut: Sequence[Window] | None = None, prefill_chunk: int | None = None,
+    mesh: Any = None, cut: Sequence[Window] | None = None, prefill_chunk: int | None = None, block: int | None = None,
 ) -> list[dict[str, Any]]:
     """Score methods on a text.
 
@@ -92,6 +93,7 @@ def evaluate_perplexity(
         rows: windows that share a batch.
         cut: windows that are cut already; `text` then names where they are from, and `mode` their task.
         prefill_chunk: `chunk` of `prefill`.
+        block: `block` of `prefill`, for all methods; None: each has its own.
 
     The other arguments are those of `evaluate_ruler`.
 
@@ -108,13 +110,15 @@ def evaluate_perplexity(
     check_methods(model, methods, COMMAND)
     if length > model.config.context:
         raise ValueError(f"length={length}: the model's context is {model.config.context} tokens")
+    if block is not None:
+        check_int("block", block, 1)
     text = text or load_corpus("pydoc:second")
     if cut is None:
         ids = model.tokenizer("\n\n".join(text.texts), verbose=False).input_ids
         cut = cut_windows(ids, mode, length, step)[:windows]
     corpus, dtype = calibrate or load_corpus("pydoc:first"), dtype or default_cache_dtype()
     conditions = {
-        "step": step, "cache_dtype": dtype, "prefill_chunk": prefill_chunk,
+        "step": step, "cache_dtype": dtype, "prefill_chunk": prefill_chunk, "block": block,
         "text": {"name": text.name, "sha256": text.sha256}, **calibration_settings(corpus, methods),
     }
     run = _Run(model, f"perplexity-{mode}", length, conditions)
@@ -183,7 +187,7 @@ class _Run:
         tokens = np.asarray([window.context + window.scored for window in filled], np.int32)
         clock = PrefillClock()
         found = score_many(model, methods, tokens, len(batch[0].context), bases=bases, dtype=dtype, mesh=mesh,
-                           clock=clock, prefill_chunk=self.conditions["prefill_chunk"])
+                           clock=clock, prefill_chunk=self.conditions["prefill_chunk"], block=self.conditions["block"])
         for spec, size, scored, seconds in found:
             nll = scored.nll
             bar.advance()

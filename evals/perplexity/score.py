@@ -13,7 +13,7 @@ from lowrank_kv_jax.evals.asking.clock import PrefillClock
 from lowrank_kv_jax.evals.asking.prefill_many import prefill_many
 from lowrank_kv_jax.evals.perplexity.divergence import Predictions
 from lowrank_kv_jax.evals.results.sizes import Size, size_of
-from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, extend, prefill, refresh
+from lowrank_kv_jax.generation.forward import extend, prefill, refresh
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.cache import Cache
 from lowrank_kv_jax.storage.sharding import to_host
@@ -58,7 +58,7 @@ def score_rows(
         cache: consumed; `fork` it first to keep it.
         logits: `[B, V]` at the last token that the cache holds: they predict the first one scored.
         rows: ids of each row, at least one.
-        see: called with the number of each piece of the text, from 0, and its logits `[B, T, V]`.
+        see: called with each piece's logits `[B, T, V]` and how many of the tokens that are scored lie before it.
 
     Returns:
         Of each row float64 `[T]`, the negative log-likelihoods in nats, and bool `[T]`, whether greedy decoding
@@ -69,7 +69,7 @@ def score_rows(
     padded = np.zeros((batch, int(counts.max()) + block), np.int32)
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row
-    see = see or (lambda index, logits: None)
+    see = see or (lambda at, logits: None)
     see(0, logits[:, None])
     parts = [token_scores(logits[:, None], jnp.asarray(padded[:, :1]))]
     cache = refresh(method, cache, bases=bases)
@@ -80,7 +80,7 @@ def score_rows(
             method, model.config, model.params, cache, inputs, jnp.asarray(here, jnp.int32), bases=bases,
             all_logits=True,
         )
-        see(len(parts), logits)
+        see(begin + 1, logits)
         parts.append(token_scores(logits, targets))
         cache = refresh(method, cache, bases=bases)
     nll, greedy = (np.concatenate([to_host(part) for part in side], axis=1) for side in zip(*parts, strict=True))
@@ -98,11 +98,11 @@ def score_through_cache(
     """
     rows, pieces = np.asarray(tokens, np.int32).tolist(), []
 
-    def see(index: int, logits: jax.Array) -> None:
+    def see(at: int, logits: jax.Array) -> None:
         assert predictions is not None
         if method.name == "full":
             predictions.keep(logits)
-        pieces.append(predictions.divergence(index, logits))
+        pieces.append(predictions.divergence(at, logits))
 
     scored = score_rows(method, model, cache, logits, rows, bases=bases, see=see if predictions else None)
     divergence = np.concatenate(pieces, axis=1)[:, : tokens.shape[1]] if pieces else None
@@ -121,18 +121,19 @@ class Scored(NamedTuple):
 def score_many(
     model: Any, methods: Mapping[str, Part], tokens: np.ndarray, prefix: int, *, bases: Mapping[str, Any],
     dtype: Any = None, mesh: Any = None, clock: PrefillClock | None = None, prefill_chunk: int | None = None,
+    block: int | None = None,
 ) -> Iterator[Scored]:
     """`perplexity` of several methods from one prefill, which is done when this returns; each is scored when it is asked
     for, the full cache first.
 
     Args:
         methods, bases: by spec.
-        dtype, mesh, clock: as of `prefill_many`; `prefill_chunk` is its `chunk`.
+        dtype, mesh, clock, block: as of `prefill_many`; `prefill_chunk` is its `chunk`.
     """
     context = jnp.asarray(tokens[:, :prefix], jnp.int32)
     caches, logits = prefill_many(
         methods, model.config, model.params, context, bases=bases, capacity=tokens.shape[1], dtype=dtype, mesh=mesh,
-        clock=clock, chunk=prefill_chunk,
+        clock=clock, chunk=prefill_chunk, block=block,
     )
 
     exact = [spec for spec, method in methods.items() if method.name == "full"][:1]
@@ -152,7 +153,7 @@ def score_many(
 
 def perplexity(
     model: Any, method: Part, tokens: np.ndarray, prefix: int, *, bases: Any = None,
-    block: int = DEFAULT_BLOCK, dtype: Any = None,
+    block: int | None = None, dtype: Any = None,
 ) -> Perplexity:
     """Prefill and compress the first `prefix` tokens of each row `[B, S]`, and score the rest through the
     cache.

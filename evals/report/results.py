@@ -8,6 +8,7 @@ from typing import Any
 from lowrank_kv_jax.evals.results.fields import MOST, is_number
 from lowrank_kv_jax.evals.results.records import read_records, warn
 from lowrank_kv_jax.evals.ruler.tasks import GROUPS
+from lowrank_kv_jax.method.layout import DEFAULT_BLOCK
 
 Record = Mapping[str, Any]
 Conditions = tuple[tuple[str, str], ...]
@@ -16,7 +17,7 @@ CONDITIONS = (
     "fingerprint", "style", "cache_dtype", "haystack", "source", "fewshot", "prefill_chunk", "shapes", "block", "turns",
     "between",
 )
-"""Fields that results share where they can be compared; the calibration is not one, it is each method's own."""
+"""Fields that results share where they can be compared; those of `_OWN` are none, they are each method's own."""
 
 _NUMBERS = (
     "cache_bytes", "shared_bytes", "full_cache_bytes", "bytes_per_token", "nominal_smaller", "ttft_s",
@@ -34,7 +35,8 @@ def read_results(
 ) -> tuple[list[Record], list[Record]]:
     """Records with a score, and records with a likelihood; one line on standard error says what a file has beside.
 
-    A method that was calibrated on several texts stands there as several, which name their text.
+    A method that was calibrated on several texts, or ran with several blocks of its own, stands there as several, which
+    name them.
 
     Args:
         tasks: only these, or groups of RULER's.
@@ -58,8 +60,8 @@ def read_results(
         if faults:
             reasons = "; ".join(f"{count} with {fault}" for fault, count in faults.items())
             warn(f"{path}: records left out: {reasons}")
-    several = _calibrations(found["score"] + found["nll"])
-    scored, likelihoods = ([_with_calibration(record, several) for record in found[kind]] for kind in ("score", "nll"))
+    several = _several(found["score"] + found["nll"])
+    scored, likelihoods = ([_with_own(record, several) for record in found[kind]] for kind in ("score", "nll"))
     if not scored and not likelihoods:
         made = "".join(f", {field} {value!r}" for field, value in (where or {}).items())
         raise ValueError(f"no record with a score or a likelihood in {', '.join(map(str, paths))}{made}")
@@ -107,19 +109,32 @@ def same_question(one: Record, other: Record) -> bool:
     return all(one[field] == other[field] for field in _DIGESTS if one.get(field) and other.get(field))
 
 
-def _calibrations(records: Sequence[Record]) -> set[str]:
-    """Methods with records of several calibrations."""
-    texts: dict[str, set[str]] = {}
+def _calibration(record: Record) -> str | None:
+    return _spell(record["calibration"]) if isinstance(record.get("calibration"), dict) else None
+
+
+def _own_block(record: Record) -> str | None:
+    """None where the run named a block for all methods: that is one of `CONDITIONS`."""
+    return f"block {_spell(record.get('own_block') or DEFAULT_BLOCK)}" if record.get("block") is None else None
+
+
+_OWN = (_calibration, _own_block)
+"""What a method has of its own, as text; None where a record says nothing of it."""
+
+
+def _several(records: Sequence[Record]) -> set[tuple[str, Any]]:
+    """Methods, and what of `_OWN` they have several of."""
+    found: dict[tuple[str, Any], set[str]] = {}
     for record in records:
-        if isinstance(record.get("calibration"), dict):
-            texts.setdefault(record["method"], set()).add(_spell(record["calibration"]))
-    return {method for method, own in texts.items() if len(own) > 1}
+        for own in _OWN:
+            if (text := own(record)) is not None:
+                found.setdefault((record["method"], own), set()).add(text)
+    return {key for key, texts in found.items() if len(texts) > 1}
 
 
-def _with_calibration(record: Record, several: set[str]) -> Record:
-    if record["method"] not in several or not isinstance(record.get("calibration"), dict):
-        return record
-    return {**record, "method": f"{record['method']} [{_spell(record['calibration'])}]"}
+def _with_own(record: Record, several: set[tuple[str, Any]]) -> Record:
+    texts = [text for own in _OWN if (record["method"], own) in several and (text := own(record)) is not None]
+    return {**record, "method": f"{record['method']} [{', '.join(texts)}]"} if texts else record
 
 
 def _kind(record: Record) -> str | None:

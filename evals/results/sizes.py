@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
-from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK
 from lowrank_kv_jax.method import Layout, Part
 from lowrank_kv_jax.method.accounting import cache_bytes, full_cache_bytes
 from lowrank_kv_jax.method.cache import Cache
@@ -79,9 +78,9 @@ def nominal_smaller(
     cost nothing.
     """
     dtype = floating(default_cache_dtype() if dtype is None else dtype).name
-    sizes = []
+    sizes, block = [], method.default_block
     for prompt in _LENGTHS:
-        layout = Layout(spec, 1, prompt, prompt + DEFAULT_BLOCK, DEFAULT_BLOCK, dtype)
+        layout = Layout(spec, 1, prompt, prompt + block, block, dtype)
         sizes.append(cache_bytes(abstract_cache(method, layout, bases)).total)
     tokens = _LENGTHS[1] - _LENGTHS[0]
     grown = sizes[1] - sizes[0]

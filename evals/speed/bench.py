@@ -70,7 +70,7 @@ def bench_decode(
 
 
 def _size(model, method: Part, bases: Any, length: int, steps: int, dtype: str) -> CacheBytes:
-    layout = Layout(model.config.attention, 1, length, length + steps, DEFAULT_BLOCK, dtype)
+    layout = Layout(model.config.attention, 1, length, length + steps, method.default_block, dtype)
     return cache_bytes(abstract_cache(method, layout, bases), bases)
 
 

@@ -13,7 +13,7 @@ from lowrank_kv_jax.evals.speed.llama_8b import LLAMA_8B, layer_weights
 from lowrank_kv_jax.generation.groups import compress_group, ingest_group
 from lowrank_kv_jax.generation.layers import layer_prefill, layer_read
 from lowrank_kv_jax.method import Layout, Part, Place
-from lowrank_kv_jax.method.layout import DEFAULT_BLOCK, layout_of
+from lowrank_kv_jax.method.layout import layout_of
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.group_bases import bases_of_group
 from lowrank_kv_jax.models.config import ModelConfig
@@ -51,7 +51,7 @@ def chunk_memory(method: Part, tokens: int, chunk: int, *, whole: bool = True) -
     config = dataclasses.replace(LLAMA_8B, num_layers=size, windows=(None,) * size, context=2 * LLAMA_8B.context)
     reading, args = reading_program(method, config, tokens, chunk)
     _, bases, state, _, positions, counts = args
-    layout, (_, taps, seen) = _layout(config, tokens), jax.eval_shape(reading, *args)
+    layout, (_, taps, seen) = _layout(method, config, tokens), jax.eval_shape(reading, *args)
     coding = ingest_group.lower(method, layout, bases, state, (taps,) * size, (seen,) * size, positions, counts, True)
     most = _most(jax.jit(reading).lower(*args), coding, size, _bytes((taps, seen)))
     cache = _bytes(state) * LAYERS // size
@@ -60,7 +60,7 @@ def chunk_memory(method: Part, tokens: int, chunk: int, *, whole: bool = True) -
 
 def reading_program(method: Part, config: ModelConfig, tokens: int, chunk: int) -> tuple[Any, tuple[Any, ...]]:
     """A layer over a chunk behind what a cache for `tokens` tokens holds: a function and the shapes of its arguments."""
-    layout = _layout(config, tokens)
+    layout = _layout(method, config, tokens)
     (bases, *_) = bases_of_group(method, config.attention, None)
     state = jax.eval_shape(lambda: _begun(method, config, layout, bases, chunk))
     shape = jax.ShapeDtypeStruct
@@ -70,8 +70,8 @@ def reading_program(method: Part, config: ModelConfig, tokens: int, chunk: int) 
     return reading, (layer_weights(config), bases, state, x, positions, counts)
 
 
-def _layout(config: ModelConfig, tokens: int) -> Layout:
-    return layout_of(config.attention, 1, tokens, tokens + DEFAULT_BLOCK, dtype=jnp.bfloat16)
+def _layout(method: Part, config: ModelConfig, tokens: int) -> Layout:
+    return layout_of(config.attention, 1, tokens, block=method.default_block, dtype=jnp.bfloat16)
 
 
 def _begun(method: Part, config: Any, layout: Layout, bases: Any, tokens: int) -> Any:

@@ -14,7 +14,7 @@ from lowrank_kv_jax.evals.speed.roofline import white_bases
 from lowrank_kv_jax.generation.forward import decode_step
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.cache import Cache
-from lowrank_kv_jax.method.layout import DEFAULT_BLOCK, layout_of
+from lowrank_kv_jax.method.layout import layout_of
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.parse import spell_method
 from lowrank_kv_jax.models.parameters import param_table
@@ -46,7 +46,7 @@ def compile_models(
 def model_program(method: Part, target: str, layers: int, tokens: int) -> tuple[Any, tuple[Any, ...]]:
     """The step, one row of bfloat16: a function and the shapes of its arguments, of which `CACHE` is the cache."""
     config = dataclasses.replace(LLAMA_8B, num_layers=layers, windows=(None,) * layers)
-    layout = layout_of(config.attention, 1, tokens, tokens + DEFAULT_BLOCK, dtype=jnp.bfloat16)
+    layout = layout_of(config.attention, 1, tokens, block=method.default_block, dtype=jnp.bfloat16)
     layout = dataclasses.replace(layout, tokens="rows" if target == "sm_90" else "lanes")
     own = white_bases(config.attention, method, layout.dtype)
 

@@ -21,7 +21,7 @@ from lowrank_kv_jax.evals.speed.roofline import white_bases
 from lowrank_kv_jax.generation.groups import refresh_group
 from lowrank_kv_jax.generation.layers import layer_extend
 from lowrank_kv_jax.method import Part, Place
-from lowrank_kv_jax.method.layout import DEFAULT_BLOCK, layout_of
+from lowrank_kv_jax.method.layout import layout_of
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.parse import spell_method
 from lowrank_kv_jax.models.config import ModelConfig
@@ -147,7 +147,7 @@ def step_program(
     """The first layer over one token: a function and the shapes of its arguments, of which `STATE` is the cache."""
     config = _few_layers(method)
     mesh = Mesh(np.array(devices(target, over)).reshape(1, over), ("data", axis))
-    layout = layout_of(config.attention, 1, tokens, tokens + DEFAULT_BLOCK, dtype=jnp.bfloat16)
+    layout = layout_of(config.attention, 1, tokens, block=method.default_block, dtype=jnp.bfloat16)
     layout = dataclasses.replace(
         layout, tokens="rows" if target == "sm_90" else "lanes", mesh=mesh if over > 1 else None)
     own = white_bases(config.attention, method, layout.dtype)[0]

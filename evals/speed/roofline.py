@@ -18,7 +18,7 @@ import numpy as np
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.estimators.moments import Across, Fisher, KeysByValues, Moments, Sensitivity
 from lowrank_kv_jax.estimators.rank_for_output import THRESHOLDS, OutputErrors
-from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, decode_step, make_layout
+from lowrank_kv_jax.generation.forward import decode_step, make_layout
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.models.config import ModelConfig
@@ -95,7 +95,8 @@ def decode_cost(
         ValueError: as `make_layout`, and methods that do not suit the model.
     """
     method.validate(config.attention)
-    layout = make_layout(config, batch, max(1, tokens - DEFAULT_BLOCK), tokens, dtype=dtype)
+    block = method.default_block
+    layout = make_layout(config, batch, max(1, tokens - block), tokens, block, dtype)
     bases = white_bases(config.attention, method, layout.dtype)
     cache = abstract_cache(method, layout, bases)
     params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))

@@ -29,7 +29,7 @@ from lowrank_kv_jax.models.parameters import params_of
 METHODS = ("full", "static-pca-h:rank=0.5", "static-pca-h:rank=0.25", "palu:rank=0.5", "ojakv:rank=0.5", "kivi:bits=4",
            "transform:bits=2,rope=post,heads=per_head", "snapkv:budget=4096")
 LAYERS, TOKENS, ROWS = 8, 32768, (1, 8)  # so few layers that all programs are compiled within minutes
-BLOCKS = 6  # of `DEFAULT_BLOCK` tokens
+BLOCKS = 6  # of as many tokens as a method asks for
 
 _refresh = jax.jit(refresh, static_argnums=0)
 
@@ -43,7 +43,7 @@ class Steps:
         rows, tokens: of the batch, and of each row's prompt.
         prefill_s: seconds of the prompt of one row, median of two after the one that compiles.
         step_s: seconds of a decoded token of all rows, refreshes included, median of blocks.
-        refresh_s: seconds of one refresh, of which a block of `DEFAULT_BLOCK` tokens has one.
+        refresh_s: seconds of one refresh, of which a block of the cache's has one.
         bytes: of the cache.
         failure: why there are no times.
     """
@@ -119,14 +119,14 @@ def _timed(about: Steps, config, params, prompt, method: Part, bases, blocks: in
     if about.rows > 1:
         cache, logits = fork(cache, about.rows), jnp.repeat(logits, about.rows, axis=0)
     size = cache_bytes(cache).total
-    seconds, refreshes = [], []
-    _, cache, _ = next(decoded := decode(method, config, params, cache, logits, 1 + blocks * DEFAULT_BLOCK, bases=bases))
+    block, seconds, refreshes = cache.layout.block, [], []
+    _, cache, _ = next(decoded := decode(method, config, params, cache, logits, 1 + blocks * block, bases=bases))
     for _ in range(3):
         refreshes.append(_seconds(lambda: _refresh(method, cache, bases=bases)))
     for _ in range(blocks):
         seconds.append(_seconds(lambda: next(decoded)[0]))
     return dataclasses.replace(
-        about, prefill_s=float(np.median(taken)), step_s=float(np.median(seconds[1:] or seconds)) / DEFAULT_BLOCK,
+        about, prefill_s=float(np.median(taken)), step_s=float(np.median(seconds[1:] or seconds)) / block,
         refresh_s=min(refreshes), bytes=size)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, prefill
+from lowrank_kv_jax.generation.forward import prefill
 from lowrank_kv_jax.generation.generate import decode
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.cache import Cache, fork
@@ -51,7 +51,7 @@ class CacheContender:
 
     def __init__(
         self, model: Any, method: Part, bases: Any, tokens: np.ndarray, steps: int, *,
-        block: int = DEFAULT_BLOCK, dtype: Any = None, chunk: int | None = None,
+        block: int | None = None, dtype: Any = None, chunk: int | None = None,
     ):
         self._model, self._method, self._bases = model, method, bases
         self._tokens, self._steps = jnp.asarray(tokens, jnp.int32), steps

@@ -12,7 +12,6 @@ import numpy as np
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.evals.speed.machine_rates import rate_contenders, rates
 from lowrank_kv_jax.evals.speed.timing import CacheContender, alternate
-from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK
 from lowrank_kv_jax.method import Layout, Part
 from lowrank_kv_jax.method.accounting import full_cache_bytes, state_bytes
 from lowrank_kv_jax.methods import machine_of
@@ -26,15 +25,19 @@ FULL, LAYERS = "full cache", "layers alone"
 
 def bytes_at(method: Part, spec: AttentionSpec, prompt: int, dtype: str | None = None) -> int:
     """Bytes of the cache of a prompt and one block of new tokens, all leaves counted."""
-    layout = Layout(spec, 1, prompt, prompt + DEFAULT_BLOCK, DEFAULT_BLOCK, dtype or default_cache_dtype())
+    layout = _layout(method, spec, prompt, dtype or default_cache_dtype())
     groups = collections.Counter(bases_of_group(method, spec, None))  # groups of one shape weigh the same
     shapes = {group: jax.eval_shape(functools.partial(machine_of(method).init, layout, group)) for group in groups}
     return sum(state_bytes(shapes[group]) * count for group, count in groups.items())
 
 
+def _layout(method: Part, spec: AttentionSpec, prompt: int, dtype: str) -> Layout:
+    return Layout(spec, 1, prompt, prompt + method.default_block, method.default_block, dtype)
+
+
 def smaller_at(method: Part, spec: AttentionSpec, prompt: int, dtype: str | None = None) -> float:
     """How many times smaller than a 16-bit full cache of the same tokens that is."""
-    return full_cache_bytes(spec, prompt + DEFAULT_BLOCK) / bytes_at(method, spec, prompt, dtype)
+    return full_cache_bytes(spec, prompt + method.default_block) / bytes_at(method, spec, prompt, dtype)
 
 
 def break_even(method: Part, spec: AttentionSpec, ratio: float = 1.0, dtype: str | None = None) -> int | None:
@@ -98,7 +101,7 @@ def attention_flops(spec: AttentionSpec, tokens: int, rank_k: float, rank_v: flo
 
 def mean_ranks(method: Part, spec: AttentionSpec, length: int, dtype: str) -> tuple[float, float]:
     """Ranks of keys and values of a cross-layer method at a prompt length, means over the groups."""
-    layout, machine = Layout(spec, 1, length, length + DEFAULT_BLOCK, DEFAULT_BLOCK, dtype), machine_of(method)
+    layout, machine = _layout(method, spec, length, dtype), machine_of(method)
     ranks = []
     for group in machine.default_bases(spec):
         store = jax.eval_shape(functools.partial(machine.init, layout, group)).store

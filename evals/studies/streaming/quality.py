@@ -155,7 +155,7 @@ def _needles(model, methods, settings: Settings, json, progress, dtype) -> list[
 
 
 def _smaller(model, method, settings: Settings) -> float:
-    layout = make_layout(model.config, 1, settings.context, settings.context + settings.scored)
+    layout = make_layout(model.config, 1, settings.context, settings.context + settings.scored, method.default_block)
     bases = white_bases(model.config.attention, method, layout.dtype)  # of the shapes, and so the bytes, of any others
     return cache_bytes(abstract_cache(method, layout, bases), bases).smaller
 

@@ -75,7 +75,7 @@ class Run:
     def row_bytes(self, method: Part, capacity: int) -> int:
         """All bytes of one row's cache, calibrated bases that it is read with included."""
         spec = self.model.config.attention
-        layout = make_layout(self.model.config, 1, capacity, capacity, dtype=self.dtype)
+        layout = make_layout(self.model.config, 1, capacity, capacity, method.default_block, self.dtype)
         bases = white_bases(spec, method, self.dtype)
         return cache_bytes(abstract_cache(method, layout, bases), bases).total
 
