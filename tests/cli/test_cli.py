@@ -144,6 +144,7 @@ def test_a_refused_command_leaves_no_file(capsys, tmp_path):
     (["eval", "lm-eval", "--fewshot", "-1"], "--fewshot -1: must be at least 0"),
     (["eval", "needle", "--depths", "1"], "--depths 1: must be at least 2"),
     (["eval", "perplexity", "--windows", "-1"], "--windows -1: must be at least 0"),
+    (["eval", "perplexity", "--block", "0"], "--block 0: must be at least 1"),
     (["bench", "decode", "--lengths", "0"], "--lengths 0: must be at least 1"),
     (["bench", "saves", "--rounds", "0"], "--rounds 0: must be at least 1"),
     (["bench", "saves", "--folder", "no such folder"], "--folder no such folder: is no directory"),

@@ -114,7 +114,20 @@ def test_it_goes_on_where_it_stopped(monkeypatch, tmp_path):
         evaluate_perplexity(Loaded(), TWO, TEXT, "stream", 64, 40, 4, json=path, rows=2)
 
 
+def test_a_block_is_a_condition(tmp_path):
+    path, args = tmp_path / "r.jsonl", (Loaded(), TWO, TEXT, "stream", 64, 40, 1)
+    short = evaluate_perplexity(*args, rows=1, dtype="float32", block=8, json=path)
+    plain = evaluate_perplexity(*args, rows=1, dtype="float32")
+    assert [{r["block"] for r in own} for own in (short, plain)] == [{8}, {None}]
+    assert short[0]["nll"] == pytest.approx(plain[0]["nll"], rel=1e-5)  # of the full cache
+    assert short[1]["bytes_by_kind"]["exact"] < plain[1]["bytes_by_kind"]["exact"]
+    with pytest.raises(ValueError, match="another run .block was 8 and is now None"):
+        evaluate_perplexity(*args, rows=1, dtype="float32", json=path)
+
+
 def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="block=0: must be at least 1"):
+        evaluate_perplexity(Loaded(), TWO, TEXT, "stream", 64, 40, 1, block=0)
     with pytest.raises(ValueError, match="step=64: must lie in 1..63"):
         cut_windows(range(300), "stream", 64, 64)
     with pytest.raises(ValueError, match="mode='both'"):

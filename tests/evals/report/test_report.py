@@ -112,9 +112,10 @@ def test_incomparable_scores_stand_apart(write, field, one, other):
     assert read_sections(paths[:1])[0].title == "eval ruler, m, 64 tokens, query-agnostic"
 
 
-@pytest.mark.parametrize("field", ["fingerprint", "cache_dtype", "text"])
-def test_incomparable_likelihoods_stand_apart(write, field):
-    other = {"name": "t", "sha256": "e" * 64} if field == "text" else "other"
+@pytest.mark.parametrize(("field", "other"), [
+    ("fingerprint", "other"), ("cache_dtype", "other"), ("text", {"name": "t", "sha256": "e" * 64}), ("block", 16),
+])
+def test_incomparable_likelihoods_stand_apart(write, field, other):
     sections = read_report([write(window(), window("small", **{field: other}))])
     assert len(sections) == len({section.title for section in sections}) == 2
     assert all(f"by 32 tokens, {field} " in section.title for section in sections)
@@ -129,6 +130,17 @@ def test_a_method_calibrated_on_several_texts_stands_as_several(write, make):
     assert [entry.method for entry in section.entries] == [
         "ojakv [a aaaaaaaaaaaa]", "ojakv [b bbbbbbbbbbbb]", "palu", "full"]
     assert [len(entry.windows if make is window else entry.scores["vt"]) for entry in section.entries] == [4, 2, 2, 1]
+
+
+@pytest.mark.parametrize("make", [score, window])
+def test_a_method_with_several_blocks_of_its_own_stands_as_several(write, make):
+    older, newer, asked = {}, {"block": None, "own_block": 16}, {"block": 16, "own_block": None}
+    path = write(make("transform", 0, 60.0, **older), *(make("transform", i, 50.0, **newer) for i in range(2)),
+                 make("transform", 0, 40.0, **asked), make("full", 0, **older), make("full", 1, block=None, own_block=None))
+    first, other = sorted(read_report([path]), key=lambda section: -len(section.entries))
+    assert [entry.method for entry in first.entries] == ["transform [block 32]", "transform [block 16]", "full"]
+    assert [entry.method for entry in other.entries] == ["transform"] and ", block 16" in other.title
+    assert [len(entry.windows if make is window else entry.scores["vt"]) for entry in first.entries] == [1, 2, 2]
 
 
 def test_contexts_are_drawn_where_tasks_share_them(write):
