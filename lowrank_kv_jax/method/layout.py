@@ -96,7 +96,7 @@ def layout_of(
 
     Args:
         capacity: the prompt and one block more where it is None.
-        block: no more than the capacity is taken of it.
+        block: no more than the capacity is taken of it; what a method asks for is its `default_block`.
         dtype: any floating one that JAX holds, `default_cache_dtype()` where it is None.
 
     Raises:
