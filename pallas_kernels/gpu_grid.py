@@ -20,8 +20,9 @@ REBUILT, WIDE_REBUILT = 256, 1300  # the same where a rebuilt key has at most so
 MOST_REBUILT = 256  # components of a key that a kernel rebuilds: of 512 an H200 takes 377 us, XLA's products 187
 PACKED_ROWS = 16  # query rows that programs over packed tokens have at most: with more, warps would unpack the same
 PACKED_LEAST_ROWS = 8  # of a tensor core's second operand
-PACKED_TILE, PACKED_STAGES, PACKED_WAVES = 64, 3, 8  # packed tokens of a tile; warps for each core in place of programs
-PACKED_SUMS = {1: 80, 2: 160, 4: 160}  # registers that sums may have, by warps: as few of these as can be
+PACKED_TILE, PACKED_WARPS = 64, 8  # packed tokens of a tile; warps of a core, by programs of as few as can be
+PACKED_SUMS = {1: 80, 2: 168, 4: 160}  # registers that sums may have, by a program's warps
+SHARED = 227 * 1024  # bytes of a core of an H100 or H200 that its programs share
 LEAST_TILES = 4  # a split of fewer tiles costs more to merge than it saves
 
 
@@ -106,11 +107,14 @@ def packed_heads(stored: int, q_heads: int, queries: int) -> int:
     return next((heads for heads in able if queries * q_heads // heads <= PACKED_ROWS), able[-1])
 
 
-def packed_grid(rows: int, programs: int, size: int, columns: Callable[[int], int]) -> Grid:
+def packed_grid(
+    rows: int, programs: int, size: int, columns: Callable[[int], int], token_bytes: Callable[[int], int]
+) -> Grid:
     """As `decode_grid`, over packed tokens: sums of what is unpacked fill registers, whatever its bytes.
 
     Args:
         columns: of the values, of programs of so many warps.
+        token_bytes: that are copied of a token.
 
     Raises:
         Unsupported: they do not fit.
@@ -120,8 +124,9 @@ def packed_grid(rows: int, programs: int, size: int, columns: Callable[[int], in
     warps = _TUNING.get().warps or next(fits, None)
     if warps is None:
         raise Unsupported(f"packed tokens that unpack to {columns(1)} columns: registers overflow")
-    grid = _grid(rows, programs, size, PACKED_TILE, PACKED_STAGES, warps, max(PACKED_WAVES // warps, 1))
-    return dataclasses.replace(grid, rows=padded)
+    waves = max(PACKED_WARPS // warps, 1)
+    stages = 3 if 3 * waves * PACKED_TILE * token_bytes(warps) <= SHARED else 2
+    return dataclasses.replace(_grid(rows, programs, size, PACKED_TILE, stages, warps, waves), rows=padded)
 
 
 def tiled_grid(rows: int, programs: int, size: int, tile: int, token_bytes: int) -> Grid:

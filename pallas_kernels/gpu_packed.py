@@ -15,87 +15,114 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from lowrank_kv_jax.pallas_kernels.packed_codes import Order, collected, component_of, spread
-from lowrank_kv_jax.storage.water_filled import WORD, WidthRuns, bytes_of, components_of
+from lowrank_kv_jax.pallas_kernels.packed_codes import NOTHING, Order, component_of, spread
+from lowrank_kv_jax.storage.water_filled import WORD, WidthRuns, bytes_of
 
 WINDOW = 16  # bytes, the least that a tensor core sums over; wider ones meet more zeros
 SUBNORMAL = 2.0**24  # an integer, over what its bits are as a float16 number
 
 
 class Window(NamedTuple):
-    """Bytes of a token, all of components that are equally wide; others among them meet zeros.
+    """Bytes of a token, all of components that are equally wide; others among them meet zeros, and go nowhere.
 
     Attributes:
         byte: the first one, the beginning of a word.
         size: bytes.
-        bits: of a component.
-        column: where their components begin in the kernel's order: first the lowest bits of all bytes.
+        products: a component of each byte, the lowest bits first.
     """
 
     byte: int
     size: int
-    bits: int
-    column: int
+    products: tuple["Product", ...]
 
-    def places(self) -> tuple[tuple[int, slice], ...]:
-        """Masks of a byte's components, lowest first, and the columns of their product."""
-        lowest, each = (1 << self.bits) - 1, 8 // self.bits
-        starts = [self.column + i * self.size for i in range(each)]
-        return tuple((lowest << self.bits * i, slice(at, at + self.size)) for i, at in enumerate(starts))
+
+class Product(NamedTuple):
+    """What is multiplied at once: one component of each byte of a window.
+
+    Attributes:
+        column: where they begin in the kernel's order.
+        bits: of a component.
+        place: of its lowest bit.
+        first, count: those bytes of the window that have it.
+        component: of the first of them.
+    """
+
+    column: int
+    bits: int
+    place: int
+    first: int
+    count: int
+    component: int
+
+    @property
+    def mask(self) -> int:
+        """Its bits of a byte."""
+        return (1 << self.bits) - 1 << self.place
+
+    @property
+    def scale(self) -> float:
+        """What sums of `numbers_of` are multiplied by."""
+        return SUBNORMAL * 2.0**-self.place
+
+    @property
+    def middle(self) -> float:
+        """By how much codes are above the numbers that they stand for."""
+        return 2.0 ** (self.bits - 1) - 0.5
 
 
 @functools.lru_cache
 def windows_of(runs: WidthRuns, size: int) -> tuple[Window, ...]:
     """All bytes of a token in windows of `size`."""
-    found, at, column = [], 0, 0
+    windows, begin, column = [], 0, 0
     for bits, count in runs:
-        end = at + bytes_of(((bits, count),))
-        for byte in range(at // WORD * WORD, end, size):
-            found.append(Window(byte, size, bits, column))
-            column += size * (8 // bits)
-        at = end
-    return tuple(found)
-
-
-@functools.lru_cache
-def order_of(runs: WidthRuns, size: int) -> Order:
-    """The component of each column of `windows_of`."""
-    component, scale = [], []
-    for window in windows_of(runs, size):
-        for i in range(8 // window.bits):
-            byte = window.byte + np.arange(size)
-            component += component_of(runs, byte, i, window.bits).tolist()
-            scale += [2.0 ** -(i * window.bits)] * size
-    return Order(tuple(component), tuple(scale))
+        end = begin + bytes_of(((bits, count),))
+        for byte in range(begin // WORD * WORD, end, size):
+            found = []
+            for place in range(0, 8, bits):
+                own = component_of(runs, byte + np.arange(size), place // bits, bits)
+                there = np.flatnonzero(own >= 0)  # side by side
+                if len(there):
+                    first = int(there[0])
+                    found.append(Product(column, bits, place, first, len(there), int(own[first])))
+                    column += size
+            windows.append(Window(byte, size, tuple(found)))
+        begin = end
+    return tuple(windows)
 
 
 def columns_of(runs: WidthRuns, size: int) -> int:
     """Columns in which a kernel has a token's numbers."""
-    return len(order_of(runs, size).component)
+    return size * sum(len(window.products) for window in windows_of(runs, size))
 
 
-def spread_queries(q: jax.Array, runs: WidthRuns) -> tuple[jax.Array, jax.Array, jax.Array]:
+def read_of(runs: WidthRuns, size: int) -> int:
+    """Bytes that a kernel reads of a token, some twice."""
+    return sum(window.size for window in windows_of(runs, size))
+
+
+@functools.lru_cache
+def order_of(runs: WidthRuns, size: int) -> Order:
+    """The component of each column."""
+    products = [product for window in windows_of(runs, size) for product in window.products]
+    component = np.full((len(products), size), NOTHING)
+    for own, product in zip(component, products, strict=True):
+        own[product.first : product.first + product.count] = product.component + np.arange(product.count)
+    scale = np.repeat([2.0**-product.place for product in products], size)
+    return Order(tuple(component.ravel().tolist()), tuple(scale.tolist()))
+
+
+def spread_queries(q: jax.Array, runs: WidthRuns) -> tuple[jax.Array, jax.Array]:
     """What multiplies the codes of keys, of queries `[.., M, R]`.
 
     Returns:
-        Numbers float16 `[.., M, columns]`, below 1, of 16-bit queries without a loss; what a row's products are multiplied by, float32
-        `[.., M]`; and what has to be taken off them, float32 `[.., M]`: codes count from 0, keys from their middles.
+        Numbers float16 `[.., M, columns]`, below 1, of 16-bit queries without a loss. And float32 `[.., 2, M]`: what a row's
+        products are multiplied by, and what has to be taken off them then: codes count from 0, keys from their middles.
     """
     q = q.astype(jnp.float32)
     power = jnp.exp2(jnp.frexp(jnp.max(jnp.abs(q), axis=-1))[1].astype(jnp.float32))
+    middles = np.concatenate([np.full(count, 2.0 ** (bits - 1) - 0.5) for bits, count in runs])
     numbers = spread(q / power[..., None], order_of(runs, WINDOW)).astype(jnp.float16)
-    return numbers, SUBNORMAL * power, jnp.sum(q * jnp.asarray(_middles(runs), jnp.float32), axis=-1)
-
-
-def summed_values(sums: jax.Array, runs: WidthRuns, size: int) -> jax.Array:
-    """Means of the components `[.., R]` in units of their steps, of the kernel's means `[.., columns]`."""
-    return SUBNORMAL * collected(sums, order_of(runs, size), runs) - jnp.asarray(_middles(runs), sums.dtype)
-
-
-def _middles(runs: WidthRuns) -> np.ndarray:
-    """By how much codes are above the numbers that they stand for `[R]`."""
-    assert components_of(runs)
-    return np.concatenate([np.full(count, 2.0 ** (bits - 1) - 0.5) for bits, count in runs])
+    return numbers, jnp.stack([SUBNORMAL * power, jnp.sum(q * jnp.asarray(middles, q.dtype), axis=-1)], axis=-2)
 
 
 def load_window(ref, start, tokens: int, window: Window) -> jax.Array:

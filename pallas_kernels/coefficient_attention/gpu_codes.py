@@ -21,8 +21,8 @@ from lowrank_kv_jax.pallas_kernels.gpu_packed import (
     columns_of,
     load_window,
     numbers_of,
+    read_of,
     spread_queries,
-    summed_values,
     windows_of,
     with_rows,
 )
@@ -32,11 +32,10 @@ from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     start_carry,
     tile_range,
     visible_slots,
-    write_partial,
 )
 from lowrank_kv_jax.pallas_kernels.owned_slots import numbers
 from lowrank_kv_jax.pallas_kernels.packing import EMPTY, LOG2_E, Stored, pack, unpack
-from lowrank_kv_jax.storage.water_filled import WORD
+from lowrank_kv_jax.storage.water_filled import WORD, components_of
 
 
 def attend_slots(
@@ -49,21 +48,20 @@ def attend_slots(
     batch, heads, rows, _ = packed.q.shape
     if rows > PACKED_ROWS:
         raise Unsupported(f"more than {PACKED_ROWS} query rows (queries x query heads) a kv head over packed tokens")
-    grid = packed_grid(rows, batch * heads, size, lambda warps: columns_of(values.runs, warps * WINDOW))
-    query, factor, above = spread_queries(packed.q, keys.runs)
-    factor = jnp.pad(scale * LOG2_E * factor, [(0, 0), (0, 0), (0, grid.rows - rows)])
+    grid = packed_grid(
+        rows, batch * heads, size, lambda warps: columns_of(values.runs, warps * WINDOW),
+        lambda warps: read_of(keys.runs, WINDOW) + read_of(values.runs, warps * WINDOW),
+    )
+    query, factors = spread_queries(packed.q, keys.runs)
+    factors = scale * jnp.pad(factors, [(0, 0)] * 3 + [(0, grid.rows - rows)])
     head = packed.span if owner is None else jnp.concatenate([packed.span, numbers(batch, owner)], axis=1)
     kernel = functools.partial(
         _kernel, grid=grid, owned=owner is not None, key_runs=keys.runs, value_runs=values.runs, interpret=interpret
     )
-    width = grid.warps * WINDOW
-    operands = by_head(packed, owner, with_rows(query, grid.rows), factor, keys.codes, values.codes)
-    part = launch(
-        "coefficient_attention", kernel, grid, packed, head, operands, columns_of(values.runs, width), interpret=interpret
-    )
-    empty = part.lse <= EMPTY / 2
-    out = jnp.where(empty[..., None], 0.0, summed_values(part.out, values.runs, width))
-    return unpack(AttnPartial(out, jnp.where(empty, EMPTY, part.lse - scale * above)), q.shape[1])
+    operands = by_head(packed, owner, with_rows(query, grid.rows), factors, keys.codes, values.codes)
+    width = components_of(values.runs)
+    part = launch("coefficient_attention", kernel, grid, packed, head, operands, width, interpret=interpret)
+    return unpack(part, q.shape[1])
 
 
 def _check(q, keys: Stored, values: Stored) -> None:
@@ -79,13 +77,11 @@ def _check(q, keys: Stored, values: Stored) -> None:
 
 def _kernel(limits_ref, *refs, grid: Grid, owned: bool, key_runs, value_runs, interpret: bool):
     (owner_ref, *refs) = refs if owned else (None, *refs)
-    q_ref, factor_ref, k_ref, v_ref, out_ref, lse_ref = refs
+    q_ref, factors_ref, k_ref, v_ref, out_ref, lse_ref = refs
     begin, end = load_ranges(limits_ref, grid.rows, lse_ref.shape[0])
-    factor = factor_ref[:]
+    factor = LOG2_E * factors_ref[0]
     start, stop, high = tile_range(limits_ref, grid)
     value_windows = windows_of(value_runs, grid.warps * WINDOW)
-    pieces = [(own.start, own.stop - own.start) for window in value_windows for _, own in window.places()]
-
     size, n = k_ref.shape[0], grid.tile
 
     def body(tile, carry):
@@ -95,15 +91,15 @@ def _kernel(limits_ref, *refs, grid: Grid, owned: bool, key_runs, value_runs, in
         inside = at + jnp.arange(n) < high
 
         def products(ref, windows):
-            """Columns of each product, and its numbers `[tile, bytes]`."""
+            """Each product, and its numbers `[tile, bytes]`."""
             for window in windows:
                 codes = load_window(ref, at, n, window)
-                for mask, own in window.places():
-                    yield own, numbers_of(codes, mask, interpret)
+                for product in window.products:
+                    yield product, numbers_of(codes, product.mask, interpret)
 
         logits = jnp.zeros((n, grid.rows), jnp.float32)
-        for own, keys in products(k_ref, windows_of(key_runs, WINDOW)):
-            q = plgpu.load(q_ref.at[:, pl.ds(own.start, own.stop - own.start)])
+        for product, keys in products(k_ref, windows_of(key_runs, WINDOW)):
+            q = plgpu.load(q_ref.at[:, pl.ds(product.column, WINDOW)])
             logits += jnp.dot(keys, q.T, preferred_element_type=jnp.float32)
         seen = jnp.maximum(begin, tile * n), end  # of a tile that begins earlier, what no other has
         visible = visible_slots(at, inside, *seen, owner_ref, limits_ref[2] if owned else None, axis=0)
@@ -114,7 +110,20 @@ def _kernel(limits_ref, *refs, grid: Grid, owned: bool, key_runs, value_runs, in
         )
         return top, total, accs
 
-    top, total, _ = start_carry(grid.rows, ())
-    sums = tuple(jnp.zeros((size, grid.rows), jnp.float32) for _, size in pieces)
-    top, total, accs = jax.lax.fori_loop(start, stop, body, (top, total, sums))
-    write_partial(out_ref, lse_ref, grid.rows, tuple(x.T for x in accs), pieces, top, total)
+    sums = tuple(jnp.zeros((own.size, grid.rows), jnp.float32) for own in value_windows for _ in own.products)
+    top, total, sums = jax.lax.fori_loop(start, stop, body, (*start_carry(grid.rows, ())[:2], sums))
+    _write(out_ref, lse_ref, factors_ref[1], value_windows, sums, top, total)
+
+
+def _write(out_ref, lse_ref, above, windows, sums, top, total) -> None:
+    """A split's partial, component by component; rows that saw nothing get (0, `EMPTY`)."""
+    row = jnp.arange(top.shape[0])
+    there, empty = row < lse_ref.shape[0], total == 0
+    total = jnp.where(empty, 1.0, total)
+    plgpu.store(lse_ref.at[row], jnp.where(empty, EMPTY, top / LOG2_E + jnp.log(total) - above), mask=there)
+    for (size, product), own in zip([(w.size, x) for w in windows for x in w.products], sums, strict=True):
+        byte = jnp.arange(size)
+        mask = (byte >= product.first) & (byte < product.first + product.count)
+        means = jnp.where(empty[None], 0.0, own * (product.scale / total)[None] - product.middle)
+        at = [jnp.broadcast_to(x, own.shape) for x in (row[None], (product.component - product.first + byte)[:, None])]
+        plgpu.store(out_ref.at[tuple(at)], means, mask=mask[:, None] & there[None])
