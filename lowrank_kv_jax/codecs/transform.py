@@ -38,10 +38,15 @@ from lowrank_kv_jax.codecs.transform_store import (
 from lowrank_kv_jax.codecs.widths import Widths, total_bytes
 from lowrank_kv_jax.estimators.bit_allocation import Spectra, allocate, ladder
 from lowrank_kv_jax.estimators.moments import Moments
+from lowrank_kv_jax.estimators.turned import turned
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, codes_of
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.storage.basis import fold_query
+
+
+FARTHEST = 32768
+"""Positions: beyond, bases for all of a model's context would be coarse for what is read in most of it."""
 
 
 @register("transform")
@@ -73,6 +78,8 @@ class Transform(TokenCodec):
         smaller: instead of `bits`: as many as leave the bytes of a request (exact ends and positions too, room for new
             tokens in both caches, but not the bases, which all requests share) so many times below a 16-bit full cache.
         profiles: different widths that the layers of a model may have, each a program of its own.
+        positions: with rope=post, the longest texts that bases are fitted to, whatever the calibration's: what keys are after
+            RoPE follows from what they are before it (`estimators.turned`). None: the model's context, `FARTHEST` at most.
     """
 
     bits: float | None = 2.0
@@ -90,6 +97,7 @@ class Transform(TokenCodec):
     recent: int = 8
     smaller: float | None = None
     profiles: int = 8
+    positions: int | None = None
 
     exact_at: ClassVar[Mapping[str, Any] | None] = {"bits": None, "sinks": 4, "recent": 8}
     small: ClassVar[Mapping[str, Any]] = {"sinks": 4, "recent": 8}
@@ -115,9 +123,9 @@ class Transform(TokenCodec):
                 raise ValueError(f"{field}={value!r}: must lie above 0 and be at most 8, or be None")
         if self.smaller is not None and not self.smaller > 0:
             raise ValueError(f"smaller={self.smaller!r}: must be a positive number")
-        for field, least in (("group", 1), ("sinks", 0), ("recent", 0), ("profiles", 1)):
+        for field, least in (("group", 1), ("sinks", 0), ("recent", 0), ("profiles", 1), ("positions", 1)):
             value = getattr(self, field)
-            if (type(value) is not int or value < least) and not (field == "group" and value is None):
+            if (type(value) is not int or value < least) and not (field in ("group", "positions") and value is None):
                 raise ValueError(f"{field}={value!r}: must be an int of at least {least}")
         if self.bits is None and (self.bits_k is None) != (self.bits_v is None):
             raise ValueError("bits=None: give bits_k and bits_v, or neither")
@@ -149,6 +157,8 @@ class Transform(TokenCodec):
         groups, units = self.layer_groups(spec), self.units(spec, None)
         metric = METRICS[self.metric](spec, moments, self.keys)
         known = moments.with_sampled() if self.sampled else moments
+        if self.rope == "post":
+            known = turned(spec, known, self.positions or min(spec.context, FARTHEST))
         if self.kv == "joint":
             both = [principal_of_both(spec, known, self.keys, layers, units, metric) for layers in groups]
             k, v = zip(*both, strict=True)
@@ -196,6 +206,7 @@ class Transform(TokenCodec):
         key: dict[str, Any] = {"fit": "water-filled pca", "rope": self.rope, "heads": self.heads, "group": self.group,
                                "metric": self.metric, "sampled": self.sampled}
         key |= {} if self.kv == "apart" else {"kv": self.kv}
+        key |= {} if self.rope == "pre" else {"positions": self.positions or min(spec.context, FARTHEST)}
         if self.smaller is not None:
             return key | {"smaller": self.smaller, "profiles": self.profiles}
         if self.mean_bits is None:

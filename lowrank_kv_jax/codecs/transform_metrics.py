@@ -52,25 +52,21 @@ def attention(spec: AttentionSpec, moments: Moments, tap: str) -> Metric:
         raise ValueError(f"metric='attention': these moments hold no queries ({tap.replace('k', 'q')}); calibrate with "
                          "`calibrate`, or give metric=plain")
     square = np.diagonal(np.asarray(queries, np.float64), axis1=2, axis2=3) / (moments.tokens * spec.group_size)
-    for layer, rope in enumerate(spec.ropes or (spec.rope,) * len(square)):
-        if rope is not None:
-            half = rope.rotary_dim // 2
-            pairs = (square[layer, :, :half] + square[layer, :, half : 2 * half]) / 2
-            square[layer, :, : 2 * half] = np.concatenate([pairs, pairs], axis=-1)
-    root = np.sqrt(np.maximum(square, 0.0))
+    root = np.sqrt(np.maximum(_of_pairs(spec, square), 0.0))
     most = root.max(axis=-1, keepdims=True)
     weight = spec.scale * np.where(most > 0, np.maximum(root, LEAST_WEIGHT * most), 1.0)
     return Metric(weight, None, None, OF_VALUES * spec.kv_heads)
 
 
 def loss(spec: AttentionSpec, moments: Moments, tap: str) -> Metric:
-    """What errors add to the model's loss, to second order; see `calibration.sensitivity`."""
-    del spec
+    """What errors add to the model's loss, to second order; see `calibration.sensitivity`. After RoPE both channels of a
+    pair count the same: further on in a text each is where the other was."""
     found = moments.sensitivity
     if found is None:
         raise ValueError("metric='loss': these moments hold no sensitivity; calibrate with `calibrate`, add that of "
                          "`calibration.sensitivity`, or give metric=attention")
     k, v = getattr(found, tap), found.v
+    k = _of_pairs(spec, np.asarray(k, np.float64)) if tap == "k" else k
     mean = (k.mean() + v.mean()) / 2 or 1.0
 
     def weight(square):
@@ -78,6 +74,16 @@ def loss(spec: AttentionSpec, moments: Moments, tap: str) -> Metric:
         return np.sqrt((square + np.maximum(LEAST_SENSITIVITY * layer, 1e-6 * mean)) / mean)
 
     return Metric(weight(k), weight(v), None, None)
+
+
+def _of_pairs(spec: AttentionSpec, square: np.ndarray) -> np.ndarray:
+    """Of channels `[L, K, D]`, those of a RoPE pair with their mean."""
+    square = square.copy()
+    for own, rope in zip(square, spec.ropes or (spec.rope,) * len(square), strict=True):
+        if rope is not None:
+            half = rope.rotary_dim // 2
+            own[:, : 2 * half] = np.tile((own[:, :half] + own[:, half : 2 * half]) / 2, 2)
+    return square
 
 
 METRICS: dict[str, Callable[[AttentionSpec, Moments, str], Metric]] = {

@@ -17,7 +17,7 @@ from lowrank_kv_jax.storage.tokens_last import TokensLast
 WIDTHS = (8, 4, 2, 1)
 """Bits of a stored component; powers of two, so that none straddles a byte."""
 
-WORD, MANY = 4, 16
+WORD, MANY = 4, 8
 """Bytes. A token of whole words is one that a GPU copies as it lies (`pallas_kernels/gpu_packed.py`); beside so many bytes it
 matters little how a word's last are spent."""
 

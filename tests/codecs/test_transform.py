@@ -255,15 +255,15 @@ def test_layers_that_are_alike_share_their_bits():
 
 
 @pytest.mark.parametrize("spec, backend", [
-    pytest.param("bits=3,steps=prompt", "triton", marks=pytest.mark.slow),
-    ("bits=2,heads=per_head,rope=post", "triton"),
+    ("bits=4,rope=post", "triton"),
+    pytest.param("bits=4,rope=post,steps=prompt", "triton", marks=pytest.mark.slow),
+    pytest.param("bits=4,kv=joint,rope=post", "triton", marks=pytest.mark.slow),
     pytest.param("bits=3", "tpu", marks=pytest.mark.slow),
     pytest.param("bits=2,rope=post,steps=prompt", "tpu", marks=pytest.mark.slow),
-    *(pytest.param(f"bits=2,kv=joint{rope}", backend, marks=pytest.mark.slow)
-      for rope in ("", ",rope=post") for backend in ("triton", "tpu")),
+    *(pytest.param(f"bits=2,kv=joint{rope}", "tpu", marks=pytest.mark.slow) for rope in ("", ",rope=post")),
 ])
 def test_kernels_give_what_xla_does(monkeypatch, spec, backend):
-    """A warning, where one falls back to XLA, is an error."""
+    """A warning, where one falls back to XLA, is an error. A GPU's kernel takes queries in 16 bits, and before RoPE nothing."""
     method = parse_method(f"transform:{spec}")
     moments = random_moments(PLAIN, means=True)
     bases, (q, tokens) = method.fit(SPEC, moments)[0], tokens_like(moments)
@@ -275,11 +275,11 @@ def test_kernels_give_what_xla_does(monkeypatch, spec, backend):
         store = method.learn(LAYOUT, bases, method.empty(LAYOUT, bases, SIZE), (tokens,), counts, weight)
         return method.take_in(LAYOUT, bases, store, (tokens,), counts, counts, where)
 
-    store, found = store_of(bases, tokens), {}
+    store, found, of = store_of(bases, tokens), {}, jnp.float16 if backend == "triton" else jnp.float32
     for chosen in ("xla", backend):
         monkeypatch.setenv("LOWRANK_KV_BACKEND", chosen)
         held = lay_out(store, "lanes") if chosen == "tpu" else store
         attend = jax.jit(lambda q, held=held: method.attend(LAYOUT, bases, held, q, jnp.full((2, 3), 90), Place()))
-        found[chosen] = attend(q)
-    np.testing.assert_allclose(found[backend].lse, found["xla"].lse, atol=2e-4)
-    np.testing.assert_allclose(found[backend].out, found["xla"].out, atol=2e-3)
+        found[chosen] = attend(q.astype(of))
+    np.testing.assert_allclose(found[backend].lse, found["xla"].lse, atol=1e-2 if backend == "triton" else 2e-4)
+    np.testing.assert_allclose(found[backend].out, found["xla"].out, atol=1e-2 if backend == "triton" else 2e-3)

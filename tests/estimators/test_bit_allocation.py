@@ -71,7 +71,8 @@ def test_one_budget_over_layers_keys_and_values(bits):
     errors = {}
     for count, profiles in found.items():
         mean = sum(map(bits_of, profiles)) / sum(side.size for side in sides)
-        assert 0.93 * bits <= mean <= bits and len(set(profiles)) <= count
+        least = 0.93 if bits >= 1 else 0.85  # words are coarse beside 4 bytes of a token
+        assert least * bits <= mean <= bits and len(set(profiles)) <= count
         errors[count] = sum(error_of(side[i], runs) for i, own in enumerate(profiles) for side, runs in zip(sides, own, strict=True))
     assert errors[12] <= errors[4] * 1.02 < errors[1] * 1.02
     assert errors[4] < 0.5 * errors[12] + 0.5 * errors[1]  # a few profiles are most of the way

@@ -70,7 +70,7 @@ def test_coefficients(case):
         Case(rope=ROPE, D=96, rank_k=20, mean=True, gaps=(0, 64), jumps=(100000, 9), lengths=(0, 64, 65, 300)),
         slow(Case(rope=None, per_row=True, mean=True, rank_k=20, lengths=(300, 5))),
         slow(Case(rope=None, per_row=True, rank_k=20, dtype="bfloat16", lengths=(300, 5))),
-        slow(Case(rope=ROPE, D=128, rank_k=256, J=1, rank_v=384, Jv=1, lengths=(140,))),  # a joint basis, in pieces
+        slow(Case(rope=ROPE, D=128, rank_k=256, J=1, rank_v=384, Jv=1, lengths=(140,), dtype="bfloat16")),  # a joint basis, in pieces
         Case(rope=LLAMA3, own=2, rank_k=20, mean=True, lengths=(0, 1, 129, 300)),
         Case(rope=ROPE, own=1, rank_k=20, D=96, mean=True, per_row=True, T=2, lengths=(0, 64, 65, 300)),
         slow(Case(rope=ROPE, own=2, bits=8, rank_k=64, lengths=(1, 300))),
