@@ -1,9 +1,9 @@
 """Packed codes of several widths in Triton kernels: bytes that become numbers in the registers that multiply them.
 
 A tensor core takes float16 numbers that are too small to be normal as they are, so that the bits of a component, masked
-out of their byte, are its number: c * 2^place * 2^-24, without a conversion. The power of two of its place belongs to what
-multiplies it, and so does 2^-24; that components read as the *middles* of their steps is added outside, in closed form. The
-bytes of a window are one operand after the other, a product for each place, and are never put in another order.
+out of their byte, are its number: c * 2^place * 2^-24, without a conversion. The power of two of its place belongs to
+what multiplies it, and so does 2^-24; that components read as the *middles* of their steps is made good in closed form.
+The bytes of a window are one operand after the other, a product for each place, and are never put in another order.
 """
 
 import functools
@@ -115,8 +115,9 @@ def spread_queries(q: jax.Array, runs: WidthRuns) -> tuple[jax.Array, jax.Array]
     """What multiplies the codes of keys, of queries `[.., M, R]`.
 
     Returns:
-        Numbers float16 `[.., M, columns]`, below 1, of 16-bit queries without a loss. And float32 `[.., 2, M]`: what a row's
-        products are multiplied by, and what has to be taken off them then: codes count from 0, keys from their middles.
+        Numbers float16 `[.., M, columns]`, below 1, of 16-bit queries without a loss. And float32 `[.., 2, M]`: what a
+        row's products are multiplied by, and what has to be taken off them then: codes count from 0, keys from their
+        middles.
     """
     q = q.astype(jnp.float32)
     power = jnp.exp2(jnp.frexp(jnp.max(jnp.abs(q), axis=-1))[1].astype(jnp.float32))
@@ -129,7 +130,8 @@ def load_window(ref, start, tokens: int, window: Window) -> jax.Array:
     """Bytes of so many tokens of `ref` `[S, C]` from `start` on, uint8 `[tokens, size]`; zeros beyond S and C."""
     if window.byte + window.size <= ref.shape[1] and tokens <= ref.shape[0]:
         return plgpu.load(ref.at[pl.ds(start, tokens), pl.ds(window.byte, window.size)])
-    at = (start + jnp.arange(tokens))[:, None], (window.byte + jnp.arange(window.size))[None]  # no slice may leave the array
+    # a slice that is known to leave the array is refused
+    at = (start + jnp.arange(tokens))[:, None], (window.byte + jnp.arange(window.size))[None]
     mask = at[1] < ref.shape[1]
     if tokens > ref.shape[0]:
         mask = mask & (at[0] < ref.shape[0])

@@ -10,6 +10,8 @@ import numpy as np
 from helpers import PLAIN, bases_for
 
 import lowrank_kv_jax as lkv
+from lowrank_kv_jax.attention.rope import RopeSpec
+from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.calibration.calibrate import moments_for
 from lowrank_kv_jax.calibration.corpus import token_windows
 from lowrank_kv_jax.calibration.taps import spread
@@ -26,6 +28,8 @@ from lowrank_kv_jax.estimators import (
     whitening,
 )
 from lowrank_kv_jax.estimators.gha_tail import update_tail
+from lowrank_kv_jax.estimators.moments import Moments
+from lowrank_kv_jax.estimators.turned import turned
 from lowrank_kv_jax.generation.generate import ingest
 from lowrank_kv_jax.generation.sampling import sample
 from lowrank_kv_jax.models.decoder import init_params
@@ -105,6 +109,8 @@ def on_the_host():
     spread(token_windows(character_tokenizer.Characters(), ["a text" * 9], 8, 2), 4, 2)
     rank_allocation.allocate_ranks(np.array([[1.0, 2.0], [4.0, 1.0]]), 64, 8, 64)
     rank_allocation.nearest_ranks(np.array([[1.0, 2.0], [4.0, 1.0]]), 64, 8, 64)
+    kept, keys = AttentionSpec(1, 2, 1, 4, RopeSpec(100.0, 4), 64, (None,)), np.eye(4)[None]
+    turned(kept, Moments(2, keys, keys, keys, keys[None], keys[None], k_pre_sum=np.ones((1, 4))), 5)
 
 
 def talk():

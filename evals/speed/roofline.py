@@ -124,7 +124,7 @@ def white_bases(spec: AttentionSpec, method: Part, dtype: Any) -> Any:
     groups = method.layer_groups(spec)
     alone = all(len(group) == 1 for group in groups) and "fisher" not in method.reads
     fitted_to = dataclasses.replace(spec, num_layers=1, windows=spec.windows[:1]) if alone else spec
-    layers, kv, dim = fitted_to.num_layers, spec.kv_heads, spec.head_dim
+    layers, kv, dim, groups = fitted_to.num_layers, spec.kv_heads, spec.head_dim, method.layer_groups(fitted_to)
 
     def eye(*shape):  # no two components alike: which of them have more bits is then decided by a hair
         nearly = np.diag(np.linspace(1 + HAIR, 1, shape[-1])).astype(np.float32)

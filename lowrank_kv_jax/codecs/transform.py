@@ -44,7 +44,6 @@ from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, codes_of
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.storage.basis import fold_query
 
-
 FARTHEST = 32768
 """Positions: beyond, bases for all of a model's context would be coarse for what is read in most of it."""
 
@@ -78,8 +77,9 @@ class Transform(TokenCodec):
         smaller: instead of `bits`: as many as leave the bytes of a request (exact ends and positions too, room for new
             tokens in both caches, but not the bases, which all requests share) so many times below a 16-bit full cache.
         profiles: different widths that the layers of a model may have, each a program of its own.
-        positions: with rope=post, the longest texts that bases are fitted to, whatever the calibration's: what keys are after
-            RoPE follows from what they are before it (`estimators.turned`). None: the model's context, `FARTHEST` at most.
+        positions: with rope=post, the longest texts that bases are fitted to, whatever the calibration's: what keys are
+            after RoPE follows from what they are before it (`estimators.turned`). None: the model's context, `FARTHEST`
+            at most.
     """
 
     bits: float | None = 2.0

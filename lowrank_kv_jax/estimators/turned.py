@@ -1,9 +1,10 @@
 """Keys after RoPE at positions that a calibration's texts do not reach, of the same keys before it.
 
-A basis of rotated keys holds for the positions that it was fitted at: slow channel pairs have not been everywhere yet, and
-further on keys lie where the basis and its steps expect nothing. Keys before RoPE hardly know where they stand. So their
-sums, turned by every position up to a length, are the sums after RoPE of texts of that length, in closed form: with the
-two channels of a pair as one complex number z, E[z_i conj(z_j)] is multiplied by the mean over t of exp(i t (w_i - w_j)).
+A basis of rotated keys holds for the positions that it was fitted at: slow channel pairs have not been everywhere yet,
+and further on keys lie where the basis and its steps expect nothing. Keys before RoPE hardly know where they stand. So
+their sums, turned by every position up to a length, are the sums after RoPE of texts of that length, in closed form:
+with the two channels of a pair as one complex number z, E[z_i conj(z_j)] is multiplied by the mean over t of
+exp(i t (w_i - w_j)).
 """
 
 import functools
@@ -21,8 +22,8 @@ SHORTEST = 2048
 
 
 def turned(spec: AttentionSpec, moments: Moments, positions: int) -> Moments:
-    """Moments whose keys after RoPE are those before it in texts of `positions` tokens, of half as many, and so on down to
-    `SHORTEST`: a mean over these lengths, so that short texts count as much as long ones. Those of groups of layers, too.
+    """Moments whose keys after RoPE are those before it in texts of `positions` tokens, of half as many, and so on down
+    to `SHORTEST`: a mean over these lengths, so that short texts count as much as long ones. Of groups of layers, too.
     """
     lengths = lengths_to(positions)
     ropes = spec.ropes or (spec.rope,) * spec.num_layers

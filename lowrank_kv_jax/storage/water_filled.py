@@ -18,8 +18,8 @@ WIDTHS = (8, 4, 2, 1)
 """Bits of a stored component; powers of two, so that none straddles a byte."""
 
 WORD, MANY = 4, 8
-"""Bytes. A token of whole words is one that a GPU copies as it lies (`pallas_kernels/gpu_packed.py`); beside so many bytes it
-matters little how a word's last are spent."""
+"""Bytes. A token of whole words is one that a GPU copies as it lies (`pallas_kernels/gpu_packed.py`); where there are
+many, it matters little how a word's last are spent."""
 
 WidthRuns = tuple[tuple[int, int], ...]
 """(bits, components) of each run, widest first; components without bits are not there."""

@@ -1,8 +1,8 @@
 """Decode attention over packed codes of several widths for GPUs: a Pallas kernel in its Triton dialect.
 
-As the kernel of `gpu_triton`, whose programs and splits it has, but turned around: tokens are the rows of the first product
-and bytes those of the second, so that bytes are the operand that is held in registers, and as few as eight query rows are
-a whole one. A program is one warp where its sums fit: nothing waits for another warp, and no byte is unpacked twice.
+As the kernel of `gpu_triton`, whose programs and splits it has, but turned around: tokens are the rows of the first
+product and bytes those of the second, so that bytes are the operand that is held in registers, and as few as eight query
+rows are a whole one. A program is one warp where its sums fit: nothing waits for another, and no byte is unpacked twice.
 """
 
 import functools

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from lowrank_kv_jax.segments import coded
 from lowrank_kv_jax.storage.positions import PerHead, Runs
 from lowrank_kv_jax.storage.quantised import map_tokens
-from lowrank_kv_jax.storage.water_filled import MANY, WIDTHS, WORD, bytes_of, components_of, empty_water_filled, in_words, pack, unpack
+from lowrank_kv_jax.storage.water_filled import (
+    MANY,
+    WIDTHS,
+    WORD,
+    bytes_of,
+    components_of,
+    empty_water_filled,
+    in_words,
+    pack,
+    unpack,
+)
 
 RUNS = ((8, 3), (4, 4), (2, 5), (1, 11))
 
