@@ -120,12 +120,12 @@ def tried(name: str, target: str, facts: Callable[[], dict[str, Any]]) -> Result
 
 def supported(program: Program, target: str) -> bool:
     """Whether the target's kernels claim the case: Mosaic GPU only on GPUs, from jax 0.12 on; packed tokens there after
-    RoPE, and not too many columns of them; before RoPE there not too many components."""
+    RoPE; before RoPE there not too many components."""
     if target == "sm_90":
         if program.op == ROTARY and program.rank_k > MOST_REBUILT:
             return False
         if program.dtype == "mixed":
-            return program.op == PLAIN and program.rank_v <= 640
+            return program.op == PLAIN
         return not program.mosaic or jax.version.__version_info__ >= (0, 12)
     return not program.mosaic
 

@@ -96,15 +96,31 @@ def stages_for(tile_bytes: int) -> int:
     return min(most, 2 + -(-IN_FLIGHT // tile_bytes))
 
 
-def packed_heads(stored: int, q_heads: int, queries: int) -> int:
-    """Heads that programs over packed tokens serve, a multiple of the `stored` ones: as few as `PACKED_ROWS` allow, since
-    all programs of a stored head unpack the same tokens.
+def packed_heads(stored: int, q_heads: int, queries: int, columns: Callable[[int], int]) -> int:
+    """Heads that programs over packed tokens serve, a multiple of the `stored` ones: as few as rows and registers allow,
+    since all programs of a stored head unpack the same tokens.
 
     Args:
         q_heads, queries: N and T.
+        columns: of the values, of programs of so many warps.
+
+    Raises:
+        Unsupported: none are few enough.
     """
     able = [heads for heads in range(stored, q_heads + 1, stored) if q_heads % heads == 0]
-    return next((heads for heads in able if queries * q_heads // heads <= PACKED_ROWS), able[-1])
+    few = [heads for heads in able if queries * q_heads // heads <= PACKED_ROWS]
+    if not few:
+        raise Unsupported(f"more than {PACKED_ROWS} query rows (queries x query heads) a kv head over packed tokens")
+    fitting = (heads for heads in few if _packed_warps(queries * q_heads // heads, columns))
+    if heads := next(fitting, 0):
+        return heads
+    raise Unsupported(f"packed tokens that unpack to {columns(1)} columns: registers overflow")
+
+
+def _packed_warps(rows: int, columns: Callable[[int], int]) -> int | None:
+    """As few as the sums of so many query rows fit into; None where they do not."""
+    padded = power_of_two(rows, PACKED_LEAST_ROWS)
+    return next((warps for warps, most in PACKED_SUMS.items() if columns(warps) * padded <= most * 32 * warps), None)
 
 
 def packed_grid(
@@ -113,20 +129,16 @@ def packed_grid(
     """As `decode_grid`, over packed tokens: sums of what is unpacked fill registers, whatever its bytes.
 
     Args:
-        columns: of the values, of programs of so many warps.
-        token_bytes: that are copied of a token.
-
-    Raises:
-        Unsupported: they do not fit.
+        rows: of as many heads as `packed_heads` says.
+        columns: as there.
+        token_bytes: that are copied of a token, by programs of so many warps.
     """
-    padded = power_of_two(rows, PACKED_LEAST_ROWS)
-    fits = (warps for warps, most in PACKED_SUMS.items() if columns(warps) * padded <= most * 32 * warps)
-    warps = _TUNING.get().warps or next(fits, None)
-    if warps is None:
-        raise Unsupported(f"packed tokens that unpack to {columns(1)} columns: registers overflow")
+    warps = _TUNING.get().warps or _packed_warps(rows, columns)
+    assert warps is not None
     waves = max(PACKED_WARPS // warps, 1)
     stages = 3 if 3 * waves * PACKED_TILE * token_bytes(warps) <= SHARED else 2
-    return dataclasses.replace(_grid(rows, programs, size, PACKED_TILE, stages, warps, waves), rows=padded)
+    grid = _grid(rows, programs, size, PACKED_TILE, stages, warps, waves)
+    return dataclasses.replace(grid, rows=power_of_two(rows, PACKED_LEAST_ROWS))
 
 
 def tiled_grid(rows: int, programs: int, size: int, tile: int, token_bytes: int) -> Grid:

@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
-from lowrank_kv_jax.pallas_kernels.gpu_grid import PACKED_ROWS, Grid, packed_grid, packed_heads
+from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, packed_grid, packed_heads
 from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, launch
 from lowrank_kv_jax.pallas_kernels.gpu_packed import (
     WINDOW,
@@ -43,15 +43,17 @@ def attend_slots(
 ) -> AttnPartial:
     """As `gpu_triton.attend_slots`."""
     _check(q, keys, values)
-    heads = packed_heads(max(keys.codes.shape[1], values.codes.shape[1]), q.shape[2], q.shape[1])
-    packed = pack(q, heads, begin, end)
+    stored = max(keys.codes.shape[1], values.codes.shape[1])
+
+    def columns(warps: int) -> int:
+        return columns_of(values.runs, warps * WINDOW)
+
+    def token_bytes(warps: int) -> int:
+        return read_of(keys.runs, WINDOW) + read_of(values.runs, warps * WINDOW)
+
+    packed = pack(q, packed_heads(stored, q.shape[2], q.shape[1], columns), begin, end)
     batch, heads, rows, _ = packed.q.shape
-    if rows > PACKED_ROWS:
-        raise Unsupported(f"more than {PACKED_ROWS} query rows (queries x query heads) a kv head over packed tokens")
-    grid = packed_grid(
-        rows, batch * heads, size, lambda warps: columns_of(values.runs, warps * WINDOW),
-        lambda warps: read_of(keys.runs, WINDOW) + read_of(values.runs, warps * WINDOW),
-    )
+    grid = packed_grid(rows, batch * heads, size, columns, token_bytes)
     query, factors = spread_queries(packed.q, keys.runs)
     factors = scale * jnp.pad(factors, [(0, 0)] * 3 + [(0, grid.rows - rows)])
     head = packed.span if owner is None else jnp.concatenate([packed.span, numbers(batch, owner)], axis=1)
