@@ -63,12 +63,12 @@ def runs_of(widths: Int[np.ndarray, " W"], wide: int = 0) -> WidthRuns:
 
 
 def at_most(runs: WidthRuns, components: int) -> WidthRuns:
-    """The first of so many components: a profile that layers of a larger rank chose, too."""
+    """The first of so many components: a profile that layers of a larger rank chose, too. No bytes more than `runs`."""
     out, left = [], components
     for bits, count in runs:
         out.append((bits, min(count, left)))
         left -= out[-1][1]
-    return tuple((bits, count) for bits, count in out if count)
+    return in_words(tuple((bits, count) for bits, count in out if count), components)
 
 
 def steps_of(runs: WidthRuns) -> Float64[np.ndarray, " R"]:
