@@ -128,7 +128,7 @@ def _compiled(
 
 def _attention(folder: str) -> dict[str, Any]:
     """Of all attention kernels of a step: the most bytes spilled and of shared memory, the narrowest copy of those that
-    read tokens ahead, the fewest groups and bytes under way."""
+    read tokens ahead, the fewest groups and bytes under way, and threads."""
     found = [facts for _, facts in kernels_in(folder)]
     ahead = [facts for facts in found if facts.copies]
     return {
@@ -137,6 +137,7 @@ def _attention(folder: str) -> dict[str, Any]:
         "widths": sorted({width for facts in ahead for width in facts.copies}),
         "waits": min((facts.waits for facts in ahead), default=0),
         "in_flight": min((facts.in_flight for facts in ahead), default=0),
+        "threads": min((facts.threads for facts in ahead), default=0),
         "attention_kernels": len(found), "read_ahead": len(ahead),
     }
 

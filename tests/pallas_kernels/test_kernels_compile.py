@@ -28,7 +28,7 @@ json.dump({"results": rows, "missing": missing}, sys.stdout)
 
 
 AHEAD = 32 * 1024  # bytes under way while a program waits for its next tile
-PACKED_SPILL = 96  # bytes of registers: unpacking fills them
+OF_A_WARP = 4 * 1024  # the same of programs of one warp, of which eight share a core
 MISSED = {"ojakv:rank=45", "shadowkv:values=host"}  # rows of 90 bytes (and 364 spilled by jax 0.11.2); pages of the host, one by one
 SERIAL = ("syevd", "geqrf", "orgqr")  # of cuSOLVER: one matrix of a batch after the other
 COMPILERS = {"sm_90": "jax-cuda13-plugin", "v5e": "libtpu", "v6e": "libtpu"}
@@ -253,14 +253,11 @@ def test_every_rank_of_the_docs_decodes_on_sm_90():
     results = [r for r in compiled(DOCUMENTED, "sm_90", *specs) if "known" not in r]
     failed = {r["spec"]: r["failure"] for r in results if r["failure"]}
     assert all("must divide the model's 8 kv heads" in reason for reason in failed.values()), failed  # of another model
-    packed = {r["spec"] for r in results if not r["failure"] and r["read_ahead"] < r["attention_kernels"]}
-    spilled = {r["spec"]: r.get("spilled", 0) for r in results if r["spec"] not in MISSED}
-    assert not [spec for spec, size in spilled.items() if size > (PACKED_SPILL if spec in packed else 0)]
-    passes_the_gate([{**r, "spilled": 0} for r in results if not r["failure"] and r["spec"] not in MISSED], "spec")
+    passes_the_gate([r for r in results if not r["failure"] and r["spec"] not in MISSED], "spec")
 
 
 def passes_the_gate(results, name):
     """No loop, and kernels that read ahead and spill nothing, or are refused before."""
     assert not [r[name] for r in results if r["loops"] or r["spilled"] or r["shared"] > 227 * 1024]
     assert not [r[name] for r in results if r["read_ahead"] and r["waits"] < 2]
-    assert not [r[name] for r in results if r["read_ahead"] and r["in_flight"] < AHEAD]
+    assert not [r[name] for r in results if r["read_ahead"] and r["in_flight"] < (OF_A_WARP if r["threads"] == 32 else AHEAD)]
