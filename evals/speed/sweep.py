@@ -30,7 +30,7 @@ from lowrank_kv_jax.storage.positions import PerHead
 KERNELS = (
     *(Program(PLAIN, r, r) for r in (128, 64, 32)), Program(PLAIN, 64, 64, dtype="int8"),
     *(Program(PLAIN, 128, 128, dtype=f"tiles{bits}") for bits in (2, 4)),
-    Program(PLAIN, 128, 128, dtype="mixed"), Program(PLAIN, 512, 512, dtype="mixed", joint=True),
+    Program(PLAIN, 128, 128, dtype="mixed"), *(Program(PLAIN, r, r, dtype="mixed", joint=True) for r in (512, 1024)),
     *(Program(ROTARY, r, r) for r in (64, 32)), Program(ROTARY, 64, 64, dtype="int8"),
     Program(ROTARY, 256, 256, joint=True), Program(ROTARY, 64, 64, chosen=True),
 )
