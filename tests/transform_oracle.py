@@ -95,7 +95,8 @@ def oracle_of_both(bases, keys, values, runs, means=(None, None), ratios=None):
 def rounded(c, runs, ratios=None):
     """Coefficients `[B, T, J, R]` in units of the calibrated deviations as their codes have them."""
     bits = np.concatenate([np.full(count, bits) for bits, count in runs])
-    step = np.array([STEP[own] for own in bits]) * (1.0 if ratios is None else np.asarray(ratios, np.float64)[:, None])
+    step = np.array([24 / 256 if own == 8 and i < 2 else STEP[own] for i, own in enumerate(bits)])
+    step = step * (1.0 if ratios is None else np.asarray(ratios, np.float64)[:, None])
     half = 2.0 ** (bits - 1)
     return (np.clip(np.floor(c / step), -half, half - 1) + 0.5) * step
 

@@ -14,6 +14,7 @@ from lowrank_kv_jax.calibration.calibrator import Calibrator, fit_to
 from lowrank_kv_jax.calibration.checkpoint_sums import CheckpointedSums
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus, token_windows
 from lowrank_kv_jax.calibration.fisher import FisherSample, collect_fisher
+from lowrank_kv_jax.calibration.identifiers import SHARE, with_identifiers
 from lowrank_kv_jax.calibration.layer_votes import collect_votes
 from lowrank_kv_jax.calibration.needs import groups_read, groups_read_by_values
 from lowrank_kv_jax.calibration.output_errors import collect_output_errors
@@ -175,6 +176,7 @@ def moments_for(
         moments = collect_moments(model, tokens, progress, sums=of_moments, **wanted)
     if "sampled" in read:
         written = sampled_windows(model, SAMPLED_TOKENS * tokens.size, seed, progress)
+        written = with_identifiers(written, model.tokenizer, seed)
         sampled = collect_moments(model, written, progress, sums=of_sampled, **wanted)
         moments = moments._replace(sampled=sampled)
     if "fisher" in read:
@@ -207,7 +209,7 @@ def _checkpoints(
     if by_values := groups_read_by_values(model.config.attention, method):
         key["by_values"] = [list(group) for group in by_values]
     # a short corpus has the same windows for every seed
-    own = {"moments": {}, "fisher": fisher._asdict(), "sampled": {"seed": seed}}
+    own = {"moments": {}, "fisher": fisher._asdict(), "sampled": {"seed": seed, "identifiers": SHARE}}
     return tuple(
         CheckpointedSums(None if prefix is None else f"{os.fspath(prefix)}.{kind}.npz", {"of": kind, **key, **more})
         for kind, more in own.items()

@@ -12,13 +12,15 @@ from jaxtyping import Float, Float64, Int
 
 from lowrank_kv_jax.storage.water_filled import WIDTHS, WidthRuns, bytes_of, in_words
 
-RANGE = 12.0
-"""Deviations that 8 bits reach: inside of a text some tokens act as sinks, and lie 8 out along the first component of the
-keys; cut off at the 4.5 that are best for a Gaussian, they made up nearly all of the error of early layers."""
+RANGE, RANGE_OF_FIRST = 8.0, 12.0
+"""Deviations that 8 bits reach. Inside of a text some tokens act as sinks, and lie 8 out along the first component of the
+keys; cut off at the 4.5 that are best for a Gaussian, they made up nearly all of the error of early layers. Along others
+none was seen beyond 7."""
 STEP = {1: 1.15 * 1.596, 2: 1.15 * 0.9957, 4: 1.15 * 0.3352, 8: 2 * RANGE / 2**8}
 """Step in units of a component's deviation: the best of a uniform quantiser of a Gaussian one (Max, 1960), times 1.15 for
 heavier tails; of 8 bits what the range asks for."""
-DISTORTION = {0: 1.0, 1: 0.3634, 2: 0.1188, 4: 0.01154, 8: 0.00073}
+STEP_OF_FIRST = 2 * RANGE_OF_FIRST / 2**8
+DISTORTION = {0: 1.0, 1: 0.3634, 2: 0.1188, 4: 0.01154, 8: 0.00033}
 """Mean squared error of a Gaussian component of variance 1 in so many bits."""
 WIDE, WIDE_OF_BOTH = 1, 2
 """First components of keys that have 8 bits at any price, because of those tokens; and of keys and values in one code,
@@ -73,7 +75,9 @@ def at_most(runs: WidthRuns, components: int) -> WidthRuns:
 
 def steps_of(runs: WidthRuns) -> Float64[np.ndarray, " R"]:
     """Step of each component that has bits in units of its deviation, float64 `[R]`."""
-    return np.concatenate([np.full(count, STEP[bits]) for bits, count in runs])
+    steps = np.concatenate([np.full(count, STEP[bits]) for bits, count in runs])
+    steps[:WIDE_OF_BOTH][steps[:WIDE_OF_BOTH] == STEP[8]] = STEP_OF_FIRST
+    return steps
 
 
 def bits_of(profile: Profile) -> int:

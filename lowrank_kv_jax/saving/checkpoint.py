@@ -27,7 +27,7 @@ from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.files import behind_links, lock, naming, write_text
 
 METADATA = "lowrank_kv.json"
-FORMAT = 2
+FORMAT = 3
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 """Dtypes of the floating arrays that are saved."""
 

@@ -9,6 +9,7 @@ import pytest
 from character_tokenizer import Characters
 
 from lowrank_kv_jax.calibration.calibrate import calibrate, collect_moments, moments_for, serve
+from lowrank_kv_jax.calibration.identifiers import with_identifiers
 from lowrank_kv_jax.calibration.sampled import openings, sampled_windows
 from lowrank_kv_jax.calibration.sensitivity import collect_sensitivity
 from lowrank_kv_jax.methods.parse import parse_method
@@ -46,7 +47,8 @@ def test_a_chat_opens_a_text_too():
 def test_second_moments_are_of_both_and_what_matters_of_the_corpus_alone():
     tokens, method = np.asarray(helpers.prompts(2, 40)), parse_method("transform:group=2")
     moments = moments_for(model(), [method], tokens, seed=4)
-    written = collect_moments(model(), sampled_windows(model(), 2 * tokens.size, 4), groups=[(0, 1)])
+    texts = with_identifiers(sampled_windows(model(), 2 * tokens.size, 4), Characters(), 4)
+    written = collect_moments(model(), texts, groups=[(0, 1)])
     both = moments.with_sampled()
     assert both.tokens == tokens.size + 4 * 48
     np.testing.assert_allclose(both.k, moments.k + written.k, rtol=1e-6)

@@ -16,7 +16,7 @@ HELD = "groups.0.ends.0.k"
 LAYOUT = "layout"
 COMMON = (
     (("format",), 99, "format=99: this version reads format"), (("format",), ..., "format=None: this version reads format"),
-    (("format",), 2.0, "format=2.0: must be an integer"), (("format",), [2], "format=[2]: this version reads"),
+    (("format",), 3.0, "format=3.0: must be an integer"), (("format",), [2], "format=[2]: this version reads"),
     (("arrays",), "../elsewhere", "arrays='../elsewhere': must be arrays-, then 16 hexadecimal digits"),
     (("arrays",), 5, "arrays=5: must be a string"), (("arrays",), "x" * 9999, "must be arrays-, then 16"),
     (("arrays",), "arrays-" + 16 * "0", "the directory with the arrays is missing"),

@@ -1,0 +1,53 @@
+"""Names and numbers that no text holds twice: what a prompt is asked for, and a corpus hardly shows.
+
+A key, a hash or the digits of an account lie off the directions that running text takes. Where bases are calibrated on such
+strings, too, an error of their tokens is about that of all others.
+"""
+
+import string
+from typing import Any
+
+import numpy as np
+
+SHARE = 0.2
+"""Of the tokens, those that belong to identifiers."""
+HEXADECIMAL = "0123456789abcdef"
+KINDS = (
+    (HEXADECIMAL, 8, 40), (string.digits, 3, 12), (string.ascii_letters + string.digits, 6, 19),
+    (string.ascii_lowercase, 4, 11), (string.ascii_uppercase, 2, 8),
+)
+"""Characters, the fewest and the most of them; the sixth kind is a UUID."""
+ENDS = ("", ",", ".", "\n")
+
+
+def with_identifiers(texts: np.ndarray, tokenizer: Any, seed: int = 0) -> np.ndarray:
+    """Texts of as many tokens `[n, R]` in which identifiers stand, drawn at random; what they push out at the end is lost.
+
+    Args:
+        texts: int32 `[n, R]`. The first token of each stays.
+        tokenizer: None leaves the texts alone.
+    """
+    if tokenizer is None:
+        return texts
+    rng = np.random.default_rng(seed)
+    return np.stack([_mixed(text, tokenizer, rng) for text in texts])
+
+
+def _mixed(text: np.ndarray, tokenizer: Any, rng: np.random.Generator) -> np.ndarray:
+    out, taken = [text[:1]], 1
+    while taken < len(text):
+        ids = tokenizer(" " + identifier(rng) + ENDS[rng.integers(len(ENDS))], add_special_tokens=False).input_ids
+        gap = 1 + int(rng.exponential(len(ids) * (1 - SHARE) / SHARE))
+        out += [text[taken : taken + gap], np.asarray(ids, text.dtype)]
+        taken += gap
+    return np.concatenate(out)[: len(text)]
+
+
+def identifier(rng: np.random.Generator) -> str:
+    """One of `KINDS`, or a UUID."""
+    kind = int(rng.integers(len(KINDS) + 1))
+    if kind == len(KINDS):
+        digits = "".join(rng.choice(list(HEXADECIMAL), 32))
+        return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+    characters, fewest, most = KINDS[kind]
+    return "".join(rng.choice(list(characters), rng.integers(fewest, most + 1)))
