@@ -28,7 +28,6 @@ from lowrank_kv_jax.estimators import (
     whitening,
 )
 from lowrank_kv_jax.estimators.gha_tail import update_tail
-from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.estimators.turned import turned
 from lowrank_kv_jax.generation.generate import ingest
 from lowrank_kv_jax.generation.sampling import sample
@@ -110,7 +109,7 @@ def on_the_host():
     rank_allocation.allocate_ranks(np.array([[1.0, 2.0], [4.0, 1.0]]), 64, 8, 64)
     rank_allocation.nearest_ranks(np.array([[1.0, 2.0], [4.0, 1.0]]), 64, 8, 64)
     kept, keys = AttentionSpec(1, 2, 1, 4, RopeSpec(100.0, 4), 64, (None,)), np.eye(4)[None]
-    turned(kept, Moments(2, keys, keys, keys, keys[None], keys[None], k_pre_sum=np.ones((1, 4))), 5)
+    turned(kept, moments.Moments(2, keys, keys, keys, keys[None], keys[None], k_pre_sum=np.ones((1, 4))), 5)
 
 
 def talk():

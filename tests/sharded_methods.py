@@ -24,7 +24,7 @@ from lowrank_kv_jax.models.parameter_sharding import param_shardings
 from lowrank_kv_jax.storage.sharding import make_mesh
 from lowrank_kv_jax.storage.state import walk
 
-CONFIG = dataclasses.replace(PLAIN, context=2048)
+CONFIG = dataclasses.replace(PLAIN, num_layers=2, windows=(None, None), context=2048)
 LONG, LONG_LENGTHS = 700, [700, 630, 655, 33]  # over tokens: 640 slots a device, which rows pass at different times
 SEED = 1  # of a prompt where no two tokens tie for the last place of a budget: rounding on a mesh may choose either
 PROMPT, CAPACITY = 96, 1184  # a capacity that no other dimension has, and more than one block of the attention loop

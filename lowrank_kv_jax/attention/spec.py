@@ -102,8 +102,8 @@ class AttentionSpec:
 
     @property
     def each_rope(self) -> tuple[RopeSpec | None, ...]:
-        """The rotary embeddings that layers have."""
-        return (self.rope,) if self.ropes is None else self.ropes
+        """The rotary embedding of each layer, `None` where it has none."""
+        return (self.rope,) * self.num_layers if self.ropes is None else self.ropes
 
     def of_layer(self, layer: int) -> "AttentionSpec":
         """The same with the rotary embedding of one layer for all: layers of one embedding are of one kind."""

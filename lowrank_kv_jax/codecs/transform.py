@@ -139,6 +139,10 @@ class Transform(TokenCodec):
         """The tap that is coded as keys."""
         return "k_pre" if self.rope == "pre" else "k"
 
+    def farthest(self, spec: AttentionSpec) -> int:
+        """Positions that bases of keys after RoPE are fitted to."""
+        return self.positions or min(spec.context, FARTHEST)
+
     # ---- calibration --------------------------------------------------------------------------------------------
 
     def layer_groups(self, spec):
@@ -158,7 +162,7 @@ class Transform(TokenCodec):
         metric = METRICS[self.metric](spec, moments, self.keys)
         known = moments.with_sampled() if self.sampled else moments
         if self.rope == "post":
-            known = turned(spec, known, self.positions or min(spec.context, FARTHEST))
+            known = turned(spec, known, self.farthest(spec))
         if self.kv == "joint":
             both = [principal_of_both(spec, known, self.keys, layers, units, metric) for layers in groups]
             k, v = zip(*both, strict=True)
@@ -206,7 +210,7 @@ class Transform(TokenCodec):
         key: dict[str, Any] = {"fit": "water-filled pca", "rope": self.rope, "heads": self.heads, "group": self.group,
                                "metric": self.metric, "sampled": self.sampled}
         key |= {} if self.kv == "apart" else {"kv": self.kv}
-        key |= {} if self.rope == "pre" else {"positions": self.positions or min(spec.context, FARTHEST)}
+        key |= {} if self.rope == "pre" else {"positions": self.farthest(spec)}
         if self.smaller is not None:
             return key | {"smaller": self.smaller, "profiles": self.profiles}
         if self.mean_bits is None:

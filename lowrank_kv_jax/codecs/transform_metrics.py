@@ -79,7 +79,7 @@ def loss(spec: AttentionSpec, moments: Moments, tap: str) -> Metric:
 def _of_pairs(spec: AttentionSpec, square: np.ndarray) -> np.ndarray:
     """Of channels `[L, K, D]`, those of a RoPE pair with their mean."""
     square = square.copy()
-    for own, rope in zip(square, spec.ropes or (spec.rope,) * len(square), strict=True):
+    for own, rope in zip(square, spec.each_rope, strict=True):
         if rope is not None:
             half = rope.rotary_dim // 2
             own[:, : 2 * half] = np.tile((own[:, :half] + own[:, half : 2 * half]) / 2, 2)

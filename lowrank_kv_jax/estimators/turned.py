@@ -26,10 +26,9 @@ def turned(spec: AttentionSpec, moments: Moments, positions: int) -> Moments:
     to `SHORTEST`: a mean over these lengths, so that short texts count as much as long ones. Of groups of layers, too.
     """
     lengths = lengths_to(positions)
-    ropes = spec.ropes or (spec.rope,) * spec.num_layers
 
     def turn(x: np.ndarray, layers: Sequence[int], both: bool = True) -> np.ndarray:
-        heads = [_pairs(ropes[layer], spec.head_dim) for layer in layers for _ in range(spec.kv_heads)]
+        heads = [_pairs(spec.each_rope[layer], spec.head_dim) for layer in layers for _ in range(spec.kv_heads)]
         return _turned(np.asarray(x, np.float64), heads, heads if both else None, lengths)
 
     found: dict[str, Any] = {"k": np.stack([turn(x, (layer,)) for layer, x in enumerate(moments.k_pre)])}

@@ -29,16 +29,16 @@ def learns_the_principal_subspace(made: Estimator) -> None:
 
 def leaves_out_what_weighs_nothing(made: Estimator) -> None:
     """Leading axes are as if `vmap` had added them, and a token of weight 0 is none."""
-    x = stream()
-    together = made.update(made.init(LEAD, WIDTH), x)
-    alone = jax.vmap(jax.vmap(made.update))(made.init(LEAD, WIDTH), x)
+    x, update = stream(), _update(made)
+    together = update(made.init(LEAD, WIDTH), x)
+    alone = jax.jit(jax.vmap(jax.vmap(made.update)))(made.init(LEAD, WIDTH), x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), together, alone)
     weight = jnp.arange(40) < 25
-    short = made.update(made.init(LEAD, WIDTH), x[..., :25, :])
-    padded = made.update(made.init(LEAD, WIDTH), x.at[..., 25:, :].set(7.0), weight)
+    short = update(made.init(LEAD, WIDTH), x[..., :25, :])
+    padded = update(made.init(LEAD, WIDTH), x.at[..., 25:, :].set(7.0), weight)
     one, other = (np.abs(made.basis(s, RANK).mT @ x[0, 0].T) for s in (short, padded))
     np.testing.assert_allclose(one, other, atol=5e-3)
-    nothing = made.update(short, x, jnp.zeros(40))
+    nothing = update(short, x, jnp.zeros(40))
     one, other = (np.asarray(made.basis(s, RANK) @ made.basis(s, RANK).mT) for s in (short, nothing))
     np.testing.assert_allclose(one, other, atol=1e-4)
 

@@ -1,6 +1,7 @@
 """Soft caps of logits (Gemma 2): every op, vote and path of every kind of method has them."""
 
 import dataclasses
+import functools
 
 import helpers
 import jax
@@ -40,14 +41,22 @@ def test_attention_and_votes_of_a_prompt_are_those_of_the_formula():
     q, k, v, lengths = heads(0, 4), heads(1, 2), heads(2, 2), jnp.full((2,), 24, jnp.int32)
     weights, out = plain(q, k, v)
     rule = {"scale": 0.9, "cap": CAP}
-    np.testing.assert_allclose(causal_attention(q, k, v, window=None, **rule), out, atol=1e-5)
     by_head = weights.reshape(2, 2, 2, 24, 24).sum(2)
-    np.testing.assert_allclose(prompt_votes(q, k, lengths, total_attention, **rule), by_head.sum(2), atol=1e-5)
-    np.testing.assert_allclose(window_attention(q, k, lengths, 5, **rule), by_head[:, :, -5:].sum(2), atol=1e-5)
-    twice, _ = attend_twice(*(jnp.concatenate([x, x], axis=1) for x in (q, k, v)), lengths, **rule)
+
+    @jax.jit
+    def found(q, k, v, lengths):
+        again = (jnp.concatenate([x, x], axis=1) for x in (q, k, v))
+        return (causal_attention(q, k, v, window=None, **rule), prompt_votes(q, k, lengths, total_attention, **rule),
+                window_attention(q, k, lengths, 5, **rule), attend_twice(*again, lengths, **rule)[0])
+
+    attended, votes, of_window, twice = found(q, k, v, lengths)
+    np.testing.assert_allclose(attended, out, atol=1e-5)
+    np.testing.assert_allclose(votes, by_head.sum(2), atol=1e-5)
+    np.testing.assert_allclose(of_window, by_head[:, :, -5:].sum(2), atol=1e-5)
     np.testing.assert_allclose(twice[:, :24], out, atol=1e-5)
 
 
+@functools.cache
 def through_cache(spec, config=CAPPED):
     """Logits `[B, 21, V]` from the prompt's last token on."""
     method, model = parse_method(spec), helpers.model(config)

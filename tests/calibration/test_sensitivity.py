@@ -43,7 +43,8 @@ def test_squares_are_those_of_grad_through_the_whole_model():
     found = collect_sensitivity(model(), np.asarray(texts))
     zeros = jnp.zeros((1, LENGTH, SPEC.kv_heads, SPEC.head_dim))
     none = [(zeros, zeros)] * SPEC.num_layers
-    squares = [jax.grad(losses)(none, text, seed) for seed, text in enumerate(texts)]
+    gradient = jax.jit(jax.grad(losses))
+    squares = [gradient(none, text, seed) for seed, text in enumerate(texts)]
     for layer in range(SPEC.num_layers):
         for side, name in enumerate(("k_pre", "v")):
             g = np.stack([np.asarray(square[layer][side], np.float64)[0, SINKS : LENGTH - RECENT] for square in squares])

@@ -257,7 +257,8 @@ def test_fisher_information_is_that_of_grad_through_the_whole_model():
         return -jnp.mean(jnp.take_along_axis(logp, row[1:, None], axis=1))
 
     kernels = [(a["k_proj"]["kernel"], a["v_proj"]["kernel"]) for a in (p["attention"] for p in model().params["layers"])]
-    grads = [jax.grad(loss)(kernels, row) for row in tokens]
+    gradient = jax.jit(jax.grad(loss))
+    grads = [gradient(kernels, row) for row in tokens]
     for layer in range(PLAIN.num_layers):
         for side in range(2):
             g = [np.asarray(grad[layer][side], np.float64) for grad in grads]

@@ -1,6 +1,7 @@
 """Transform coding against a float64 oracle, and what its bases and bits promise."""
 
 import dataclasses
+import functools
 import types
 
 import chex
@@ -77,12 +78,17 @@ def test_each_prompt_is_coded_around_its_own_mean(spec):
     weight, counts = (jnp.arange(SIZE)[None] < jnp.asarray([[SIZE], [0]])).astype(jnp.float32), jnp.asarray([SIZE, SIZE])
     where = Runs(jnp.zeros((2, 2), jnp.int32), jnp.zeros((2, 2), jnp.int32))
     errors = {}
-    for own in (method, dataclasses.replace(method, means="calibrated")):
+    last = bases.layers - 1
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def written(own, bases, tokens):
         store = own.learn(LAYOUT, bases, own.empty(LAYOUT, bases, SIZE), tokens, counts, weight)
         store = own.take_in(LAYOUT, bases, store, tokens, counts, counts, where)
         codes = [x.read_block(0, SIZE) for x in (store.tokens.k, store.tokens.v)]
-        last = bases.layers - 1
-        _, read = own.decode(LAYOUT, bases, store, *codes, where, last)
+        return store, own.decode(LAYOUT, bases, store, *codes, where, last)[1]
+
+    for own in (method, dataclasses.replace(method, means="calibrated")):
+        store, read = written(own, bases, tokens)
         errors[own.means] = np.mean((np.asarray(read).swapaxes(1, 2) - tokens[last].v) ** 2, axis=(1, 2, 3))
     assert store.k_mean is None and errors["prompt"][0] < 0.6 * errors["calibrated"][0]
     np.testing.assert_allclose(errors["prompt"][1], errors["calibrated"][1], rtol=1e-4)  # no token counted: the calibration's

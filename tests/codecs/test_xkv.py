@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, model, prompts, run
+from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, compress, model, prompts, run
 
 from lowrank_kv_jax import methods
 from lowrank_kv_jax.codecs.layer_groups import read_table, split_rank, stride_groups
@@ -268,7 +268,7 @@ def test_a_bias_costs_a_centred_cache_nothing(spec):
         layout = make_layout(FOUR, 1, 64, 80, dtype=jnp.float32)
         (group, *_), machine = method.default_bases(layout.spec) or (None,), machine_of(method)
         layers = len(machine.layer_groups(layout.spec)[0])
-        state = machine.compress(layout, group, machine.init(layout, group), (taps,) * layers, jnp.array([64]))
+        state = compress(machine, layout, group, (taps,) * layers, jnp.array([64]))
         tokens = state.store.tokens
         k, v = (read_tokens(getattr(tokens, side)) for side in "kv")
         keys, values = machine.codec.decode(

@@ -12,11 +12,13 @@ import lowrank_kv_jax as lkv
 from lowrank_kv_jax.generation.forward import extend, prefill
 from lowrank_kv_jax.generation.layers import layer_prefill, layer_prefill_twice
 from lowrank_kv_jax.methods.parse import parse_method
-from lowrank_kv_jax.models.decoder import block_output, block_taps, embed, unembed
+from lowrank_kv_jax.models import decoder as parts
 from lowrank_kv_jax.testing.promises import text
 
 CHUNK, LENGTHS, COUNT = 40, jnp.array([PROMPT, 30], jnp.int32), 8  # the second row ends within the first chunk
 TWO = dataclasses.replace(PLAIN, num_layers=2, windows=(None,) * 2)
+embed, block_taps, block_output, unembed = (  # operation by operation, every one of them would be compiled
+    jax.jit(part, static_argnums=0) for part in (parts.embed, parts.block_taps, parts.block_output, parts.unembed))
 
 
 class Decoder:

@@ -44,11 +44,12 @@ def test_steps_through_the_cache_give_the_logits_of_transformers(family):
 
 
 def test_greedy_tokens_of_smollm2_are_those_of_transformers(smollm2, monkeypatch):  # noqa: F811
+    """To eight tokens behind a refresh; all that are known are generated under -m slow."""
     golden, method = np.load(GOLDENS / "smollm2.npz"), Full()
     for name, static in PROGRAMS.items():
         program = jax.jit(getattr(forward, name), static_argnames=static, compiler_options=OPTIMISED)
         monkeypatch.setattr(forward, name, program)
-    prompt, expected, tokens = golden["tokens"][None], golden["greedy"].tolist(), []
+    prompt, expected, tokens = golden["tokens"][None], golden["greedy"].tolist()[:40], []
     with jax.default_matmul_precision("highest"):
         cache, logits = prefill(
             method, smollm2.config, smollm2.params, prompt, capacity=prompt.size + len(expected), block=32, dtype=jnp.float32

@@ -1,6 +1,7 @@
 """Layers that differ in RoPE (SmolLM3's without positions): every part of a method sees a layer's own."""
 
 import dataclasses
+import functools
 
 import helpers
 import jax
@@ -53,18 +54,25 @@ def test_keys_are_coded_before_the_rotation_of_their_own_layer():
     lengths = jnp.full((2,), 40, jnp.int32)
     at = jnp.broadcast_to(jnp.arange(40), (2, 40))
     q = jax.random.normal(jax.random.key(0), (2, 1, PLAIN.q_heads, PLAIN.head_dim))
-    for layer, taps in enumerate(iterate_taps(config, params, TOKENS[:, :40])):
-        np.testing.assert_allclose(apply_rope(config.ropes[layer], taps.k_pre, at), taps.k, atol=1e-5)
-        own = layout.of_layer(layer)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def read(own, taps):
         machine = lkv.methods.machine_of(method)
         state = lkv.generation.groups.compress_group(method, own, None, (taps,), lengths)
         got = machine.attend(own, None, state, q, jnp.full((2, 1), 40), helpers.Place()).out
-        rebuilt, values = (x[:, :, :40].swapaxes(1, 2) for x in method.rebuilt(own, None, state.store))
-        assert 0.01 < jnp.linalg.norm(rebuilt - taps.k_pre) / jnp.linalg.norm(taps.k_pre) < 0.7
-        keys = apply_rope(config.ropes[layer], rebuilt, at)
-        keys, values = (jnp.repeat(y, 2, axis=2) for y in (keys, values))
+        return got, *(x[:, :, :40].swapaxes(1, 2) for x in method.rebuilt(own, None, state.store))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def attended(rope, keys, values):
+        keys, values = (jnp.repeat(y, 2, axis=2) for y in (apply_rope(rope, keys, at), values))
         weights = jax.nn.softmax(jnp.einsum("btnd,bsnd->bnts", q, keys) * config.attention.scale, axis=-1)
-        np.testing.assert_allclose(got, jnp.einsum("bnts,bsnd->btnd", weights, values), atol=1e-4)
+        return jnp.einsum("bnts,bsnd->btnd", weights, values)
+
+    for layer, taps in enumerate(iterate_taps(config, params, TOKENS[:, :40])):
+        np.testing.assert_allclose(apply_rope(config.ropes[layer], taps.k_pre, at), taps.k, atol=1e-5)
+        got, rebuilt, values = read(layout.of_layer(layer), taps)
+        assert 0.01 < jnp.linalg.norm(rebuilt - taps.k_pre) / jnp.linalg.norm(taps.k_pre) < 0.7
+        np.testing.assert_allclose(got, attended(config.ropes[layer], rebuilt, values), atol=1e-4)
 
 
 def test_decoders_of_ones_own_plan_each_layer_for_its_rope():

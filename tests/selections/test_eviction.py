@@ -88,6 +88,7 @@ def test_cache_positions_turn_keys_to_their_index(spec):
     stream = make_stream("random", 49, seed=2)
     q, k, v = (jnp.asarray(x[None], jnp.float32) for x in stream[:3])
 
+    @jax.jit
     def turned(x, at):
         return rotate(x, *rope_angles(rope, jnp.asarray(at, jnp.int32)))
 

@@ -179,10 +179,11 @@ def test_drafts_change_no_answer(model, spec):
         cache, _ = prefill(method, model.config, model.params, tokens, lengths, capacity=160, block=16, dtype=jnp.float32)
         return answer(method, model, cache, [question] * rows, most, drafts=drafts, enough=enough)
 
-    (whole,) = ask(1, None)
+    whole, _ = ask(2, None)
     wrong = [(token + 1) % 127 for token in whole]
     drafts = [whole, wrong, whole[:3] + wrong[3:], whole[:20] + wrong[20:], whole[:10], whole[:16], whole * 2, []]
-    assert ask(len(drafts), drafts) == [whole] * len(drafts)
+    for i in range(0, len(drafts), 2):  # no more rows than below: their programs are the same
+        assert ask(2, drafts[i : i + 2]) == [whole] * 2
     assert ask(2, [whole, wrong], most=16) == [whole[:16]] * 2
     seen = []
     assert ask(2, [whole, whole[:18] + wrong], enough=lambda row, text: seen.append(row) or len(text) >= 20) == [whole[:20]] * 2
