@@ -1,7 +1,7 @@
 """Names and numbers that no text holds twice: what a prompt is asked for, and a corpus hardly shows.
 
-A key, a hash or the digits of an account lie off the directions that running text takes. Where bases are calibrated on such
-strings, too, an error of their tokens is about that of all others.
+A key, a hash or the digits of an account lie off the directions that running text takes. Where bases are calibrated on
+such strings, too, an error of their tokens is about that of all others.
 """
 
 import string
@@ -13,15 +13,20 @@ SHARE = 0.2
 """Of the tokens, those that belong to identifiers."""
 HEXADECIMAL = "0123456789abcdef"
 KINDS = (
-    (HEXADECIMAL, 8, 40), (string.digits, 3, 12), (string.ascii_letters + string.digits, 6, 19),
-    (string.ascii_lowercase, 4, 11), (string.ascii_uppercase, 2, 8),
+    (HEXADECIMAL, (8, 40), (1, 1), ""),
+    (string.digits, (3, 12), (1, 1), ""),
+    (string.ascii_letters + string.digits + "+/", (6, 24), (1, 1), ""),
+    (string.ascii_lowercase, (4, 11), (1, 1), ""),
+    (string.ascii_uppercase, (2, 8), (1, 1), ""),
+    (string.digits, (1, 4), (2, 6), ".,:-/"),
+    (string.ascii_lowercase, (3, 8), (2, 4), "._-/@"),
 )
-"""Characters, the fewest and the most of them; the sixth kind is a UUID."""
+"""Characters, the fewest and the most of a part, of parts, and what joins them; one more kind is a UUID."""
 ENDS = ("", ",", ".", "\n")
 
 
 def with_identifiers(texts: np.ndarray, tokenizer: Any, seed: int = 0) -> np.ndarray:
-    """Texts of as many tokens `[n, R]` in which identifiers stand, drawn at random; what they push out at the end is lost.
+    """Texts of as many tokens `[n, R]` among which identifiers stand, drawn at random; what they push out is lost.
 
     Args:
         texts: int32 `[n, R]`. The first token of each stays.
@@ -47,7 +52,16 @@ def identifier(rng: np.random.Generator) -> str:
     """One of `KINDS`, or a UUID."""
     kind = int(rng.integers(len(KINDS) + 1))
     if kind == len(KINDS):
-        digits = "".join(rng.choice(list(HEXADECIMAL), 32))
+        digits = _drawn(HEXADECIMAL, (32, 32), rng)
         return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
-    characters, fewest, most = KINDS[kind]
-    return "".join(rng.choice(list(characters), rng.integers(fewest, most + 1)))
+    characters, length, parts, joints = KINDS[kind]
+    joint = joints and str(rng.choice(list(joints)))
+    return joint.join(_drawn(characters, length, rng) for _ in range(_within(parts, rng)))
+
+
+def _drawn(characters: str, length: tuple[int, int], rng: np.random.Generator) -> str:
+    return "".join(rng.choice(list(characters), _within(length, rng)))
+
+
+def _within(ends: tuple[int, int], rng: np.random.Generator) -> int:
+    return int(rng.integers(ends[0], ends[1] + 1))

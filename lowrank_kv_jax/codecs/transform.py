@@ -70,7 +70,8 @@ class Transform(TokenCodec):
         means: "prompt", what tokens are coded around is fitted to each prompt; "calibrated", it is the calibration's.
         steps: "calibrated", those of the bases; "prompt", of components below 8 bits they follow the deviations of each
             prompt around what its tokens are coded around.
-        sampled: bases are calibrated on text that the model writes itself, too: directions that it takes for likely.
+        sampled: bases are calibrated on text that the model writes itself, too, directions that it takes for likely, and
+            on random names and numbers in it.
         metric: what errors cost, of `transform_metrics`: "loss", what they add to the model's loss (calibration runs
             backward, too); "attention", errors of logits and relative errors of values; "plain", relative errors.
         sinks, recent: exact tokens at both ends.

@@ -38,12 +38,14 @@ def test_text_goes_on_where_it_was_left():
 
 def test_every_kind_is_drawn():
     rng = np.random.default_rng(0)
-    drawn = [identifier(rng) for _ in range(300)]
-    assert len(set(drawn)) > 290
+    drawn = [identifier(rng) for _ in range(400)]
+    assert len(set(drawn)) > 390
     uuids = [x for x in drawn if re.fullmatch("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", x)]
     assert uuids and all(str(uuid.UUID(x)) == x for x in uuids)
     for characters, least in ((string.digits, 3), (string.ascii_lowercase, 4), (string.ascii_uppercase, 2)):
         assert sum(set(x) <= set(characters) and len(x) >= least for x in drawn) > 20
+    for pattern in (r"\d{1,4}([.,:/-]\d{1,4}){1,5}", r"[a-z]{3,8}([._/@-][a-z]{3,8}){1,3}"):
+        assert sum(re.fullmatch(pattern, x) is not None for x in drawn) > 20
 
 
 def test_texts_stay_as_they_are_without_a_tokenizer_and_where_it_knows_no_character():
