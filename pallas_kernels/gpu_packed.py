@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.pallas_kernels.packed_codes import NOTHING, Order, component_of, spread
-from lowrank_kv_jax.storage.water_filled import WORD, WidthRuns, bytes_of
+from lowrank_kv_jax.storage.water_filled import WORD, WidthRuns, bytes_of, middle_of
 
 WINDOW = 16  # bytes, the least that a tensor core sums over; wider ones meet more zeros
 SUBNORMAL = 2.0**24  # an integer, over what its bits are as a float16 number
@@ -67,7 +67,7 @@ class Product(NamedTuple):
     @property
     def middle(self) -> float:
         """By how much codes are above the numbers that they stand for."""
-        return 2.0 ** (self.bits - 1) - 0.5
+        return middle_of(self.bits)
 
 
 @functools.lru_cache
@@ -121,7 +121,7 @@ def spread_queries(q: jax.Array, runs: WidthRuns) -> tuple[jax.Array, jax.Array]
     """
     q = q.astype(jnp.float32)
     power = jnp.exp2(jnp.frexp(jnp.max(jnp.abs(q), axis=-1))[1].astype(jnp.float32))
-    middles = np.concatenate([np.full(count, 2.0 ** (bits - 1) - 0.5) for bits, count in runs])
+    middles = np.concatenate([np.full(count, middle_of(bits)) for bits, count in runs])
     numbers = spread(q / power[..., None], order_of(runs, WINDOW)).astype(jnp.float16)
     return numbers, jnp.stack([SUBNORMAL * power, jnp.sum(q * jnp.asarray(middles, q.dtype), axis=-1)], axis=-2)
 

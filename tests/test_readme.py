@@ -17,13 +17,9 @@ from lowrank_kv_jax.estimators.estimator import ESTIMATORS
 from lowrank_kv_jax.method import REGISTRY
 from lowrank_kv_jax.models import load_model
 
-SMALLER = """
-import dataclasses, functools, lowrank_kv_jax as lkv
+FEWER_WINDOWS = """
+import functools, lowrank_kv_jax as lkv
 lkv.calibrate = functools.partial(lkv.calibrate, length=512, windows=1)  # the blocks leave both at their defaults
-whole = lkv.load_model("smollm2-135m")
-config = dataclasses.replace(whole.config, num_layers=6, windows=whole.config.windows[:6])
-first = dataclasses.replace(whole, config=config, params=whole.params | {"layers": whole.params["layers"][:6]})
-lkv.load_model = {"smollm2-135m": first}.__getitem__  # all thirty layers would be compiled for half a minute
 """
 OUTCOME = """
 assert out.tokens[0] and more.tokens[0] and used.total > 0
@@ -41,7 +37,7 @@ def python_of(page: str) -> list[str]:
 def test_the_readme_runs_on_the_real_model(tmp_path):
     (block,) = python_of("README.md")
     assert block in python_of("docs/quick-start.md")
-    code = "\n".join([SMALLER, block, OUTCOME])
+    code = "\n".join([FEWER_WINDOWS, block, OUTCOME])
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip()

@@ -5,6 +5,7 @@ such strings, too, an error of their tokens is about that of all others.
 """
 
 import string
+import uuid
 from typing import Any
 
 import numpy as np
@@ -52,8 +53,7 @@ def identifier(rng: np.random.Generator) -> str:
     """One of `KINDS`, or a UUID."""
     kind = int(rng.integers(len(KINDS) + 1))
     if kind == len(KINDS):
-        digits = _drawn(HEXADECIMAL, (32, 32), rng)
-        return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+        return str(uuid.UUID(_drawn(HEXADECIMAL, (32, 32), rng)))
     characters, length, parts, joints = KINDS[kind]
     joint = joints and str(rng.choice(list(joints)))
     return joint.join(_drawn(characters, length, rng) for _ in range(_within(parts, rng)))

@@ -15,7 +15,7 @@ from lowrank_kv_jax.storage.water_filled import WIDTHS, WidthRuns, bytes_of, in_
 RANGE, RANGE_OF_FIRST = 8.0, 12.0
 """Deviations that 8 bits reach. Inside of a text some tokens act as sinks, and lie 8 out along the first component of the
 keys; cut off at the 4.5 that are best for a Gaussian, they made up nearly all of the error of early layers. Along others
-none was seen beyond 7."""
+values of rare tokens lie up to 10 out, too few for a coarser step."""
 STEP = {1: 1.15 * 1.596, 2: 1.15 * 0.9957, 4: 1.15 * 0.3352, 8: 2 * RANGE / 2**8}
 """Step in units of a component's deviation: the best of a uniform quantiser of a Gaussian one (Max, 1960), times 1.15 for
 heavier tails; of 8 bits what the range asks for."""
@@ -76,7 +76,7 @@ def at_most(runs: WidthRuns, components: int) -> WidthRuns:
 def steps_of(runs: WidthRuns) -> Float64[np.ndarray, " R"]:
     """Step of each component that has bits in units of its deviation, float64 `[R]`."""
     steps = np.concatenate([np.full(count, STEP[bits]) for bits, count in runs])
-    steps[:WIDE_OF_BOTH][steps[:WIDE_OF_BOTH] == STEP[8]] = STEP_OF_FIRST
+    steps[: min(WIDE_OF_BOTH, dict(runs).get(8, 0))] = STEP_OF_FIRST  # runs begin with the widest
     return steps
 
 

@@ -96,6 +96,11 @@ def empty_water_filled(batch: int, heads: int, size: int, runs: WidthRuns) -> Wa
     return WaterFilled(jnp.zeros((batch, heads, size, bytes_of(runs)), jnp.uint8), runs)
 
 
+def middle_of(bits: int) -> float:
+    """By how much codes of so many bits, counted from 0, are above the numbers that they stand for."""
+    return 2.0 ** (bits - 1) - 0.5
+
+
 def components_of(runs: WidthRuns) -> int:
     """R."""
     return sum(count for _, count in runs)
@@ -160,7 +165,7 @@ def unpack_runs(
     parts, begin = [], 0
     for bits, count in runs:
         size = -(-count * bits // 8)
-        codes, middle = jax.lax.slice_in_dim(packed, begin, begin + size, axis=axis), 2.0 ** (bits - 1) - 0.5
+        codes, middle = jax.lax.slice_in_dim(packed, begin, begin + size, axis=axis), middle_of(bits)
         begin += size
         if bits < 8:
             shifts = jnp.arange(0, 8, bits, dtype=jnp.uint8).reshape(-1, *(1,) * -axis)
