@@ -32,7 +32,17 @@ from lowrank_kv_jax.estimators.turned import turned
 from lowrank_kv_jax.generation.generate import ingest
 from lowrank_kv_jax.generation.sampling import sample
 from lowrank_kv_jax.models.decoder import init_params
-from lowrank_kv_jax.storage import block_reads, lanes, on_host, pages_in_rows, positions, precise, quantised, water_filled
+from lowrank_kv_jax.storage import (
+    block_reads,
+    eight_bits,
+    lanes,
+    on_host,
+    pages_in_rows,
+    positions,
+    precise,
+    quantised,
+    water_filled,
+)
 from lowrank_kv_jax.testing.models import Model
 
 ONE = dataclasses.replace(PLAIN, num_layers=1, windows=(None,))
@@ -85,6 +95,7 @@ def stored(x, taps):
     water_filled.unpack(water_filled.pack(some, ((4, 8),)), ((4, 8),))
     positions.PerHead(jnp.zeros((2, 3, 10), jnp.int32), None, 3).of_device(length[0])
     on_host.on_host(x).read_block(length[0], 4)
+    eight_bits.eight_bits_of(x, x.dtype).read_block(length[0], 4)
     for wide in (jnp.zeros((1, 1, 64, 128)), jnp.zeros((1, 1, 64, 16))):
         held = pages_in_rows.in_pages(wide, 8, "exact")
         held.read_block(length[0], 4)

@@ -75,6 +75,8 @@ class Transform(TokenCodec):
         metric: what errors cost, of `transform_metrics`: "loss", what they add to the model's loss (calibration runs
             backward, too); "attention", errors of logits and relative errors of values; "plain", relative errors.
         sinks, recent: exact tokens at both ends.
+        recent_bits: 8, exact tokens and those that are appended are held in 8 bits, with a scale for each token and head;
+            None, in the cache's dtype, as they are where appended tokens stay exact for good.
         smaller: instead of `bits`: as many as leave the bytes of a request (exact ends and positions too, room for new
             tokens in both caches, but not the bases, which all requests share) so many times below a 16-bit full cache.
         profiles: different widths that the layers of a model may have, each a program of its own.
@@ -95,12 +97,13 @@ class Transform(TokenCodec):
     sampled: bool = True
     metric: str = "loss"
     sinks: int = 4
-    recent: int = 8
+    recent: int = 24
+    recent_bits: int | None = 8
     smaller: float | None = None
     profiles: int = 8
     positions: int | None = None
 
-    exact_at: ClassVar[Mapping[str, Any] | None] = {"bits": None, "sinks": 4, "recent": 8}
+    exact_at: ClassVar[Mapping[str, Any] | None] = {"bits": None, "sinks": 4, "recent": 8, "recent_bits": None}
     small: ClassVar[Mapping[str, Any]] = {"sinks": 4, "recent": 8}
     calibrated: ClassVar[bool] = True
     layers_alike: ClassVar[bool] = True
@@ -109,7 +112,7 @@ class Transform(TokenCodec):
     without: ClassVar[Mapping[str, str]] = {"sensitivity": "metric=attention", "sampled": "sampled=False"}
     one_of: ClassVar[tuple[tuple[str, ...], ...]] = (("bits", "bits_k", "bits_v"), ("smaller",))
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {  # of arXiv 2511.01815, in these widths, before entropy coding
-        "kvtc": {"group": None, "metric": "plain", "recent": 128, "sampled": False},
+        "kvtc": {"group": None, "metric": "plain", "recent": 128, "recent_bits": None, "sampled": False},
     }
 
     def __post_init__(self):
@@ -128,6 +131,8 @@ class Transform(TokenCodec):
             value = getattr(self, field)
             if (type(value) is not int or value < least) and not (field in ("group", "positions") and value is None):
                 raise ValueError(f"{field}={value!r}: must be an int of at least {least}")
+        if self.recent_bits not in (None, 8):
+            raise ValueError(f"recent_bits={self.recent_bits!r}: must be 8 or None")
         if self.bits is None and (self.bits_k is None) != (self.bits_v is None):
             raise ValueError("bits=None: give bits_k and bits_v, or neither")
         if self.kv == "joint" and not self.pooled:
@@ -242,7 +247,7 @@ class Transform(TokenCodec):
     # ---- the contract -------------------------------------------------------------------------------------------
 
     def ends(self, layout, bases):
-        return Ends(self.sinks, self.recent, asked=(self.sinks, self.recent))
+        return Ends(self.sinks, self.recent, asked=(self.sinks, self.recent), bits=self.recent_bits)
 
     def settled(self, layout, bases, weigh):
         """The bits of `smaller`: the same rung for every group, found by what a token takes on average.

@@ -20,7 +20,7 @@ from lowrank_kv_jax.method.layout import Layout
 from lowrank_kv_jax.pallas_kernels.causal_attention import causal_partial
 from lowrank_kv_jax.segments import exact as exact_tokens
 from lowrank_kv_jax.storage.bits import Bits
-from lowrank_kv_jax.storage.cache_dtype import narrow
+from lowrank_kv_jax.storage.eight_bits import EightBits
 from lowrank_kv_jax.storage.positions import Runs
 from lowrank_kv_jax.storage.state import take_tokens, write_tokens
 
@@ -131,7 +131,7 @@ def _pass(layout: Layout, part: exact_tokens.Exact, new: Tokens, rule: Leaving, 
         line = _behind(_front(getattr(part, name), rule.first + rule.room), getattr(new, name), held, counts)
         front, rest = line[:, :, : rule.first], line[:, :, rule.first :]
         rest, lines[name] = take_tokens(rest, leaving, slots - rule.first), rest.swapaxes(1, 2)
-        ends.append(narrow(jnp.concatenate([front, rest], axis=2), part.k.dtype))
+        ends.append(exact_tokens.like(getattr(part, name), jnp.concatenate([front, rest], axis=2)))
     # of latents the norm is left out, which only turns their length: they are normed again where they are read
     before = old.k if layout.spec.latent is not None else old.k_pre
     lines["k_pre"] = _behind(before.swapaxes(1, 2), new.k_pre, held - rule.first, counts).swapaxes(1, 2)
@@ -142,6 +142,8 @@ def _pass(layout: Layout, part: exact_tokens.Exact, new: Tokens, rule: Leaving, 
 
 def _front(buffer: Any, size: int) -> jax.Array:
     front = buffer[:, :, :size]
+    if isinstance(front, EightBits):
+        return front.astype(jnp.float32)  # which the same codes hold
     return front.widened() if isinstance(front, Bits) else front
 
 

@@ -32,6 +32,7 @@ class Ends:
         wait: they leave once so many have gathered; 0 at every refresh.
         ahead: tokens behind those that leave that the codec wants to see too.
         asked: sinks and recent tokens that stay exact behind a selection too, whatever that keeps itself.
+        bits: 8, what the exact tokens are held in where appended ones leave; None: the cache's dtype.
     """
 
     sinks: int
@@ -42,6 +43,7 @@ class Ends:
     wait: int = 0
     ahead: int = 0
     asked: tuple[int, int] = (0, 0)
+    bits: int | None = None
 
     def everything(self, layout: Layout) -> bool:
         """Whether nothing ever comes to lie between the ends."""

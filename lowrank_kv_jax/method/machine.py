@@ -184,9 +184,9 @@ class Machine(KVMethod):
             return Ends(self.reading.sinks, self.reading.recent)
         if rule is None:
             return self.codec.ends(layout, bases.codec)
-        sinks, recent = self.codec.ends(layout, bases.codec).asked
-        flushes = rule.decoding != "keep"
-        return Ends(max(rule.sinks, sinks), max(rule.recent_tokens(layout), recent), flushes=flushes)
+        asked = self.codec.ends(layout, bases.codec)
+        (sinks, recent), flushes = asked.asked, rule.decoding != "keep"
+        return Ends(max(rule.sinks, sinks), max(rule.recent_tokens(layout), recent), flushes=flushes, bits=asked.bits)
 
     @property
     def standing(self) -> Summary | None:
@@ -246,7 +246,7 @@ class Machine(KVMethod):
         ends = self.ends_of(layout, bases)
         exact = exact_tokens.empty_exact(
             layout.batch, spec.kv_heads, ends.slots(layout), spec.head_dim, jnp.dtype(layout.dtype),
-            gaps=(ends.sinks, ends.first), value_dim=0 if spec.latent else None,
+            gaps=(ends.sinks, ends.first), value_dim=0 if spec.latent else None, bits=ends.bits if ends.flushes else None,
         )
         if rule is None:
             if ends.everything(layout):

@@ -1,6 +1,6 @@
 """Tokens kept exactly: a pinned prefix (sinks), then a tail of recent tokens from which the oldest can be flushed."""
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from lowrank_kv_jax.storage.bits import Bits
 from lowrank_kv_jax.storage.block_reads import slice_block
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.eight_bits import EightBits, eight_bits_of
 from lowrank_kv_jax.storage.positions import Runs
 from lowrank_kv_jax.storage.state import leaf, state, take_tokens, write_tokens
 
@@ -20,7 +21,7 @@ class Exact:
     """Exact keys (after RoPE) and values.
 
     Attributes:
-        k, v: `[B, K, S, D]`; v has no channels where the keys are the values (latent attention).
+        k, v: `[B, K, S, D]`, in 8 bits `EightBits`; v has no channels where the keys are the values (latent attention).
         length: int32 `[B]`, tokens held by each row.
         positions: two gaps: before the tokens that were the prompt's last, and before those that came after.
     """
@@ -41,11 +42,14 @@ class Flushed(NamedTuple):
 
 
 def empty_exact(
-    batch: int, kv_heads: int, size: int, head_dim: int, dtype, gaps: tuple[int, int], value_dim: int | None = None
+    batch: int, kv_heads: int, size: int, head_dim: int, dtype, gaps: tuple[int, int], value_dim: int | None = None,
+    bits: int | None = None,
 ) -> Exact:
-    """An empty segment of `size` slots; `gaps` are the slots before which tokens may be missing."""
+    """An empty segment of `size` slots; tokens may be missing before the slots `gaps`; `bits` as `Ends` has it."""
     buffer = jnp.zeros((batch, kv_heads, size, head_dim), dtype)
     values = jnp.zeros((batch, kv_heads, size, head_dim if value_dim is None else value_dim), dtype)
+    if bits == 8:
+        buffer, values = (eight_bits_of(x, dtype) for x in (buffer, values))
     start = jnp.broadcast_to(jnp.asarray(gaps, jnp.int32), (batch, 2))
     none = jnp.zeros((batch,), jnp.int32)
     return Exact(buffer, values, none, Runs(start, jnp.zeros((batch, 2), jnp.int32)))
@@ -66,18 +70,27 @@ def hold_prompt(
     """
     size = min(sinks + recent, k.shape[1])
     left_out = jnp.maximum(lengths - sinks - recent, 0) if left_out is None else left_out
-    k, v = (narrow(x.swapaxes(1, 2), segment.k.dtype) for x in (k, v))
+    k, v = (x.swapaxes(1, 2) for x in (k, v))
     if sinks < size:
         tail = (sinks + left_out, size - sinks)
         k, v = (jnp.concatenate([x[:, :, :sinks], take_tokens(x, *tail)], axis=2) for x in (k, v))
     else:
         k, v = k[:, :, :size], v[:, :, :size]
-    return Exact(
-        segment.k.at[:, :, :size].set(k),
-        segment.v.at[:, :, :size].set(v),
-        lengths - left_out,
-        segment.positions.skip(0, left_out),
-    )
+    k, v = (_filled(x, new) for x, new in ((segment.k, k), (segment.v, v)))
+    return Exact(k, v, lengths - left_out, segment.positions.skip(0, left_out))
+
+
+def _filled(buffer: Any, new: jax.Array) -> Any:
+    """A buffer whose first slots hold `new` `[B, K, n, D]`."""
+    if isinstance(buffer, EightBits):
+        coded = eight_bits_of(new, buffer.dtype).rows
+        return buffer.moved(lambda rows: _filled(rows, coded))
+    return buffer.at[:, :, : new.shape[2]].set(narrow(new, buffer.dtype))
+
+
+def like(buffer: Any, new: jax.Array) -> Any:
+    """All slots anew, `[B, K, S, D]`, rounded to what they are held in."""
+    return eight_bits_of(new, buffer.dtype) if isinstance(buffer, EightBits) else narrow(new, buffer.dtype)
 
 
 def append(segment: Exact, k: jax.Array, v: jax.Array, counts: jax.Array) -> Exact:
@@ -100,8 +113,8 @@ def attend(
     window: int | None = None,
 ) -> AttnPartial:
     """Causal attention of `q` `[B, T, N, D]` (after RoPE) over the segment."""
-    values = segment.v if segment.v.shape[-1] else segment.k
-    tokens = CachedTokens(segment.k, values, segment.length, segment.positions)
+    k, v = (x.widened() if isinstance(x, EightBits) else x for x in (segment.k, segment.v))  # a few tokens
+    tokens = CachedTokens(k, v if v.shape[-1] else k, segment.length, segment.positions)
     return coefficient_attention(q, tokens, scale=scale, cap=cap, q_positions=q_positions, causal=True, window=window)
 
 
@@ -123,7 +136,10 @@ class Slots:
 
 def part(segment: Exact, begin: int, end: int) -> Exact:
     """Slots `begin` to `end` as a segment of its own, to attend to."""
-    k, v = (Slots(x, begin, end) for x in (segment.k, segment.v))
+    def own(x):
+        return x.widened()[:, :, begin:end] if isinstance(x, EightBits) else Slots(x, begin, end)
+
+    k, v = (own(x) for x in (segment.k, segment.v))
     return Exact(
         cast(jax.Array, k),
         cast(jax.Array, v),
@@ -145,12 +161,12 @@ def flush(segment: Exact, pinned: int, recent: int, most: int, multiple: int = 1
     counts = jnp.clip(segment.length - pinned - recent, 0, most) // multiple * multiple
     slots = pinned + jnp.arange(most)
     k, v = (x[:, :, pinned : pinned + most] for x in (segment.k, segment.v))
-    k, v = (x.widened() if isinstance(x, Bits) else x for x in (k, v))
+    k, v = (x.widened() if isinstance(x, Bits | EightBits) else x for x in (k, v))
     out = Flushed(k, v, segment.positions.at(slots), counts)
     tail = segment.k.shape[2] - pinned
 
     def shift(buffer):
-        if isinstance(buffer, Bits):
+        if isinstance(buffer, Bits | EightBits):
             return buffer.moved(shift)
         return buffer.at[:, :, pinned:].set(take_tokens(buffer, pinned + counts, tail))
 

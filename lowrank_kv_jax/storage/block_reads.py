@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from lowrank_kv_jax.storage.backend import platform
 from lowrank_kv_jax.storage.positions import PerHead
@@ -46,7 +46,7 @@ def block_slots(
     return start, slots, slots >= i * block
 
 
-def slice_block(buffer: Any, start: Int[jax.Array, ""] | int, block: int = BLOCK) -> Float[jax.Array, "..."]:
+def slice_block(buffer: Any, start: Int[jax.Array, ""] | int, block: int = BLOCK) -> Shaped[jax.Array, "..."]:
     """Block of a `[B, J, S, R]` buffer, `[B, J, min(block, S), R]`.
 
     A storage that is no plain array (quantised codes, say) is read by its `read_block(start, size)`.

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
 from lowrank_kv_jax.storage.on_host import OnHost
 from lowrank_kv_jax.storage.packed import PackedTokens
@@ -50,12 +50,12 @@ class TokensOnLanes:
     def dtype(self):
         return self.on_lanes.dtype
 
-    def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Float[jax.Array, "B J {size} R"]:
+    def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Shaped[jax.Array, "B J {size} R"]:
         """Tokens `start` to `start + size`, `[B, J, size, R]`."""
         return jax.lax.dynamic_slice_in_dim(self.on_lanes, start, size, axis=3).swapaxes(2, 3)
 
     def write_tokens(
-        self, new: Float[jax.Array, "B J T R"], start: Int[jax.Array, " B"], counts: Int[jax.Array, " B"]
+        self, new: Shaped[jax.Array, "B J T R"], start: Int[jax.Array, " B"], counts: Int[jax.Array, " B"]
     ) -> "TokensOnLanes":
         """As `state.write_tokens`, of `new` `[B, J, T, R]`."""
         on_lanes = write_tokens(self.on_lanes, new.swapaxes(2, 3), start, counts, token_axis=3)

@@ -72,7 +72,7 @@ def test_the_error_falls_and_directions_stay_orthonormal(spec, monkeypatch):
 
 def test_the_error_is_that_of_the_cache():
     """Of the last query of a text: what the machine attends to, with its own ends, codes and means."""
-    method, bases = fitted("transform:bits=2,metric=plain,sampled=False")
+    method, bases = fitted("transform:bits=2,metric=plain,sampled=False,recent_bits=none")
     layout_of_groups = ((dataclasses.replace(group.layout, dtype="float32"), group, seen)
                         for group, seen in groups_of(model(), method, TOKENS[:1]))
     layout, group, seen = next(itertools.islice(layout_of_groups, 1, None))
@@ -157,7 +157,7 @@ def test_methods_without_such_bases_are_refused_before_the_model_runs(spec, word
     ({"steps": 1.5}, "steps=1.5: must be an int"),
     ({"learn": ["means"]}, "learn=('means',): must name some of steps, bases"),
     ({"learn": []}, "learn=(): must name some of"),
-    ({"tokens": TOKENS[:, :12]}, "windows of 12 tokens: the first 4 and last 8 are exact"),
+    ({"tokens": TOKENS[:, :12]}, "windows of 12 tokens: the first 4 and last 24 are exact"),
     ({"tokens": TOKENS + 64}, "the vocabulary has 64"),
     ({"bases": ()}, "bases hold 0 groups"),
 ])

@@ -26,7 +26,7 @@ BLOCKS = {
     CODED: 16, "transform:smaller=8,group=2,kv=joint": 16, "transform:kvtc,smaller=8": 16,
     f"{CODED}+kvzip:keep=0.5": 16,  # the codec decides
 }
-EXACT = f"{CODED},bits=none"
+EXACT = f"{CODED},bits=none,recent_bits=none"
 ONE = dataclasses.replace(PLAIN, num_layers=1, windows=(None,))
 
 

@@ -68,9 +68,9 @@ VARIANTS = [
     "single-svd:rank=1.0,rope=post,heads=per_head,decoded=coded,sinks=1,recent=2,centred=true",
     pytest.param("single-svd:rank=1.0,decoded=coded,recent_of=prompt,order=reconstruct", marks=pytest.mark.slow),
     pytest.param("streamingllm:keep=none,budget=160,positions=original", marks=pytest.mark.slow),
-    "transform:bits=none,group=2,heads=per_head,rope=post,metric=plain,sinks=1,recent=2",
-    "transform:bits=none,group=2,kv=joint,sinks=1,recent=2",
-    pytest.param("transform:bits=none,kv=joint,heads=per_head,rope=post,metric=plain,sinks=1,recent=2", marks=pytest.mark.slow),
+    "transform:bits=none,recent_bits=none,group=2,heads=per_head,rope=post,metric=plain,sinks=1,recent=2",
+    "transform:bits=none,recent_bits=none,group=2,kv=joint,sinks=1,recent=2",
+    pytest.param("transform:bits=none,recent_bits=none,kv=joint,heads=per_head,rope=post,metric=plain,sinks=1,recent=2", marks=pytest.mark.slow),
 ]
 
 
