@@ -113,9 +113,15 @@ def attend(
     window: int | None = None,
 ) -> AttnPartial:
     """Causal attention of `q` `[B, T, N, D]` (after RoPE) over the segment."""
-    k, v = (x.widened() if isinstance(x, EightBits) else x for x in (segment.k, segment.v))  # a few tokens
+    k, v = _as_read(segment)
     tokens = CachedTokens(k, v if v.shape[-1] else k, segment.length, segment.positions)
     return coefficient_attention(q, tokens, scale=scale, cap=cap, q_positions=q_positions, causal=True, window=window)
+
+
+def _as_read(segment: Exact) -> tuple[Any, Any]:
+    """Keys and values as attention ops read them: those in 8 bits, a few tokens, are widened."""
+    k, v = (x.as_read() if isinstance(x, EightBits) else x for x in (segment.k, segment.v))
+    return k, v
 
 
 class Slots:
@@ -136,10 +142,7 @@ class Slots:
 
 def part(segment: Exact, begin: int, end: int) -> Exact:
     """Slots `begin` to `end` as a segment of its own, to attend to."""
-    def own(x):
-        return x.widened()[:, :, begin:end] if isinstance(x, EightBits) else Slots(x, begin, end)
-
-    k, v = (own(x) for x in (segment.k, segment.v))
+    k, v = (Slots(x, begin, end) for x in _as_read(segment))
     return Exact(
         cast(jax.Array, k),
         cast(jax.Array, v),

@@ -40,6 +40,12 @@ class EightBits:
         """The array, in `dtype`."""
         return self.astype(self.dtype)
 
+    def as_read(self) -> Any:
+        """The array as attention ops read it, on lanes where the codes lie there."""
+        if not hasattr(self.rows, "on_lanes"):
+            return self.widened()
+        return dataclasses.replace(self.rows, on_lanes=_widened(self.rows.on_lanes, self.dtype, axis=2))
+
     def astype(self, dtype: Any) -> Float[jax.Array, "B K S D"]:
         """The array in a dtype; float32 holds it to the bit."""
         return _widened(slice_block(self.rows, 0, self.shape[2]), dtype)
@@ -88,9 +94,12 @@ def _coded(x: Float[jax.Array, "*tokens D"]) -> UInt8[jax.Array, "*tokens _"]:
     ], axis=-1)
 
 
-def _widened(rows: UInt8[jax.Array, "*tokens _"], dtype: Any) -> Float[jax.Array, "*tokens D"]:
-    codes = jax.lax.bitcast_convert_type(rows[..., :-SCALE], jnp.int8).astype(jnp.float32)
+def _widened(rows: UInt8[jax.Array, "B K _ _"], dtype: Any, axis: int = 3) -> Float[jax.Array, "B K _ _"]:
+    """Tokens of rows whose bytes lie along `axis`."""
+    width = rows.shape[axis] - SCALE
+    codes = jax.lax.slice_in_dim(rows, 0, width, axis=axis)
+    codes = jax.lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.float32)
     # by shifts: a bitcast of two bytes to one number would be a program of its own on a GPU
-    low, high = (rows[..., -SCALE + i, None].astype(jnp.uint32) for i in range(SCALE))
+    low, high = (jax.lax.slice_in_dim(rows, width + i, width + i + 1, axis=axis).astype(jnp.uint32) for i in range(SCALE))
     scale = jax.lax.bitcast_convert_type((high << 24) | (low << 16), jnp.float32)
     return (codes * scale).astype(dtype)
