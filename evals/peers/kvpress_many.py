@@ -117,6 +117,12 @@ class _KVzips(KVzipPress):
         self.masked = {ratio: [None] * len(model.model.layers) for ratio in self.ratios}
         return super().__call__(model)
 
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """On the CPU, whatever torch's default device: kvpress puts the context there, and beside it what it asks."""
+        self._suffix_ids = self._suffix_ids.cpu()
+        with torch.device("cpu"):
+            return super().prepare(*args, **kwargs)
+
     def compress_post(self, model: Any) -> None:
         for ratio in filter(None, self.ratios):
             self.compression_ratio = ratio

@@ -90,7 +90,7 @@ class _Runner:
 
         real = [row for row, asked in enumerate(batch.questions) if asked]
         clock = PrefillClock()
-        with torch.inference_mode(), self.device:  # what KVzip repeats of the context lies on torch's default device
+        with torch.inference_mode(), self.device:
             presses = {spec: make_press(spec) for spec in specs}
             pressed = [press_many(self.torch_model, batch.contexts[row], presses, clock) for row in real]
         for spec in specs:

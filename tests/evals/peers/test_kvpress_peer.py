@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from lowrank_kv_jax.evals.asking.clock import PrefillClock  # noqa: E402
 from lowrank_kv_jax.evals.peers.kvpress_answer import answer  # noqa: E402
-from lowrank_kv_jax.evals.peers.kvpress_many import press_many  # noqa: E402
+from lowrank_kv_jax.evals.peers.kvpress_many import _KVzips, press_many  # noqa: E402
 from lowrank_kv_jax.evals.peers.kvpress_presses import make_press  # noqa: E402
 
 SPECS = ["full", "snapkv:2x", "adakv:4x", "kvzip:2x", "kvzip:4x", "kvzip:1x", "expected-attention:4x", "streamingllm:2x"]
@@ -89,6 +89,15 @@ def test_the_clock_tells_presses_apart(model):
         press_many(model, context(1, 150), {spec: make_press(spec) for spec in SPECS}, clock)
     assert clock.shared > 0 and set(clock.own) == set(SPECS) - {"full"}
     assert clock.alone("kvzip:4x") > clock.alone("full") == clock.shared
+
+
+def test_kvzip_repeats_the_context_whatever_the_default_device(model):
+    """What the tokenizer returns lies there, while kvpress takes the context to the CPU."""
+    press = _KVzips([make_press("kvzip:2x")])
+    press._context_ids, press._suffix_ids, press.prefix_length = torch.tensor([context(1, 150)]), torch.tensor([[7]]), 0
+    with torch.device("meta"):
+        pairs = press.prepare(model, Words())
+    assert all(x.device.type == "cpu" for pair in pairs for x in pair)
 
 
 def test_nothing_is_cut_at_one(model):
