@@ -25,7 +25,7 @@ from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.parse import as_method
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.storage.cache_dtype import floating
-from lowrank_kv_jax.storage.sharding import to_host
+from lowrank_kv_jax.storage.sharding import beside, replicate, shard_rows, to_host
 
 GREEDY = Sampler()
 NEXT_TURN = 64  # tokens of one more turn that a cache has room for by default, beside its answer
@@ -211,6 +211,7 @@ def decode(
     if int(to_host(cache.pending)):  # tokens were appended since the last refresh: a whole block may not fit any more
         cache = refresh(method, cache, bases=bases)
     yield to_host(token)[:, None], cache, progress
+    cache, progress = _placed(cache, progress, params, bases)
     left = max_new_tokens - 1
     while left > 0 and not bool(progress.done.all()):
         steps = min(left, cache.layout.block)
@@ -220,6 +221,16 @@ def decode(
         left -= steps
         stop_on_fault(cache, progress, max_new_tokens - 1 - left)
         yield to_host(out)[:, :steps], cache, progress
+
+
+def _placed(cache: Cache, progress: Progress, params: Any, bases: Any) -> tuple[Cache, Progress]:
+    """With all small arrays where `decode_block` will leave them: elsewhere its second turn would be another program."""
+    mesh, length, limit, pending = cache.layout.mesh, cache.length, cache.limit, cache.pending
+    if mesh is None:
+        length, limit, pending, *rows = beside((length, limit, pending, *progress), cache.groups, params, bases)
+    else:
+        pending, rows = replicate(mesh, pending), shard_rows(mesh, *progress)
+    return dataclasses.replace(cache, length=length, limit=limit, pending=pending), Progress(*rows)
 
 
 def stop_on_fault(cache: Cache, progress: Progress, step: int) -> None:

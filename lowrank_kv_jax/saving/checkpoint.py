@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.checks.json_objects import check_fields, parse_json, read_json_object
@@ -146,6 +147,9 @@ def load_arrays(
 ) -> dict[str, Any]:
     """The arrays, with the dtypes and shardings of `like`; NumPy's where these are.
 
+    Those without a sharding are where JAX puts arrays by default, committed to no device, as those that were computed:
+    a jitted loop, whose results would be committed as well, would be compiled once more for its second turn.
+
     Args:
         metadata: of `load_metadata`.
 
@@ -172,17 +176,17 @@ def load_arrays(
         if metadata["sha256"] != _seal({field: value for field, value in metadata.items() if field != "sha256"}):
             raise ValueError(f"{path / METADATA}: is damaged (its sha256 is not that of its fields)")
         try:
-            return checkpointer.restore(folder, {name: _placed(array) for name, array in like.items()})
+            found = checkpointer.restore(folder, {name: _restorable(array) for name, array in like.items()})
         except Exception as error:
             raise ValueError(f"{folder}: its arrays cannot be read ({_first_line(error)})") from error
+    return {name: x if isinstance(like[name], np.ndarray) else jnp.asarray(x) for name, x in found.items()}
 
 
-def _placed(like: jax.ShapeDtypeStruct | np.ndarray) -> jax.ShapeDtypeStruct | np.ndarray:
-    """With a place, JAX's first device by default: Orbax would look for the device that it was saved on."""
+def _restorable(like: jax.ShapeDtypeStruct | np.ndarray) -> jax.ShapeDtypeStruct | np.ndarray:
+    """What Orbax is shown: NumPy's array where there is no sharding, since it would look for the device of the save."""
     if isinstance(like, np.ndarray) or like.sharding is not None:
         return like
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=here)
+    return np.broadcast_to(np.zeros((), like.dtype), like.shape)
 
 
 def _check_files(path: Path, metadata: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.checks.shown import short
@@ -135,6 +135,13 @@ def replicate(mesh: Mesh | None, tree: Any) -> Any:
         return tree
     place = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda x: x if isinstance(x, Tracer) else jax.device_put(x, place), tree)
+
+
+def beside(small: tuple[jax.Array, ...], *trees: Any) -> tuple[jax.Array, ...]:
+    """Arrays bound to the device that any of the others is bound to, as all will be that is computed of both."""
+    bound = (x.sharding for x in jax.tree.leaves(trees) if getattr(x, "committed", False))
+    place = next((x for x in bound if isinstance(x, SingleDeviceSharding)), None)
+    return small if place is None else jax.device_put(small, place)
 
 
 def to_host(x: jax.Array) -> np.ndarray:

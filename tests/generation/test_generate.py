@@ -16,6 +16,7 @@ from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.method.cache import fork, take_rows
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.saving.saved_bases import load_bases, save_bases
 
 FULL = REGISTRY["full"]()
 ROWS = [prompts(1, n, seed=14 + i)[0].tolist() for i, n in enumerate((37, 5))]  # whose greedy text varies
@@ -209,6 +210,20 @@ def test_a_thousand_tokens_compile_once(name):
         drawn += new.shape[1]
     assert drawn == 1000 and cache.length.tolist() == [1049, 1049]
     assert decode_block._cache_size() == programs + 1
+
+
+def test_loaded_bases_and_weights_that_are_bound_to_a_device_compile_once(tmp_path):
+    """Beside what is bound the loop's own results are, too, and were its second turn another program."""
+    one = model(dataclasses.replace(PLAIN, num_layers=1, windows=(None,)))
+    method = small_configuration(REGISTRY["ojakv"])
+    save_bases(tmp_path / "bases", bases_for(method, one.config), one, method)
+    bases, programs = load_bases(tmp_path / "bases", one, method), decode_block._cache_size()
+    assert not any(x.committed for x in jax.tree.leaves(bases))
+    gen(one, method, ROWS, bases=bases, max_new_tokens=30, stop_at_eos=False)
+    assert decode_block._cache_size() == programs + 1
+    bound = type(one)(one.config, jax.device_put(one.params, jax.devices()[0]))
+    gen(bound, method, ROWS, bases=bases, max_new_tokens=30, stop_at_eos=False)
+    assert decode_block._cache_size() == programs + 2
 
 
 def test_other_temperatures_compile_nothing():

@@ -77,14 +77,15 @@ def test_kernels_read_what_lies_on_their_device(names, monkeypatch):
 ROWS = """
 import jax, jax.numpy as jnp
 from helpers import PLAIN, model, prompts
-from lowrank_kv_jax.generation.generate import generate
+from lowrank_kv_jax.generation.generate import decode_block, generate
 from lowrank_kv_jax.method.cache import take_rows
 from lowrank_kv_jax.models.parameter_sharding import param_shardings
 from lowrank_kv_jax.storage.sharding import make_mesh
 mesh, texts, plain = make_mesh("data=2"), prompts(4, 40).tolist(), model(PLAIN)
 one = type(plain)(PLAIN, jax.device_put(plain.params, param_shardings(PLAIN, mesh)))
-options = {"max_new_tokens": 6, "stop_at_eos": False}
-first = generate(one, "full", texts, dtype=jnp.float32, mesh=mesh, **options)
+options = {"max_new_tokens": 20, "stop_at_eos": False}
+first = generate(one, "full", texts, dtype=jnp.float32, mesh=mesh, block=8, **options)
+assert decode_block._cache_size() == 1  # what a turn of the loop leaves lies as what the first was given
 turns = [[token] for token in first.last.tolist()]
 whole = generate(one, "full", turns, cache=first.cache, **options).tokens
 for rows in ([2], [0, 1, 3]):
