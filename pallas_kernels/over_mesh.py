@@ -57,6 +57,26 @@ def local(
     return on_mesh
 
 
+def local_on_xla(
+    attend: Callable[..., AttnPartial], specs: Callable[[], Mapping[str, Any]], arguments: Mapping[str, Any],
+    whole: Callable[[], AttnPartial],
+) -> Callable[[], AttnPartial]:
+    """The same of an op on XLA, whose compiler would rebuild the keys of all heads on every device and exchange them.
+
+    Args:
+        attend: takes `arguments`, each device its own part of them.
+        whole: all of it, left to the compiler: what devices cannot be told their parts of.
+    """
+
+    def run() -> AttnPartial:
+        try:
+            return local(lambda interpret, **given: attend(**given), specs, arguments)(False)
+        except Unsupported:
+            return whole()
+
+    return run
+
+
 def cut(x: Any, axes: tuple[str | None, ...]) -> PartitionSpec:
     """How an array lies: rows over "data", heads over "model" unless all of them share one; slots are not cut here.
 

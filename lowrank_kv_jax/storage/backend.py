@@ -1,6 +1,8 @@
-"""The platform that a program is traced for, and the backend that is tried first there."""
+"""The platform that a program is traced for, the backend that is tried first there, and what its registers multiply."""
 
+import functools
 import os
+from pathlib import Path
 
 import jax
 
@@ -19,6 +21,24 @@ def platform() -> str:
 def on_gpu() -> bool:
     """Whether a GPU is traced for."""
     return OF_PLATFORM.get(platform()) == "triton"
+
+
+def multiplies_16_bits() -> bool:
+    """Whether a CPU is traced for that sums products of bfloat16 numbers in float32, twice as many at once as of float32
+    ones, and nobody asked JAX for exact products (`jax_default_matmul_precision`)."""
+    asked = jax.config.jax_default_matmul_precision in (None, "default", "fastest", "bfloat16")
+    return platform() == "cpu" and asked and _has_bfloat16()
+
+
+@functools.cache
+def _has_bfloat16() -> bool:
+    """By the names that Linux gives to what a processor can; False where it says nothing."""
+    try:
+        told = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    flags = next((line.split() for line in told.splitlines() if line.startswith("flags")), [])
+    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def asked_for(backend: str | None = None) -> str | None:

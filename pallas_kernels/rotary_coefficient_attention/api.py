@@ -18,6 +18,7 @@ from lowrank_kv_jax.pallas_kernels.over_mesh import (
     cut_tokens,
     devices_of_heads,
     local,
+    local_on_xla,
 )
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 
@@ -63,11 +64,11 @@ def rotary_coefficient_attention(
 
     on_device = functools.partial(attend, kv_heads=kv_heads // devices_of_heads())
     kernels = {name: local(functools.partial(on_device, module), specs, arrays) for name, module in KERNELS.items()}
-    reference = functools.partial(attend, "reference", kv_heads=kv_heads, **arrays)
     if cap is not None:
         kernels = dispatch.without_kernels(kernels, "logits that are capped")
-        reference = functools.partial(reference, cap=cap)
-    return dispatch.run("rotary_coefficient_attention", backend, kernels, reference)
+    reference = functools.partial(on_device, "reference", cap=cap)
+    whole = functools.partial(reference, kv_heads=kv_heads, **arrays)
+    return dispatch.run("rotary_coefficient_attention", backend, kernels, local_on_xla(reference, specs, arrays, whole))
 
 
 def _implementation(module: str, **arguments: Any) -> AttnPartial:

@@ -5,6 +5,9 @@ a rotation then adds whole rows, which splits evenly over threads and transposes
 heads of a layer in one product.
 """
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +16,7 @@ from lowrank_kv_jax.attention.blockwise import blockwise_attention, spread_heads
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.rope import RopeSpec, rope_angles
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.turns import slot_angles, steps_of
+from lowrank_kv_jax.storage.backend import multiplies_16_bits
 from lowrank_kv_jax.storage.basis import reconstruct
 from lowrank_kv_jax.storage.block_reads import (
     block_for,
@@ -26,6 +30,7 @@ from lowrank_kv_jax.storage.block_reads import (
 from lowrank_kv_jax.storage.positions import Runs
 
 LARGEST = 2048  # tokens of a block: every block costs some time of its own, measured fastest on XLA's CPU backend
+LARGEST_OF_CODES = 512  # of packed ones, where a buffer is more than one block: as numbers a core's cache holds them
 TILE = 128  # blocks are multiples of it
 TOGETHER = 64  # queries times heads up to which one product with zeros in it is cheaper than one for each kv head
 
@@ -35,21 +40,20 @@ def rotary_coefficient_attention(
 ) -> AttnPartial:
     batch, queries, heads, dim = q.shape
     groups, size = tokens.keys.shape[1:3]
-    block = block_for(size, queries, batch * kv_heads * dim, block_size(size))
+    block = block_for(size, queries, batch * kv_heads * dim, block_size(size, parts_are_tokens_last(tokens.keys)))
     few = value_basis is None and queries * heads <= TOGETHER and tokens.values.shape[1] <= groups
     few = few and jax.device_count() == 1  # heads that lie on several devices must not meet in one product
     shared = groups if few else kv_heads
-    basis = _heads_inside(key_basis, kv_heads).astype(q.dtype)
+    basis = _heads_inside(key_basis, kv_heads).astype(_product_dtype(q, tokens.keys, key_basis))
     basis = jnp.broadcast_to(basis, (batch, *basis.shape[-4:]))
 
     def read(i):
         start, slots, fresh = block_slots(i, size, block)
         mask, positions = visible_slots(tokens, slots, fresh, q_positions, causal, window, heads)
         if parts_are_tokens_last(tokens.keys):
-            codes = jnp.concatenate(slice_parts(tokens.keys, start, block), axis=-2)
-            keys = _rebuild_from_columns(basis, codes.astype(q.dtype))
+            keys = _rebuild_from_columns(basis, slice_parts(tokens.keys, start, block), q.dtype)
         else:
-            keys = _rebuild(basis, slice_block(tokens.keys, start, block).astype(q.dtype))
+            keys = _rebuild(basis, slice_block(tokens.keys, start, block), q.dtype)
         values = slice_parts(tokens.values, start, block)
         if key_mean is not None:
             keys = keys + _heads_inside(key_mean.reshape(*key_mean.shape[:-2], groups, -1, 1), kv_heads).astype(q.dtype)
@@ -72,10 +76,12 @@ def rotary_coefficient_attention(
     )
 
 
-def block_size(size: int) -> int:
-    """Tokens of each block of a buffer: about equal ones, of which none is larger than `LARGEST`."""
-    even = -(-size // -(-size // LARGEST))
-    return min(-(-even // TILE) * TILE, LARGEST)
+def block_size(size: int, codes: bool = False) -> int:
+    """Tokens of each block of a buffer: about equal ones, of which none is larger than `LARGEST`; of packed codes smaller
+    ones where one block does not hold them all."""
+    largest = LARGEST_OF_CODES if codes and size > LARGEST else LARGEST
+    even = -(-size // -(-size // largest))
+    return min(-(-even // TILE) * TILE, largest)
 
 
 def block_angles(rope: RopeSpec, where, positions: jax.Array, start) -> tuple[jax.Array, jax.Array]:
@@ -106,20 +112,35 @@ def block_angles(rope: RopeSpec, where, positions: jax.Array, start) -> tuple[ja
     return cos[:, None], sin[:, None]
 
 
-def _rebuild(basis: jax.Array, codes: jax.Array) -> jax.Array:
+def _product_dtype(q: jax.Array, keys: Any, basis: jax.Array) -> Any:
+    """What keys are rebuilt in: the queries' dtype, or bfloat16, of which a CPU that has it multiplies twice as many.
+
+    That loses nothing of coefficients and bases that are stored in it, nor of packed codes, which are whole numbers and a
+    half; the bases of these, widened from 8 bits, are rounded by a 512th at most.
+    """
+    whole = parts_are_tokens_last(keys) or getattr(keys, "dtype", None) == basis.dtype == jnp.bfloat16
+    return jnp.bfloat16 if q.dtype == jnp.float32 and whole and multiplies_16_bits() else q.dtype
+
+
+def _rebuild(basis: jax.Array, codes: jax.Array, dtype: Any) -> jax.Array:
     """Keys `[B, J, D, H, S]` of coefficients `[B, J, S, R]` in a basis `[B, J, D, H, R]`."""
+    codes = codes.astype(basis.dtype)
     if codes.shape[0] * codes.shape[1] > 1:
-        return jnp.einsum("bjdhr,bjsr->bjdhs", basis, codes)
+        return jnp.einsum("bjdhr,bjsr->bjdhs", basis, codes, preferred_element_type=dtype)
     # XLA's CPU backend transposes the coefficients for a product of batches, be it of one, and not for a plain one
-    rows = jnp.einsum("wr,sr->ws", basis.reshape(-1, basis.shape[-1]), codes[0, 0])
+    rows = jnp.einsum("wr,sr->ws", basis.reshape(-1, basis.shape[-1]), codes[0, 0], preferred_element_type=dtype)
     return rows.reshape(*basis.shape[:-1], -1)
 
 
-def _rebuild_from_columns(basis: jax.Array, codes: jax.Array) -> jax.Array:
-    """The same of coefficients `[B, J, R, S]`."""
-    if codes.shape[0] * codes.shape[1] > 1:
-        return jnp.einsum("bjdhr,bjrs->bjdhs", basis, codes)
-    return (basis.reshape(-1, basis.shape[-1]) @ codes[0, 0]).reshape(*basis.shape[:-1], -1)
+def _rebuild_from_columns(basis: jax.Array, parts: tuple[jax.Array, ...], dtype: Any) -> jax.Array:
+    """The same of packed codes `[B, J, R, S]`, run by run: to put them side by side takes as long as the products."""
+    rows = basis.reshape(*basis.shape[:2], -1, basis.shape[-1])
+    ends = np.cumsum([part.shape[-2] for part in parts])
+    runs = list(zip(jnp.split(rows, ends[:-1], axis=-1), (part.astype(basis.dtype) for part in parts), strict=True))
+    if rows.shape[0] * rows.shape[1] == 1:  # as above
+        runs = [(row[0, 0], codes[0, 0]) for row, codes in runs]
+    products = (jnp.matmul(row, codes, preferred_element_type=dtype) for row, codes in runs)
+    return functools.reduce(jnp.add, products).reshape(*basis.shape[:-1], -1)
 
 
 def _rotate(keys: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -16,12 +16,14 @@ from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels import dispatch
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.packing import EMPTY, columns, merge_splits
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import reference, rotary_coefficient_attention
 from lowrank_kv_jax.storage import block_reads
 from lowrank_kv_jax.storage.basis import expand_values, fold_query
 from lowrank_kv_jax.storage.block_reads import BLOCK
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.over_tokens import over_mesh
 from lowrank_kv_jax.storage.positions import Runs
+from lowrank_kv_jax.storage.tokens_last import tokens_last_of
 
 
 def test_the_platform_decides_the_environment_overrides_and_an_argument_overrides_both(monkeypatch):
@@ -88,6 +90,37 @@ def test_keys_before_rope_that_xla_rebuilds_faster_are_xlas_on_a_gpu(monkeypatch
     dispatch.warn_anew()
     monkeypatch.setattr("lowrank_kv_jax.storage.backend.platform", lambda: "gpu")
     check(rotary_coefficient_attention(x.q, x.tokens, x.basis, **x.options), x.oracle)
+
+
+@pytest.mark.parametrize("runs, most", [((((8, 9), (4, 21), (2, 12)), ((4, 42),)), 4e-3), (None, 2e-6)], ids=["packed", "bfloat16"])
+def test_a_cpu_rebuilds_keys_in_16_bits_where_that_loses_nothing_to_speak_of(monkeypatch, runs, most):
+    """What is stored in bfloat16 is multiplied as it is; of packed codes it is the basis that is rounded."""
+    x = make(Case(rope=RopeSpec(10000.0, 64), runs=runs, dtype="bfloat16", J=1, Jv=1, lengths=(300,), mean=True, poison=False))
+    tokens, q, basis = x.tokens, x.q.astype(jnp.float32), x.basis.astype(jnp.bfloat16)
+    if runs is not None:
+        columns = (dataclasses.replace(side, codes=tokens_last_of(side.codes)) for side in (tokens.keys, tokens.values))
+        tokens, basis = tokens._replace(keys=next(columns), values=next(columns)), 1.001 * x.basis.astype(jnp.float32)
+
+    def found(able):
+        monkeypatch.setattr(reference, "multiplies_16_bits", lambda: able)
+        return np.asarray(rotary_coefficient_attention(q, tokens, basis, **x.options, backend="xla").out)
+
+    error = np.linalg.norm(found(True) - found(False)) / np.linalg.norm(found(False))
+    assert error < most and (runs is None or error > 1e-5)
+
+
+def test_xla_rebuilds_the_keys_of_a_device_s_own_heads_there():
+    """Of coefficients that all heads share; left to itself its compiler rebuilds all of them on each device."""
+    x = make(Case(rope=RopeSpec(10000.0, 64), J=1, Jv=1, K=4, N=8, lengths=(60,), S=64, poison=False))
+
+    def rebuilt():
+        attend = functools.partial(rotary_coefficient_attention, **x.options, backend="xla")
+        program = str(jax.make_jaxpr(attend)(x.q, x.tokens, x.basis))
+        return {int(channels) for channels in re.findall(r"f32\[(\d+),64\] = dot_general", program)}
+
+    assert rebuilt() == {4 * 64}
+    with over_mesh(jax.sharding.AbstractMesh((4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))):
+        assert rebuilt() == {64}
 
 
 @pytest.mark.parametrize("case, reason", [
