@@ -95,7 +95,8 @@ def stored(x, taps):
     water_filled.unpack(water_filled.pack(some, ((4, 8),)), ((4, 8),))
     positions.PerHead(jnp.zeros((2, 3, 10), jnp.int32), None, 3).of_device(length[0])
     on_host.on_host(x).read_block(length[0], 4)
-    eight_bits.eight_bits_of(x, x.dtype).read_block(length[0], 4)
+    held = eight_bits.eight_bits_of(x, x.dtype)
+    held.filled(x[:, :, :4]).read_block(length[0], 4)
     for wide in (jnp.zeros((1, 1, 64, 128)), jnp.zeros((1, 1, 64, 16))):
         held = pages_in_rows.in_pages(wide, 8, "exact")
         held.read_block(length[0], 4)

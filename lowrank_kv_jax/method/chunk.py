@@ -131,7 +131,7 @@ def _pass(layout: Layout, part: exact_tokens.Exact, new: Tokens, rule: Leaving, 
         line = _behind(_front(getattr(part, name), rule.first + rule.room), getattr(new, name), held, counts)
         front, rest = line[:, :, : rule.first], line[:, :, rule.first :]
         rest, lines[name] = take_tokens(rest, leaving, slots - rule.first), rest.swapaxes(1, 2)
-        ends.append(exact_tokens.like(getattr(part, name), jnp.concatenate([front, rest], axis=2)))
+        ends.append(exact_tokens.filled(getattr(part, name), jnp.concatenate([front, rest], axis=2)))
     # of latents the norm is left out, which only turns their length: they are normed again where they are read
     before = old.k if layout.spec.latent is not None else old.k_pre
     lines["k_pre"] = _behind(before.swapaxes(1, 2), new.k_pre, held - rule.first, counts).swapaxes(1, 2)

@@ -76,21 +76,16 @@ def hold_prompt(
         k, v = (jnp.concatenate([x[:, :, :sinks], take_tokens(x, *tail)], axis=2) for x in (k, v))
     else:
         k, v = k[:, :, :size], v[:, :, :size]
-    k, v = (_filled(x, new) for x, new in ((segment.k, k), (segment.v, v)))
+    k, v = (filled(x, new) for x, new in ((segment.k, k), (segment.v, v)))
     return Exact(k, v, lengths - left_out, segment.positions.skip(0, left_out))
 
 
-def _filled(buffer: Any, new: jax.Array) -> Any:
-    """A buffer whose first slots hold `new` `[B, K, n, D]`."""
-    if isinstance(buffer, EightBits):
-        coded = eight_bits_of(new, buffer.dtype).rows
-        return buffer.moved(lambda rows: _filled(rows, coded))
-    return buffer.at[:, :, : new.shape[2]].set(narrow(new, buffer.dtype))
-
-
-def like(buffer: Any, new: jax.Array) -> Any:
-    """All slots anew, `[B, K, S, D]`, rounded to what they are held in."""
-    return eight_bits_of(new, buffer.dtype) if isinstance(buffer, EightBits) else narrow(new, buffer.dtype)
+def filled(buffer: Any, new: jax.Array) -> Any:
+    """A buffer whose first slots hold `new` `[B, K, n, D]`, rounded to what they are held in; a whole one is `new`."""
+    if hasattr(buffer, "filled"):
+        return buffer.filled(new)
+    new = narrow(new, buffer.dtype)
+    return new if new.shape[2] == buffer.shape[2] else buffer.at[:, :, : new.shape[2]].set(new)
 
 
 def append(segment: Exact, k: jax.Array, v: jax.Array, counts: jax.Array) -> Exact:

@@ -65,6 +65,12 @@ class EightBits:
         """Tokens `start` to `start + size` in `dtype`."""
         return _widened(slice_block(self.rows, start, size), self.dtype)
 
+    def filled(self, x: Float[jax.Array, "B K T D"]) -> "EightBits":
+        """With `x` `[B, K, T, D]` in its first T slots, T <= S."""
+        rows = _coded(x)
+        whole = rows.shape[2] == self.rows.shape[2]
+        return dataclasses.replace(self, rows=rows if whole else self.rows.at[:, :, : rows.shape[2]].set(rows))
+
     def write_tokens(
         self, new: Float[jax.Array, "B K T D"], start: Int[jax.Array, " B"], counts: Int[jax.Array, " B"]
     ) -> "EightBits":
