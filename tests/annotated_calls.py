@@ -53,7 +53,7 @@ SPECS = (
     "transform:sinks=4,recent=8+kvzip:budget=24,sinks=4,recent=8", "shadowkv:budget=24,sinks=4,recent=8,outliers=1,values=host",
     "osp:sinks=4,recent=8,chunk_length=32,rope=pre", "static-pca:sinks=4,recent=8+quest:budget=24,sinks=4,recent=8",
     "osp:follow,sinks=4,recent=8,chunk_length=32", "osp:sinks=4,recent=8,chunk_length=16,chunks=2,energy=0.8,head_ranks=own", "scissorhands:budget=24,sinks=4,recent=8", "streamingkv:sinks=4,recent=8",
-    "xkv:sinks=4,recent=8,bits=2.5,centred=true", "minicache:budget=24,start=0", "transform:sinks=4,recent=8", "transform:kv=joint,sinks=4,recent=8", "kivi:bits=8+h2o:budget=24,sinks=4,recent=8+moments:dtype=int16",
+    "xkv:sinks=4,recent=8,bits=2.5,centred=true", "minicache:budget=24,start=0", "transform:sinks=4,recent=8", "transform:kv=joint,sinks=4,recent=8", "transform:rope=tile,sinks=4,recent=8", "kivi:bits=8+h2o:budget=24,sinks=4,recent=8+moments:dtype=int16",
 )
 
 
@@ -121,7 +121,7 @@ def on_the_host():
     rank_allocation.allocate_ranks(np.array([[1.0, 2.0], [4.0, 1.0]]), 64, 8, 64)
     rank_allocation.nearest_ranks(np.array([[1.0, 2.0], [4.0, 1.0]]), 64, 8, 64)
     kept, keys = AttentionSpec(1, 2, 1, 4, RopeSpec(100.0, 4), 64, (None,)), np.eye(4)[None]
-    turned(kept, moments.Moments(2, keys, keys, keys, keys[None], keys[None], k_pre_sum=np.ones((1, 4))), 5)
+    turned(kept, moments.Moments(2, keys, keys, keys, keys[None], keys[None], k_pre_sum=np.ones((1, 4))), (5,))
 
 
 def talk():

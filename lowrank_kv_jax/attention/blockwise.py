@@ -14,9 +14,12 @@ MASKED = -1e30  # not -inf: a row that has seen nothing yet must not make exp(in
 # Keys or values of a block, whole or as columns that stand side by side.
 Columns = jax.Array | tuple[jax.Array, ...]
 
+# In the place of keys: their products float32 [B, J, M, S] with queries [B, J, M, Dk], M = T * G.
+Products = Callable[[jax.Array], jax.Array]
+
 # (block index) -> keys [B, J, S, Dk], values [B, J, S, Dv], visible bool [B, 1 or T, S], or where heads or the query
 # heads of a head (G = N / J) see different tokens, anything that broadcasts to [B, J, T, G, S]
-ReadBlock = Callable[[jax.Array | int], tuple[Columns, Columns, jax.Array]]
+ReadBlock = Callable[[jax.Array | int], tuple[Columns | Products, Columns, jax.Array]]
 
 
 def logits_of(products: jax.Array, scale: float, cap: float | None) -> jax.Array:
@@ -52,7 +55,8 @@ def blockwise_attention(
     def step(i, carry):
         top, total, out = carry
         keys, values, visible = read_block(i)
-        logits = logits_of(_products(product, q, _parts(keys), -2 if tokens_last else -1), scale, cap)
+        products = keys(q) if callable(keys) else _products(product, q, _parts(keys), -2 if tokens_last else -1)
+        logits = logits_of(products, scale, cap)
         visible = visible[:, None, :, None] if visible.ndim == 3 else visible
         mask = jnp.broadcast_to(visible, (batch, visible.shape[1], queries, per_head, visible.shape[-1]))
         mask = mask.reshape(batch, visible.shape[1], rows, -1)

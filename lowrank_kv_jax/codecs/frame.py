@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from lowrank_kv_jax.attention.blockwise import spread_heads
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.attention.spec import AttentionSpec
+from lowrank_kv_jax.attention.turning import place_in_tile
 from lowrank_kv_jax.storage.basis import project, reconstruct
 from lowrank_kv_jax.storage.cache_dtype import roomy
 from lowrank_kv_jax.storage.positions import PerHead, Runs
@@ -47,13 +48,23 @@ class Frame(NamedTuple):
         rebuilt, mean = reconstruct(getattr(self, side), coefficients, kv_heads), getattr(self, f"{side}_mean")
         return rebuilt if mean is None else rebuilt + mean.astype(rebuilt.dtype)[..., None, :]
 
-    def keys(self, spec: AttentionSpec, rope: str, coefficients: jax.Array, positions: Runs | PerHead) -> jax.Array:
-        """Keys after RoPE `[B, K, T, D]` from coefficients of keys before it (`rope` "pre") or after it ("post")."""
-        keys = self.at(positions).rebuild("k", coefficients, spec.kv_heads)
+    def keys(
+        self, spec: AttentionSpec, rope: str, coefficients: jax.Array, positions: Runs | PerHead, origin: int = 0
+    ) -> jax.Array:
+        """Keys after RoPE `[B, K, T, D]` from coefficients of keys before it (`rope` "pre"), after it ("post"), or turned
+        by their place in tiles that are counted from `origin` on ("tile"; their mean is of keys before it)."""
+        frame = self.at(positions)
         if rope == "post" or spec.rope is None:
+            return frame.rebuild("k", coefficients, spec.kv_heads)
+        where = positions_of(positions, coefficients.shape[2], spec.kv_heads)
+        if rope == "pre":
+            return rotate(frame.rebuild("k", coefficients, spec.kv_heads), *rope_angles(spec.rope, where))
+        keys = frame._replace(k_mean=None).rebuild("k", coefficients, spec.kv_heads)
+        keys = rotate(keys, *rope_angles(spec.rope, where - place_in_tile(where, origin)))
+        if self.k_mean is None:
             return keys
-        where = positions.at(jnp.arange(keys.shape[2]))[:, None] if isinstance(positions, Runs) else positions.position
-        return rotate(keys, *rope_angles(spec.rope, spread_heads(where, spec.kv_heads)))
+        mean = jnp.broadcast_to(self.k_mean.astype(keys.dtype)[..., None, :], keys.shape)
+        return keys + rotate(mean, *rope_angles(spec.rope, where))
 
     def of_codes(self, k: Steps | None, v: Steps | None, kv_heads: int) -> "Frame":
         """What codes are read in that count in steps: steps fold into bases, zeros into means, of each row its own.
@@ -73,6 +84,12 @@ class Frame(NamedTuple):
         if isinstance(positions, Runs) or positions.owner is None:
             return self
         return self._replace(k=one_below_the_other(self.k), v=one_below_the_other(self.v))
+
+
+def positions_of(positions: Runs | PerHead, slots: int, kv_heads: int) -> jax.Array:
+    """Of each kv head's tokens in the first slots, int32 `[B, K, S]`."""
+    where = positions.at(jnp.arange(slots))[:, None] if isinstance(positions, Runs) else positions.position
+    return spread_heads(where, kv_heads)
 
 
 def _minus(x: jax.Array, mean: jax.Array | None) -> jax.Array:

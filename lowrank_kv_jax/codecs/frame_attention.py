@@ -17,13 +17,14 @@ from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 
 def attend(
     spec: AttentionSpec, frame: Frame, tokens: CachedTokens, q: jax.Array, positions: jax.Array, place: Place, *,
-    folds: bool, rotates: bool, reduced: bool = True,
+    folds: bool, rotates: bool, reduced: bool = True, origin: int | None = None,
 ) -> AttnPartial:
     """Attention of queries `[B, T, N, D]` at `positions` `[B, T]` over coefficients, all of which lie before them.
 
     Args:
         folds: whether logits are products in coefficient space; otherwise keys are rebuilt block by block.
         rotates: whether rebuilt keys are then rotated.
+        origin: of keys that were coded turned by their place in tiles, the position that these are counted from.
         reduced: whether values are attended as coefficients, or rebuilt too.
     """
     q = as_met(q, frame.gamma)
@@ -37,7 +38,7 @@ def attend(
         use = frame.at(tokens.positions)
         out, lse = rotary_coefficient_attention(
             q, tokens, use.k, rope=spec.rope if rotates else None, kv_heads=spec.kv_heads,
-            value_basis=None if reduced else use.v, key_mean=use.k_mean, **common,
+            value_basis=None if reduced else use.v, key_mean=use.k_mean, origin=origin, **common,
         )
     out = expand_values(frame.v, out, spec.kv_heads) if reduced else out
     return AttnPartial(around(out, lse, frame.v_mean), lse)

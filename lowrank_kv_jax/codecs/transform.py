@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.attention.rope import rope_angles
 from lowrank_kv_jax.attention.spec import AttentionSpec
+from lowrank_kv_jax.attention.turning import TILE, place_in_tile
 from lowrank_kv_jax.codecs.frame import Frame
 from lowrank_kv_jax.codecs.frame_attention import attend
 from lowrank_kv_jax.codecs.layer_groups import stride_groups
@@ -28,6 +30,7 @@ from lowrank_kv_jax.codecs.transform_metrics import METRICS
 from lowrank_kv_jax.codecs.transform_rungs import largest_rung
 from lowrank_kv_jax.codecs.transform_steps import of_each_row, with_steps_of
 from lowrank_kv_jax.codecs.transform_store import (
+    KeysOf,
     Transformed,
     coefficients,
     empty_store,
@@ -38,11 +41,14 @@ from lowrank_kv_jax.codecs.transform_store import (
 from lowrank_kv_jax.codecs.widths import Widths, total_bytes
 from lowrank_kv_jax.estimators.bit_allocation import Spectra, allocate, ladder
 from lowrank_kv_jax.estimators.moments import Moments
-from lowrank_kv_jax.estimators.turned import turned
+from lowrank_kv_jax.estimators.turned import lengths_to, turned, turned_around_mean
 from lowrank_kv_jax.method import register
 from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, codes_of
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.storage.basis import fold_query
+
+MANY_TILES = 32
+"""From which on a last one that is not full is little."""
 
 FARTHEST = 32768
 """Positions: beyond, bases for all of a model's context would be coarse for what is read in most of it."""
@@ -60,7 +66,8 @@ class Transform(TokenCodec):
         bits: mean bits of a component, fractions allowed, up to 8; one budget over keys, values and layers. None keeps
             components as floats.
         bits_k, bits_v: instead, of keys or values alone; both then have a budget of their own.
-        rope: "pre" codes keys before RoPE, which compress better; "post" after it, which need not be rebuilt.
+        rope: "pre" codes keys before RoPE, which compress best, and rebuilds them; "tile" codes them turned by their
+            place in a tile (`attention.turning`): queries are folded once a tile; "post" after RoPE: folded once.
         heads: "joint", one basis for all heads of a layer; or "per_head", after which selections may give every head
             tokens of its own.
         group: adjacent layers whose tokens are coded together, in one basis, None: all; the fewer bits for an error, and
@@ -116,7 +123,7 @@ class Transform(TokenCodec):
     }
 
     def __post_init__(self):
-        allowed = {"rope": ("pre", "post"), "heads": ("joint", "per_head"), "kv": ("apart", "joint"),
+        allowed = {"rope": ("pre", "tile", "post"), "heads": ("joint", "per_head"), "kv": ("apart", "joint"),
                    "means": ("prompt", "calibrated"), "steps": ("calibrated", "prompt"), "metric": tuple(METRICS)}
         for field, values in allowed.items():
             if getattr(self, field) not in values:
@@ -142,8 +149,8 @@ class Transform(TokenCodec):
 
     @property
     def keys(self) -> str:
-        """The tap that is coded as keys."""
-        return "k_pre" if self.rope == "pre" else "k"
+        """The tap that is coded as keys, turned by its place where `rope` is "tile"."""
+        return "k" if self.rope == "post" else "k_pre"
 
     def farthest(self, spec: AttentionSpec) -> int:
         """Positions that bases of keys after RoPE are fitted to."""
@@ -165,17 +172,20 @@ class Transform(TokenCodec):
             ValueError: moments without what `metric`, `group`, `kv` or `sampled` reads.
         """
         groups, units = self.layer_groups(spec), self.units(spec, None)
-        metric = METRICS[self.metric](spec, moments, self.keys)
+        keys = "k_pre" if self.rope == "pre" else "k"
+        metric = METRICS[self.metric](spec, moments, keys)
         known = moments.with_sampled() if self.sampled else moments
-        if self.rope == "post":
-            known = turned(spec, known, self.farthest(spec))
+        if self.rope == "tile":
+            known = turned_around_mean(spec, known, TILE)
+        elif self.rope == "post":
+            known = turned(spec, known, lengths_to(self.farthest(spec)))
         if self.kv == "joint":
-            both = [principal_of_both(spec, known, self.keys, layers, units, metric) for layers in groups]
+            both = [principal_of_both(spec, known, keys, layers, units, metric) for layers in groups]
             k, v = zip(*both, strict=True)
             errors = errors_of(k, groups, None)
             spectra = errors, errors[:, :0]
         else:
-            k = [principal(spec, known, self.keys, layers, units, metric.k) for layers in groups]
+            k = [principal(spec, known, keys, layers, units, metric.k) for layers in groups]
             v = [principal(spec, known, "v", layers, units, metric.v) for layers in groups]
             spectra = errors_of(k, groups, metric.k_counts), errors_of(v, groups, metric.v_counts)
         widths = self._widths(spec, spectra)
@@ -216,7 +226,8 @@ class Transform(TokenCodec):
         key: dict[str, Any] = {"fit": "water-filled pca", "rope": self.rope, "heads": self.heads, "group": self.group,
                                "metric": self.metric, "sampled": self.sampled}
         key |= {} if self.kv == "apart" else {"kv": self.kv}
-        key |= {} if self.rope == "pre" else {"positions": self.farthest(spec)}
+        key |= {"positions": self.farthest(spec)} if self.rope == "post" else {}
+        key |= {"tile": TILE} if self.rope == "tile" else {}
         if self.smaller is not None:
             return key | {"smaller": self.smaller, "profiles": self.profiles}
         if self.mean_bits is None:
@@ -263,6 +274,8 @@ class Transform(TokenCodec):
         return 1 if self.heads == "joint" else spec.kv_heads
 
     def empty(self, layout, bases, size, positions=None):
+        if self.rope == "tile" and positions is None and size >= MANY_TILES * TILE:
+            size = -(-size // TILE) * TILE  # an accelerator that goes over them in turns begins each with a tile
         heads = self.units(layout.spec, bases) if positions is None or positions.owner is None else 1
         return empty_store(layout, bases, heads, size, positions, own_means=self.means == "prompt",
                            own_steps=self.steps == "prompt")
@@ -270,7 +283,7 @@ class Transform(TokenCodec):
     def learn(self, layout, bases, store, taps, lengths, weight):
         if self.means == "prompt":
             store = with_means_of(store, taps, self.keys, weight)
-        return with_steps_of(bases, store, taps, self.keys, weight)
+        return with_steps_of(bases, store, taps, self._coded(layout.spec, jnp.arange(weight.shape[1])[None]), weight)
 
     def frame(self, bases: TransformBases, store: Transformed, layer: int | jax.Array) -> Frame:
         """What that layer of the group reads the codes of `store` in: calibrated steps are folded in, a row's are not."""
@@ -278,16 +291,22 @@ class Transform(TokenCodec):
         means = (means_in(bases, store, side) for side in SIDES)
         return Frame(k, v, *(None if mean is None else mean[..., layer, :, :] for mean in means))
 
+    def _coded(self, spec: AttentionSpec, positions: jax.Array) -> KeysOf:
+        """Which keys are coded, of tokens at `positions` `[B, T]`."""
+        if self.rope != "tile" or spec.rope is None:
+            return KeysOf(self.keys)
+        return KeysOf(self.keys, rope_angles(spec.rope, place_in_tile(positions, self.sinks)[:, :, None, None]))
+
     def encode(self, layout, bases, store, tokens):
         steps = store.k_step, store.v_step
         codes = [found if own is None else found / own.astype(found.dtype)[:, :, None] for found, own in zip(
-            coefficients(bases, store, tokens, self.keys), steps, strict=False)]
+            coefficients(bases, store, tokens, self._coded(layout.spec, tokens[0].positions)), steps, strict=False)]
         return codes[0], codes[0][..., :0] if bases.joint else codes[1]
 
     def decode(self, layout, bases, store, k, v, positions, index):
         v = k if bases.joint else v
         frame, (k, v) = of_each_row(self.frame(bases, store, index), store), (x.astype(jnp.float32) for x in (k, v))
-        keys = frame.keys(layout.spec, self.rope, k, positions)
+        keys = frame.keys(layout.spec, self.rope, k, positions, self.sinks)
         return keys, frame.at(positions).rebuild("v", v, layout.spec.kv_heads)
 
     def attend(self, layout, bases, store, q, positions, place):
@@ -295,11 +314,12 @@ class Transform(TokenCodec):
         folds = self.rope == "post" or layout.spec.rope is None
         tokens = coded_tokens.cached_tokens(store.tokens)
         tokens = tokens._replace(values=tokens.keys) if bases.joint else tokens
-        return attend(layout.spec, frame, tokens, q, positions, place, folds=folds, rotates=not folds)
+        return attend(layout.spec, frame, tokens, q, positions, place, folds=folds, rotates=not folds,
+                      origin=self.sinks if self.rope == "tile" else None)
 
     def logits(self, layout, bases, store, q, place):
         spec, frame = layout.spec, of_each_row(self.frame(bases, store, place.index), store)
         if frame.k_mean is None and (self.rope == "post" or spec.rope is None):
             return Logits(fold_query(frame.k, q, spec.kv_heads), store.tokens.k)
         codes = codes_of(store)[0].astype(jnp.float32)
-        return Logits(q, frame.keys(spec, self.rope, codes, store.tokens.positions))
+        return Logits(q, frame.keys(spec, self.rope, codes, store.tokens.positions, self.sinks))

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.codecs.frame import Frame
 from lowrank_kv_jax.codecs.transform_bases import TransformBases
-from lowrank_kv_jax.codecs.transform_store import Transformed, coefficients
+from lowrank_kv_jax.codecs.transform_store import KeysOf, Transformed, coefficients
 from lowrank_kv_jax.estimators.bit_allocation import steps_of
 from lowrank_kv_jax.estimators.row_steps import own_ratios
 
 
 def with_steps_of(
-    bases: TransformBases, store: Transformed, taps: tuple[Taps, ...], keys: str, weight: jax.Array
+    bases: TransformBases, store: Transformed, taps: tuple[Taps, ...], keys: KeysOf, weight: jax.Array
 ) -> Transformed:
     """An empty store with the steps of a prompt, which are rounded before anything is coded in them.
 
@@ -23,7 +23,7 @@ def with_steps_of(
     Args:
         store: with the means that its tokens are coded around.
         taps: of each layer.
-        keys: the tap that is coded as keys.
+        keys: what is coded as keys.
         weight: float32 `[B, T]`, 1 for the tokens that count.
     """
     if store.profile is None or store.k_step is None:

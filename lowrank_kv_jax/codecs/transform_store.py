@@ -1,11 +1,12 @@
 """What transform coding holds of a group's tokens: codes, and what each row's are coded around and in which steps."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from lowrank_kv_jax.attention.rope import rotate
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.codecs.transform_bases import SIDES, TransformBases, by_unit, encode
 from lowrank_kv_jax.estimators.bit_allocation import Profile
@@ -18,6 +19,18 @@ from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.positions import PerHead
 from lowrank_kv_jax.storage.state import leaf, state, static
 from lowrank_kv_jax.storage.water_filled import WidthRuns, components_of, empty_water_filled
+
+
+class KeysOf(NamedTuple):
+    """Which keys of a token are coded.
+
+    Attributes:
+        tap: by name.
+        angles: cos and sin that they are turned by once their mean is off, float32 `[B or 1, T, 1, 1, half]`, or None.
+    """
+
+    tap: str
+    angles: tuple[jax.Array, jax.Array] | None = None
 
 
 @state
@@ -94,19 +107,21 @@ def means_in(bases: TransformBases, store: Transformed, side: str) -> jax.Array 
 
 
 def coefficients(
-    bases: TransformBases, store: Transformed, tokens: tuple[Taps, ...] | tuple[Tokens, ...], keys: str
+    bases: TransformBases, store: Transformed, tokens: tuple[Taps, ...] | tuple[Tokens, ...], keys: KeysOf
 ) -> list[jax.Array]:
     """Of each of `TransformBases.coded`: float32 `[B, J, T, R]`, in units of the calibrated steps.
 
     Args:
         tokens: of each layer, `[B, T, ...]`.
-        keys: the tap that is coded as keys.
+        keys: what is coded as keys.
     """
     def centred(side: str) -> jax.Array:
-        layers = [getattr(one, keys if side == "k" else side) for one in tokens]
+        layers = [getattr(one, keys.tap if side == "k" else side) for one in tokens]
         x, mean = jnp.stack(layers, axis=2).astype(jnp.float32), means_in(bases, store, side)
         if mean is not None:
             x = x - (mean if mean.ndim == 3 else mean[:, None]).astype(x.dtype)
+        if side == "k" and keys.angles is not None:
+            x = rotate(x, *keys.angles)
         return by_unit(x, getattr(bases, side).shape[0])
 
     return [encode(bases, sides, runs_in(store, sides[0]), [centred(side) for side in sides]) for sides in bases.coded]

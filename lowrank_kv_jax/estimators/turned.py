@@ -21,12 +21,9 @@ from lowrank_kv_jax.estimators.moments import Moments
 SHORTEST = 2048
 
 
-def turned(spec: AttentionSpec, moments: Moments, positions: int) -> Moments:
-    """Moments whose keys after RoPE are those before it in texts of `positions` tokens, of half as many, and so on down
-    to `SHORTEST`: a mean over these lengths, so that short texts count as much as long ones. Of groups of layers, too.
-    """
-    lengths = lengths_to(positions)
-
+def turned(spec: AttentionSpec, moments: Moments, lengths: tuple[int, ...]) -> Moments:
+    """Moments whose keys after RoPE are those before it in texts of so many tokens: a mean over lengths, so that short
+    texts count as much as long ones. Of groups of layers, too."""
     def turn(x: np.ndarray, layers: Sequence[int], both: bool = True) -> np.ndarray:
         heads = [_pairs(spec.each_rope[layer], spec.head_dim) for layer in layers for _ in range(spec.kv_heads)]
         return _turned(np.asarray(x, np.float64), heads, heads if both else None, lengths)
@@ -40,6 +37,34 @@ def turned(spec: AttentionSpec, moments: Moments, positions: int) -> Moments:
         if groups is not None:
             found[name] = {own: x._replace(k=turn(x.k_pre, own, name == "across")) for own, x in groups.items()}
     return moments._replace(**found)
+
+
+def turned_around_mean(spec: AttentionSpec, moments: Moments, length: int) -> Moments:
+    """The same in texts of one length, of keys whose deviations from their mean turn and whose mean stays what it is
+    before RoPE."""
+    if moments.k_pre_sum is None:
+        return turned(spec, moments, (length,))
+    sides = {name: moments.mean(name) for name in ("k_pre", "v")}
+
+    def outer(layers: Sequence[int], other: str) -> np.ndarray:
+        k, others = (sides[name][list(layers)].ravel() for name in ("k_pre", other))
+        return moments.tokens * np.outer(k, others)
+
+    def moved(own: Moments, by: float, names: tuple[str, str]) -> Moments:
+        """Sums with those of the means on top, so many times."""
+        source, target = names
+        found: dict[str, Any] = {target: np.stack([
+            x + by * outer((layer,), "k_pre") for layer, x in enumerate(np.asarray(getattr(own, source), np.float64))])}
+        for name, other in (("across", "k_pre"), ("keys_by_values", "v")):
+            groups = getattr(own, name)
+            if groups is not None:
+                found[name] = {layers: x._replace(**{target: getattr(x, source) + by * outer(layers, other)})
+                               for layers, x in groups.items()}
+        return own._replace(**found)
+
+    centred = moved(moments, -1.0, ("k_pre", "k_pre"))._replace(k_pre_sum=None)
+    found = moved(turned(spec, centred, (length,)), 1.0, ("k", "k"))
+    return found._replace(k_sum=moments.k_pre_sum, k_pre_sum=moments.k_pre_sum)
 
 
 def lengths_to(positions: int) -> tuple[int, ...]:

@@ -30,7 +30,8 @@ def rotary_coefficient_attention(
     q: Float[jax.Array, "B T N D"], tokens: CachedTokens, key_basis: Float[jax.Array, "... J W R"], *,
     rope: RopeSpec | None, kv_heads: int, scale: float, q_positions: Int[jax.Array, "B T"], causal: bool,
     window: int | None, value_basis: Float[jax.Array, "... Jv Wv Rv"] | None = None,
-    key_mean: Float[jax.Array, "... K D"] | None = None, cap: float | None = None, backend: str | None = None,
+    key_mean: Float[jax.Array, "... K D"] | None = None, origin: int | None = None, cap: float | None = None,
+    backend: str | None = None,
 ) -> AttnPartial:
     """Attention over keys stored as coefficients: rebuilt, and rotated if they were taken before RoPE, block by block.
 
@@ -44,6 +45,8 @@ def rotary_coefficient_attention(
         value_basis: give the output in head space (the compute order of OjaKV's section 3.3, which XLA follows by
             rebuilding the values; a kernel expands the attended coefficients, which is the same sum).
         key_mean: `[K, D]` or per row `[B, K, D]`, added to the rebuilt keys before they are rotated.
+        origin: where keys but for their mean were taken turned by their place in tiles (`attention.turning`, XLA only),
+            the position that these are counted from.
 
     Returns:
         Partial whose out is in the space of the values, or in head space with `value_basis`.
@@ -64,9 +67,11 @@ def rotary_coefficient_attention(
 
     on_device = functools.partial(attend, kv_heads=kv_heads // devices_of_heads())
     kernels = {name: local(functools.partial(on_device, module), specs, arrays) for name, module in KERNELS.items()}
+    if origin is not None:
+        kernels = dispatch.without_kernels(kernels, "keys that are turned by their place in a tile")
     if cap is not None:
         kernels = dispatch.without_kernels(kernels, "logits that are capped")
-    reference = functools.partial(on_device, "reference", cap=cap)
+    reference = functools.partial(on_device, "reference", cap=cap, origin=origin)
     whole = functools.partial(reference, kv_heads=kv_heads, **arrays)
     return dispatch.run("rotary_coefficient_attention", backend, kernels, local_on_xla(reference, specs, arrays, whole))
 

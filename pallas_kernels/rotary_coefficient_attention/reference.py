@@ -14,8 +14,9 @@ import numpy as np
 
 from lowrank_kv_jax.attention.blockwise import blockwise_attention, spread_heads
 from lowrank_kv_jax.attention.partial import AttnPartial
-from lowrank_kv_jax.attention.rope import RopeSpec, rope_angles
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.turns import slot_angles, steps_of
+from lowrank_kv_jax.attention.turning import place_in_tile
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import tiles
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.block_angles import angles_of, block_angles
 from lowrank_kv_jax.storage.backend import multiplies_16_bits
 from lowrank_kv_jax.storage.basis import reconstruct
 from lowrank_kv_jax.storage.block_reads import (
@@ -27,7 +28,6 @@ from lowrank_kv_jax.storage.block_reads import (
     visible_blocks,
     visible_slots,
 )
-from lowrank_kv_jax.storage.positions import Runs
 
 LARGEST = 2048  # tokens of a block: every block costs some time of its own, measured fastest on XLA's CPU backend
 LARGEST_OF_CODES = 512  # of packed ones, where a buffer is more than one block: as numbers a core's cache holds them
@@ -36,8 +36,12 @@ TOGETHER = 64  # queries times heads up to which one product with zeros in it is
 
 
 def rotary_coefficient_attention(
-    q, tokens, key_basis, *, rope, kv_heads, scale, q_positions, causal, window, value_basis, key_mean=None, cap=None
+    q, tokens, key_basis, *, rope, kv_heads, scale, q_positions, causal, window, value_basis, key_mean=None, cap=None,
+    origin=None
 ) -> AttnPartial:
+    if origin is not None and tiles.pays(q, tokens, kv_heads, rope):
+        return tiles.attend(q, tokens, key_basis, rope=rope, kv_heads=kv_heads, scale=scale, q_positions=q_positions,
+                            causal=causal, window=window, key_mean=key_mean, origin=origin, cap=cap)
     batch, queries, heads, dim = q.shape
     groups, size = tokens.keys.shape[1:3]
     block = block_for(size, queries, batch * kv_heads * dim, block_size(size, parts_are_tokens_last(tokens.keys)))
@@ -55,9 +59,15 @@ def rotary_coefficient_attention(
         else:
             keys = _rebuild(basis, slice_block(tokens.keys, start, block), q.dtype)
         values = slice_parts(tokens.values, start, block)
+        mean = None
         if key_mean is not None:
-            keys = keys + _heads_inside(key_mean.reshape(*key_mean.shape[:-2], groups, -1, 1), kv_heads).astype(q.dtype)
-        if rope is not None:
+            mean = _heads_inside(key_mean.reshape(*key_mean.shape[:-2], groups, -1, 1), kv_heads).astype(q.dtype)
+        if origin is not None and rope is not None:
+            begins = positions - place_in_tile(positions, origin)
+            keys = _rotate(keys, *angles_of(rope, begins))
+            mean = mean if mean is None else _rotate(jnp.broadcast_to(mean, keys.shape), *angles_of(rope, positions))
+        keys = keys if mean is None else keys + mean
+        if rope is not None and origin is None:
             keys = _rotate(keys, *block_angles(rope, tokens.positions, positions, start))
         keys = keys if few else keys.swapaxes(2, 3)
         keys = keys.reshape(batch, shared, -1, keys.shape[-1])
@@ -82,34 +92,6 @@ def block_size(size: int, codes: bool = False) -> int:
     largest = LARGEST_OF_CODES if codes and size > LARGEST else LARGEST
     even = -(-size // -(-size // largest))
     return min(-(-even // TILE) * TILE, largest)
-
-
-def block_angles(rope: RopeSpec, where, positions: jax.Array, start) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of a block's tokens, float32 `[B, 1 or J, half, S]`.
-
-    Within runs of consecutive positions by the addition theorem, from a table of places and the angle at which the block
-    begins, elsewhere in fractions of a turn: XLA's sines on a CPU take as long as all other work on a block.
-
-    Args:
-        where: the positions of the whole buffer.
-        positions: those of the block's tokens, int32 `[B, 1 or J, S]`.
-        start: slot at which the block begins.
-    """
-    # rounded as the model's own frequencies are: over thousands of tokens the difference would show
-    frequency = rope.inverse_frequencies().astype(np.float32).astype(np.float64)
-    if not isinstance(where, Runs):
-        return slot_angles(positions[..., None, :], *(jnp.asarray(x)[:, None] for x in steps_of(frequency)))
-    size = positions.shape[-1]
-    first, offset = where.pieces()
-    place = frequency[:, None] * np.arange(size)
-    place_cos, place_sin = (jnp.asarray(f(place), jnp.float32) for f in (np.cos, np.sin))
-    base_cos, base_sin = (x[..., None] for x in rope_angles(rope, start + offset))  # [B, P + 1, half, 1]
-    cos, sin = base_cos[:, 0], base_sin[:, 0]
-    for run in range(1, first.shape[1]):
-        behind = start + jnp.arange(size) >= first[:, run, None, None]
-        cos, sin = (jnp.where(behind, base[:, run], x) for base, x in ((base_cos, cos), (base_sin, sin)))
-    cos, sin = place_cos * cos - place_sin * sin, place_sin * cos + place_cos * sin
-    return cos[:, None], sin[:, None]
 
 
 def _product_dtype(q: jax.Array, keys: Any, basis: jax.Array) -> Any:

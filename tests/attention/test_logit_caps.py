@@ -70,7 +70,7 @@ def through_cache(spec, config=CAPPED):
     "transform:bits=8,metric=plain,rope=pre,sampled=False",
     *(pytest.param(spec, marks=pytest.mark.slow) for spec in (
         "single-svd:rank=1.0,rope=post", "osp:rank=1.0,rope=pre,chunk_length=16", "xkv:group=3,rank=1.0",
-        "transform:bits=8,metric=plain,rope=post,sampled=False", "snapkv:keep=1.0",
+        "transform:bits=8,metric=plain,rope=post,sampled=False", "transform:bits=8,metric=plain,rope=tile,sampled=False", "snapkv:keep=1.0",
     )),
 ])
 def test_at_full_quality_a_cache_of_capped_logits_is_the_full_one(spec):

@@ -200,7 +200,7 @@ def test_bases_come_back_from_disk_with_their_widths(spec, tmp_path):
 
 
 @pytest.mark.parametrize("kv, steps", [("apart", "calibrated"), ("apart", "prompt"), ("joint", "calibrated")])
-@pytest.mark.parametrize("rope", ["pre", "post"])
+@pytest.mark.parametrize("rope", ["pre", "tile", "post"])
 def test_no_float_copy_of_the_cache(rope, steps, kv):
     """What a step needs beside the cache does not grow with it."""
     method = Transform(rope=rope, steps=steps, kv=kv)

@@ -6,7 +6,7 @@ import pytest
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.estimators.moments import Across, KeysByValues, Moments
-from lowrank_kv_jax.estimators.turned import SHORTEST, lengths_to, turned
+from lowrank_kv_jax.estimators.turned import SHORTEST, lengths_to, turned, turned_around_mean
 from lowrank_kv_jax.methods.parse import parse_method
 
 HEADS, DIM = 2, 8
@@ -47,7 +47,7 @@ def moments(keys, values, groups=((0, 2),)):
 @pytest.mark.parametrize("positions", [1, 40, 2 * SHORTEST])
 def test_sums_are_means_over_all_positions_of_texts_of_each_length(positions):
     keys, values = tokens(0), tokens(1)
-    found = turned(SPEC, moments(keys, values), positions)
+    found = turned(SPEC, moments(keys, values), lengths_to(positions))
     wanted = {"k": 0.0, "k_sum": 0.0, "across": 0.0, "keys_by_values": 0.0}
     for length in lengths_to(positions):
         for at in range(length):
@@ -61,6 +61,21 @@ def test_sums_are_means_over_all_positions_of_texts_of_each_length(positions):
         own = getattr(found, name)
         np.testing.assert_allclose(own if name.startswith("k_") or name == "k" else own[0, 2].k, expected, atol=1e-9)
     np.testing.assert_array_equal(found.k_pre, moments(keys, values).k_pre)
+
+
+def test_deviations_turn_and_the_mean_stays():
+    keys, values = tokens(2), tokens(3)
+    found, wanted = turned_around_mean(SPEC, moments(keys, values), 40), {"k": 0.0, "across": 0.0, "keys_by_values": 0.0}
+    mean = keys.mean(1, keepdims=True)
+    for at in range(40):
+        now = np.stack([rotated(rope, x, at) for rope, x in zip(SPEC.ropes, keys - mean, strict=True)])
+        own = moments(now + mean, values)
+        for name in wanted:
+            wanted[name] = wanted[name] + (own.k_pre if name == "k" else getattr(own, name)[0, 2].k_pre) / 40
+    for name, expected in wanted.items():
+        own = getattr(found, name)
+        np.testing.assert_allclose(own if name == "k" else own[0, 2].k, expected, atol=1e-9)
+    np.testing.assert_allclose(found.mean("k"), mean[:, 0])
 
 
 def test_lengths_are_halved_down_to_the_shortest():

@@ -70,6 +70,7 @@ VARIANTS = [
     pytest.param("streamingllm:keep=none,budget=160,positions=original", marks=pytest.mark.slow),
     "transform:bits=none,recent_bits=none,group=2,heads=per_head,rope=post,metric=plain,sinks=1,recent=2",
     "transform:bits=none,recent_bits=none,group=2,kv=joint,sinks=1,recent=2",
+    "transform:bits=none,recent_bits=none,kv=joint,rope=tile,metric=plain,sinks=1,recent=2",
     pytest.param("transform:bits=none,recent_bits=none,kv=joint,heads=per_head,rope=post,metric=plain,sinks=1,recent=2", marks=pytest.mark.slow),
 ]
 

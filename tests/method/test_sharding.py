@@ -23,6 +23,7 @@ QUICK = ("full", "ojakv", "xkv")
 CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(REGISTRY)]
 CASES.append(pytest.param("kivi:bits=8+kvzip:keep=0.5", marks=pytest.mark.slow))  # quantised heads in one buffer
 CASES.append(pytest.param("transform:heads=per_head,steps=prompt,sinks=4,recent=8", marks=pytest.mark.slow))
+CASES.append(pytest.param("transform:bits=3,rope=tile,sinks=4,recent=8", marks=pytest.mark.slow))
 CASES.append(pytest.param("transform:heads=per_head,kv=joint,sinks=4,recent=8", marks=pytest.mark.slow))
 for codec in ("ojakv", "palu", "xkv"):
     CASES.append(pytest.param(f"{codec}:bits=2.5,sinks=4,recent=8", marks=pytest.mark.slow))
