@@ -25,7 +25,7 @@ HEADS, KV_HEADS = 32, 8
 class Program:
     """One op at one shape; `joint` has one basis and one set of coefficients for all heads, `dtype="mixed"` packed ones
     of several widths, keys before RoPE around a mean, `"tiles2"` 2 bits with scales as KIVI has them, `chosen` tokens at
-    positions in no order, those of each stored head its own."""
+    positions in no order, those of each stored head its own, `turned` keys by their place in a tile."""
 
     op: str
     rank_k: int
@@ -38,11 +38,12 @@ class Program:
     queries: int = 1
     mosaic: bool = False  # on a GPU the kernel in the Mosaic dialect instead of Triton's
     chosen: bool = False
+    turned: bool = False
 
     def __str__(self) -> str:
         op = {"coefficient_attention": "coefficients", "rotary_coefficient_attention": "pre-RoPE"}[self.op]
         op, heads = ("Mosaic " if self.mosaic else "") + op, ", joint" if self.joint else ""
-        heads += ", chosen" if self.chosen else ""
+        heads += ", chosen" if self.chosen else ", turned" if self.turned else ""
         return (f"{op} {self.rank_k}/{self.rank_v}{heads}, D={self.head_dim}, {self.dtype}, B={self.batch}, "
                 f"S={self.size}, T={self.queries}")
 
@@ -66,6 +67,9 @@ PROGRAMS = (
     *(Program(ROTARY, r, r, dtype="mixed") for r in (64, 128)),
     Program(ROTARY, 160, 152, dtype="mixed", joint=True, head_dim=64),
     *(Program(ROTARY, r, r, dtype="mixed", joint=True) for r in (256, 512)),
+    *(Program(ROTARY, r, r, dtype="mixed", turned=True) for r in (64, 128)),
+    Program(ROTARY, 160, 152, dtype="mixed", joint=True, head_dim=64, turned=True),
+    *(Program(ROTARY, r, r, dtype="mixed", joint=True, turned=True) for r in (512, 1024)),
     *(Program(ROTARY, r, r, chosen=True) for r in (32, 64, 128)), Program(ROTARY, 64, 64, dtype="int8", chosen=True),
     Program(ROTARY, 64, 64, head_dim=256, chosen=True), Program(ROTARY, 48, 32, head_dim=64, chosen=True),
     Program(ROTARY, 256, 384, joint=True, chosen=True), Program(ROTARY, 64, 64, dtype="mixed", chosen=True),
@@ -120,8 +124,10 @@ def tried(name: str, target: str, facts: Callable[[], dict[str, Any]]) -> Result
 
 def supported(program: Program, target: str) -> bool:
     """Whether the target's kernels claim the case: Mosaic GPU only on GPUs, from jax 0.12 on; packed tokens there after
-    RoPE; before RoPE there not too many components."""
+    RoPE, or turned within tiles; before RoPE there not too many components."""
     if target == "sm_90":
+        if program.turned:
+            return True
         if program.op == ROTARY and program.rank_k > MOST_REBUILT:
             return False
         if program.dtype == "mixed":
@@ -150,7 +156,8 @@ def _compile(program: Program, target: str) -> Result:
 
     def facts() -> dict[str, Any]:
         if target == "sm_90":
-            found = (mosaic_facts if program.mosaic else gpu_facts)(program.op, f, *args)
+            kernel = PLAIN if program.turned else program.op
+            found = (mosaic_facts if program.mosaic else gpu_facts)(kernel, f, *args)
             return found._asdict() | {"copies": {str(width): n for width, n in sorted(found.copies.items())}}
         return {"temporaries": compile_for(target, f, *args).memory_analysis().temp_size_in_bytes}
 
@@ -200,7 +207,7 @@ def arguments(program: Program, target: str) -> tuple[Callable[..., Any], tuple[
     basis = shape((stored, heads // stored * program.head_dim, program.rank_k), compute)
     rotary = functools.partial(
         module.rotary_coefficient_attention, rope=RopeSpec(500000.0, program.head_dim), kv_heads=heads, value_basis=None,
-        **common,
+        **common, **({"origin": 4} if program.turned else {}),
     )
 
     mean = shape((program.batch, heads, program.head_dim), jnp.float32) if program.dtype == "mixed" else None

@@ -22,6 +22,7 @@ PACKED_ROWS = 16  # query rows that programs over packed tokens have at most: wi
 PACKED_LEAST_ROWS = 8  # of a tensor core's second operand
 PACKED_TILE, PACKED_WARPS = 64, 8  # packed tokens of a tile; warps of a core, by programs of as few as can be
 PACKED_SUMS = {1: 80, 2: 168, 4: 160}  # registers that sums may have, by a program's warps
+PACKED_ADDED = 24  # fewer, where each slot's logits are added to: with as many some spill
 SHARED = 227 * 1024  # bytes of a core of an H100 or H200 that its programs share
 LEAST_TILES = 4  # a split of fewer tiles costs more to merge than it saves
 
@@ -96,13 +97,14 @@ def stages_for(tile_bytes: int) -> int:
     return min(most, 2 + -(-IN_FLIGHT // tile_bytes))
 
 
-def packed_heads(stored: int, q_heads: int, queries: int, columns: Callable[[int], int]) -> int:
+def packed_heads(stored: int, q_heads: int, queries: int, columns: Callable[[int], int], added: bool = False) -> int:
     """Heads that programs over packed tokens serve, a multiple of the `stored` ones: as few as rows and registers allow,
     since all programs of a stored head unpack the same tokens.
 
     Args:
         q_heads, queries: N and T.
         columns: of the values, of programs of so many warps.
+        added: whether each slot's logits are added to.
 
     Raises:
         Unsupported: none are few enough.
@@ -111,29 +113,32 @@ def packed_heads(stored: int, q_heads: int, queries: int, columns: Callable[[int
     few = [heads for heads in able if queries * q_heads // heads <= PACKED_ROWS]
     if not few:
         raise Unsupported(f"more than {PACKED_ROWS} query rows (queries x query heads) a kv head over packed tokens")
-    fitting = (heads for heads in few if _packed_warps(queries * q_heads // heads, columns))
+    fitting = (heads for heads in few if _packed_warps(queries * q_heads // heads, columns, added))
     if heads := next(fitting, 0):
         return heads
     raise Unsupported(f"packed tokens that unpack to {columns(1)} columns: registers overflow")
 
 
-def _packed_warps(rows: int, columns: Callable[[int], int]) -> int | None:
+def _packed_warps(rows: int, columns: Callable[[int], int], added: bool) -> int | None:
     """As few as the sums of so many query rows fit into; None where they do not."""
-    padded = power_of_two(rows, PACKED_LEAST_ROWS)
-    return next((warps for warps, most in PACKED_SUMS.items() if columns(warps) * padded <= most * 32 * warps), None)
+    padded, less = power_of_two(rows, PACKED_LEAST_ROWS), added * PACKED_ADDED
+    return next(
+        (warps for warps, most in PACKED_SUMS.items() if columns(warps) * padded <= (most - less) * 32 * warps), None
+    )
 
 
 def packed_grid(
-    rows: int, programs: int, size: int, columns: Callable[[int], int], token_bytes: Callable[[int], int]
+    rows: int, programs: int, size: int, columns: Callable[[int], int], token_bytes: Callable[[int], int],
+    added: bool = False,
 ) -> Grid:
     """As `decode_grid`, over packed tokens: sums of what is unpacked fill registers, whatever its bytes.
 
     Args:
         rows: of as many heads as `packed_heads` says.
-        columns: as there.
+        columns, added: as there.
         token_bytes: that are copied of a token, by programs of so many warps.
     """
-    warps = _TUNING.get().warps or _packed_warps(rows, columns)
+    warps = _TUNING.get().warps or _packed_warps(rows, columns, added)
     assert warps is not None
     waves = max(PACKED_WARPS // warps, 1)
     stages = 3 if 3 * waves * PACKED_TILE * token_bytes(warps) <= SHARED else 2

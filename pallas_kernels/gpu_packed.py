@@ -111,19 +111,40 @@ def order_of(runs: WidthRuns, size: int) -> Order:
     return Order(tuple(component.ravel().tolist()), tuple(scale.tolist()))
 
 
-def spread_queries(q: jax.Array, runs: WidthRuns) -> tuple[jax.Array, jax.Array]:
-    """What multiplies the codes of keys, of queries `[.., M, R]`.
+@functools.lru_cache
+def middles_of(runs: WidthRuns, size: int) -> np.ndarray:
+    """By how much the code of each column is above its number, over the scale that `order_of` gives it: float64
+    `[columns]`."""
+    products = [product for window in windows_of(runs, size) for product in window.products]
+    above = np.zeros((len(products), size))
+    for own, product in zip(above, products, strict=True):
+        own[product.first : product.first + product.count] = product.middle * 2.0**product.place
+    return above.ravel()
+
+
+def spread_queries(q: jax.Array, runs: WidthRuns) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What multiplies the codes of keys, of queries `[.., R]`.
 
     Returns:
-        Numbers float16 `[.., M, columns]`, below 1, of 16-bit queries without a loss. And float32 `[.., 2, M]`: what a
-        row's products are multiplied by, and what has to be taken off them then: codes count from 0, keys from their
-        middles.
+        Numbers float16 `[.., columns]` below 1, of 16-bit queries without a loss: over the `power_above` of the next. And
+        float32 `[..]`: of each query the largest number, and what has to be taken off its products, because codes count
+        from 0 and keys from their middles.
     """
     q = q.astype(jnp.float32)
-    power = jnp.exp2(jnp.frexp(jnp.max(jnp.abs(q), axis=-1))[1].astype(jnp.float32))
     middles = np.concatenate([np.full(count, middle_of(bits)) for bits, count in runs])
-    numbers = spread(q / power[..., None], order_of(runs, WINDOW)).astype(jnp.float16)
-    return numbers, jnp.stack([SUBNORMAL * power, jnp.sum(q * jnp.asarray(middles, q.dtype), axis=-1)], axis=-2)
+    start = np.float32(0), np.float32(0)
+
+    def both(sums, more):  # in one program
+        return jnp.maximum(sums[0], more[0]), sums[1] + more[1]
+
+    largest, above = jax.lax.reduce((jnp.abs(q), q * jnp.asarray(middles, q.dtype)), start, both, (q.ndim - 1,))
+    return spread(q / power_above(largest)[..., None], order_of(runs, WINDOW)).astype(jnp.float16), largest, above
+
+
+def power_above(x: jax.Array) -> jax.Array:
+    """The power of two that is above each number, none of which is negative, by its bits; within kernels, too."""
+    exponent = jax.lax.bitcast_convert_type(x, jnp.int32) & np.int32(0x7F800000)
+    return jax.lax.bitcast_convert_type(exponent + np.int32(1 << 23), jnp.float32)
 
 
 def load_window(ref, start, tokens: int, window: Window) -> jax.Array:
@@ -153,8 +174,3 @@ def numbers_of(codes: jax.Array, mask: int, interpret: bool) -> jax.Array:
         result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.float16)],
     )
     return numbers
-
-
-def with_rows(x: jax.Array, rows: int) -> jax.Array:
-    """Queries `[.., M, R]` with zeros behind, `[.., rows, R]`: where columns come in a loop, rows have no mask."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows - x.shape[-2]), (0, 0)])

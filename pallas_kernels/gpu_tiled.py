@@ -9,11 +9,13 @@ from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import load_block
+from lowrank_kv_jax.storage.eight_bits import EightBits
 
 BLOCK = 32  # bytes of a token that are unpacked together
 MOST_PIECES = 8  # of them, times components of a byte: more would spill registers
 TILES = (128, 64, 32, 16)  # tokens that a program may read at once
-MANY_ROWS, LONG = 64, 128  # of queries, and tokens that share a scale, from which a tile of the largest would spill
+MANY_ROWS, LONG = 64, 128  # of queries, and tokens that share a scale, from which a tile of the largest would spill, as
+# it does of tokens whose scales are behind them
 TOKEN_BITS = (2, 4, 8)
 
 
@@ -24,12 +26,14 @@ class Form(NamedTuple):
         bits: of a code.
         tokens, channels: that share a scale; all channels where there are no more of them.
         width: channels, R.
+        behind: whether the scale is the two last bytes of a token, low one first, and not in an array of its own.
     """
 
     bits: int
     tokens: int
     channels: int
     width: int
+    behind: bool = False
 
     @property
     def each(self) -> int:
@@ -68,20 +72,21 @@ class Tiled(NamedTuple):
 
     Attributes:
         codes: int8 or uint8 `[B, J, S, C]`.
-        scales, lows: uint16 `[B, J, tiles, groups]`, bits of bfloat16 numbers; no lows in 8 bits.
+        scales, lows: uint16 `[B, J, tiles, groups]`, bits of bfloat16 numbers; no lows in 8 bits, no scales where
+            they are behind the codes.
         starts: int32 `[B, H]`, slots at which tiles begin anew, as in `PackedTokens`; None where they do not.
         form: of a token.
     """
 
     codes: jax.Array
-    scales: jax.Array
+    scales: jax.Array | None
     lows: jax.Array | None
     starts: jax.Array | None
     form: Form
 
     def arrays(self) -> list[jax.Array]:
         """Those that there are."""
-        return [self.codes, self.scales, *([] if self.lows is None else [self.lows])]
+        return [x for x in (self.codes, self.scales, self.lows) if x is not None]
 
     def first_tiles(self, rows: int) -> tuple[jax.Array, jax.Array]:
         """Where each of `rows` rows, heads behind each other, begins, and its first tile, int32 `[rows, 1]`."""
@@ -98,17 +103,23 @@ def tiled(tokens: Any, name: str) -> Tiled:
     Raises:
         Unsupported: another storage, or more channels than the kernel has registers for.
     """
+    if isinstance(tokens, EightBits):
+        return Tiled(tokens.rows, None, None, None, _checked(Form(8, 1, tokens.shape[-1], tokens.shape[-1], True), name))
     bits, tile = getattr(tokens, "bits", None), getattr(tokens, "tile", None)
     if bits not in TOKEN_BITS or tile is None:
         raise Unsupported(f"{name} stored as {type(tokens).__name__}, beside others in tiles with a scale each")
     width = tokens.channels
     size, channels = (tile, 1) if isinstance(tile, int) else (tile.tokens, tile.channels or width)
-    form = Form(bits, size, min(channels, width), width)
-    if len(form.pieces()) > MOST_PIECES:
-        raise Unsupported(f"{name} of {width} channels in {bits} bits: more than registers hold")
+    form = _checked(Form(bits, size, min(channels, width), width), name)
     if form.channels not in (1, width) and form.channels % form.each:
         raise Unsupported(f"{name}: {form.channels} channels of {bits} bits share a scale, which are no whole bytes")
     return Tiled(tokens.codes, tokens.scales, tokens.lows, getattr(tokens, "starts", None), form)
+
+
+def _checked(form: Form, name: str) -> Form:
+    if len(form.pieces()) > MOST_PIECES:
+        raise Unsupported(f"{name} of {form.width} channels in {form.bits} bits: more than registers hold")
+    return form
 
 
 def tile_for(rows: int, *forms: Form) -> int:
@@ -117,7 +128,7 @@ def tile_for(rows: int, *forms: Form) -> int:
     Raises:
         Unsupported: none of `TILES` suits all.
     """
-    tiles = TILES[1:] if rows >= MANY_ROWS or any(form.tokens >= LONG for form in forms) else TILES
+    tiles = TILES[1:] if rows >= MANY_ROWS or any(form.tokens >= LONG or form.behind for form in forms) else TILES
     able = [tile for tile in tiles if all(form.suits(tile) for form in forms)]
     if not able:
         raise Unsupported(f"scales for {' and '.join(str(form.tokens) for form in forms)} tokens, no multiples of 16")
@@ -138,10 +149,18 @@ def numbers(refs, form: Form, at, first, inside) -> Iterator[jax.Array]:
         shared = None
         for place in range(form.each):
             own = codes if form.bits == 8 else (codes >> (form.bits * place)) & (2**form.bits - 1)
+            if form.behind:
+                own, shared = own - 2 * (own & 128), shared or [_scale_behind(codes_ref, form, at, inside)]
             if shared is None or form.channels == 1:  # else components of a byte share them
                 shared = [_sides(ref, form, block, place, at, first, inside) for ref in sides_refs]
             scale, *low = shared
             yield sum(low, own.astype(jnp.float32) * scale)
+
+
+def _scale_behind(ref, form: Form, at, inside) -> jax.Array:
+    """Float32 `[n, 1]`."""
+    low, high = (load_block(ref, at, inside, (form.width + i, 1)).astype(jnp.uint32) for i in range(2))
+    return jax.lax.bitcast_convert_type((high << 24) | (low << 16), jnp.float32)
 
 
 def _sides(ref, form: Form, block: int, place: int, at, first, inside) -> jax.Array:

@@ -7,12 +7,14 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
+from lowrank_kv_jax.storage.eight_bits import EightBits
 from lowrank_kv_jax.storage.water_filled import WaterFilled, WidthRuns
 
 EMPTY = -1e30  # the log-sum-exp of a part without tokens inside of kernels, where -inf would make NaNs
 LOG2_E = 1.4426950408889634  # kernels exponentiate in base 2, as the hardware does
 TILE_OF_SCALES = 128  # tokens that share the scale of a component in 8-bit storage
 MANY_COLUMNS = 512  # beside more, a piece of 32 columns spills registers: 2 KiB at rank 608 on sm_90, of 64 nothing
+WIDEST_HEAD = 256  # channels of exact tokens in 8 bits that are widened in registers; others by XLA
 MAX_ROWS = 64  # query rows of a kv head; longer blocks of queries are matrix products that XLA does as well
 
 
@@ -136,6 +138,8 @@ class Stored(NamedTuple):
 
 def in_tiles(tokens: Any) -> bool:
     """Whether tokens are codes with scales other than those that `stored_arrays` knows."""
+    if isinstance(tokens, EightBits):
+        return tokens.shape[-1] <= WIDEST_HEAD
     return hasattr(tokens, "tile") and not _plain_scales(tokens)
 
 

@@ -1,5 +1,7 @@
+import functools
 import gc
 import os
+import threading
 from importlib.metadata import version
 from pathlib import Path
 
@@ -28,6 +30,13 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
+from jax._src.interpreters import mlir  # noqa: E402
+
+# JAX lowers each program in an MLIR context of its own. To make one is a quarter of what a small program takes, and the
+# more there were, the longer each takes: one for each thread does, which keeps what it has seen until programs go.
+_new_context = mlir.make_ir_context
+context_of = functools.cache(lambda thread: _new_context())
+mlir.make_ir_context = lambda: context_of(threading.get_ident())
 
 # Traced programs are many objects in cycles: look for garbage less often, and not among what was imported.
 gc.set_threshold(20_000, 20, 20)
@@ -51,6 +60,11 @@ def nothing_is_kept():
         yield
 
 
+def pytest_configure(config):
+    """xdist would begin with what has the most tests and end with the one that takes longest, beside an idle worker."""
+    config.option.loadscopereorder = False
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """A file runs in one worker, with the programs and fixtures that its tests share, where no mark says otherwise.
@@ -64,8 +78,9 @@ def pytest_collection_modifyitems(items):
     gc.freeze()
 
 
-_last = None
-_limit = 2e9
+def memory_bytes() -> int:
+    """Of the machine, or 0 where the system does not say."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
 
 
 def resident_bytes() -> int:
@@ -77,14 +92,22 @@ def resident_bytes() -> int:
         return 0
 
 
+_last = None
+_limit = max(2e9, memory_bytes() / 6)
+
+
 @pytest.fixture(autouse=True)
 def few_compiled_programs(request):
-    """Programs are dropped between files, methods or codecs once they fill another gigabyte."""
+    """Programs are dropped between files, methods or codecs once they fill a sixth of the memory, and another gigabyte.
+
+    That takes seconds, and those that are used again are compiled again.
+    """
     global _last, _limit
     callspec = getattr(request.node, "callspec", None)
     about = callspec.params if callspec else {}
     now = request.node.path, about.get("name") or about.get("codec")
     if _last not in (None, now) and resident_bytes() > _limit:
         jax.clear_caches()
+        context_of.cache_clear()
         _limit = max(_limit, resident_bytes() + 1e9)  # what was freed is used again before the process grows
     _last = now

@@ -9,6 +9,7 @@ import pytest
 from helpers import softmax_attention
 
 from lowrank_kv_jax.attention.rope import RopeSpec
+from lowrank_kv_jax.attention.turning import TILE
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.lanes import tokens_on_lanes
 from lowrank_kv_jax.storage.packed import empty_packed, hold_packed
@@ -45,6 +46,7 @@ class Case:
     tiles: tuple[Tile, Tile] = (COEFFICIENTS, COEFFICIENTS)  # what shares a scale in those bits, of keys and of values
     runs: tuple[WidthRuns, WidthRuns] | None = None  # packed keys and values, whose components are as many
     mean: bool = False
+    turned: bool = False  # keys but for their mean are stored turned by their place in tiles, from the first position on
     gaps: tuple[int, int] = (0, 100)
     jumps: tuple[int, int] = (3, 5)
     own: int | None = None  # stored heads that have positions of their own each, in no order, instead of runs
@@ -86,7 +88,7 @@ def make(case: Case, seed: int = 0) -> Inputs:
     keys, values = (store(x.astype(np.float32), case.bits, dtype, t) for x, t in zip((k, v), case.tiles, strict=True))
     exact = [np.asarray(read(x), np.float64) for x in (keys, values)]
     if case.bits is None and case.poison:
-        keys, values = (jnp.where(stale, jnp.nan, x) for x in (keys, values))
+        keys, values = (jnp.asarray(np.where(stale, np.asarray(np.nan, x.dtype), x)) for x in (keys, values))
     elif case.poison:  # tiles beyond the length: their scales, the bits of bfloat16 numbers, are NaN
         keys, values = (_poisoned(x, lengths) for x in (keys, values))
     return _inputs(case, rng, exact, CachedTokens(keys, values, jnp.asarray(lengths), where), lengths)
@@ -104,7 +106,7 @@ def _poisoned(x, lengths):
     tiles = (np.arange(x.scales.shape[2]) * x.tile.tokens >= lengths[:, None])[:, None, :, None]
     sides = {"scales": x.scales, "lows": x.lows}
     return dataclasses.replace(
-        x, **{name: jnp.where(tiles, jnp.uint16(0x7FC0), y) for name, y in sides.items() if y is not None})
+        x, **{name: jnp.asarray(np.where(tiles, np.uint16(0x7FC0), y)) for name, y in sides.items() if y is not None})
 
 
 def _packed(case, rng, sides, lengths, where):
@@ -115,7 +117,7 @@ def _packed(case, rng, sides, lengths, where):
         codes = pack_codes(jnp.asarray(wide, jnp.float32), own)
         exact.append(np.asarray(unpack_codes(codes, own), np.float64))
         stale = np.arange(case.S)[None, None, :, None] >= lengths[:, None, None, None]
-        stored.append(WaterFilled(jnp.where(stale, jnp.uint8(255), codes), own))
+        stored.append(WaterFilled(jnp.asarray(np.where(stale, np.uint8(255), codes)), own))
     return _inputs(case, rng, exact, CachedTokens(*stored, jnp.asarray(lengths), where), lengths)
 
 
@@ -142,7 +144,7 @@ def _queries(case, rng, exact, positions, mask, dtype, tokens, options):
     k, v = exact
     batch, rotary = len(case.lengths), case.rope is not None or case.per_row
     dim = case.D if rotary else case.rank_k
-    q = jnp.asarray(rng.normal(size=(batch, case.T, case.N, dim)), dtype)
+    q = jnp.asarray(rng.normal(size=(batch, case.T, case.N, dim)).astype(dtype))
     wide = np.asarray(q, np.float64)
     basis = None
     if rotary:
@@ -151,14 +153,18 @@ def _queries(case, rng, exact, positions, mask, dtype, tokens, options):
         scale = np.sqrt(case.rank_k)
         if case.runs is not None:  # the steps are folded in
             scale = scale * np.sqrt(2.0 ** np.concatenate([np.full(count, bits - 1) for bits, count in case.runs[0]]))
-        basis = jnp.asarray(rng.normal(size=shape) / scale, dtype)
+        basis = jnp.asarray((rng.normal(size=shape) / scale).astype(dtype))
         k = np.einsum("bjsr,bjwr->bsjw", k, np.broadcast_to(np.asarray(basis, np.float64), (batch, *shape[1:])))
         k = k.reshape(batch, case.S, case.K, case.D)
         if case.mean:
-            mean = jnp.asarray(rng.normal(size=(rows, case.K, case.D)), dtype)
-            k = k + np.asarray(mean, np.float64)[:, None]
+            mean = jnp.asarray(rng.normal(size=(rows, case.K, case.D)).astype(dtype))
             options["key_mean"] = mean if case.per_row else mean[0]
-        k = k if case.rope is None else rotated(k, positions, case.rope)
+        around = np.broadcast_to(np.asarray(mean, np.float64)[:, None] if case.mean else 0.0, k.shape)
+        if case.turned:
+            options["origin"] = case.jumps[0]
+            k = rotated(k, positions - np.arange(case.S) % TILE, case.rope) + rotated(around, positions, case.rope)
+        else:
+            k = k + around if case.rope is None else rotated(k + around, positions, case.rope)
         basis = basis if case.per_row else basis[0]
         options |= dict(rope=case.rope, kv_heads=case.K)
     else:

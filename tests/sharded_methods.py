@@ -50,10 +50,11 @@ def decode(method, params, mesh, lengths, turn=False):
     token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     progress = Progress(token, jnp.zeros((4,), bool), jnp.zeros((4,), bool))
     keys = jax.vmap(jax.random.key)(jnp.zeros((4,), jnp.uint32))
-    args = (method, CONFIG, params, cache, progress, keys, jnp.int32(BLOCK))
-    moved = 0 if mesh is None else largest_collective(decode_block.lower(*args, bases=bases).compile().as_text())
-    cache, progress, first = decode_block(*args, bases=bases)
-    cache, progress, second = decode_block(*args[:3], cache, progress, *args[5:], bases=bases)
+    steps = jnp.int32(BLOCK)
+    program = decode_block.lower(method, CONFIG, params, cache, progress, keys, steps, bases=bases).compile()
+    moved = 0 if mesh is None else largest_collective(program.as_text())
+    cache, progress, first = program(params, cache, progress, keys, steps, bases=bases)
+    cache, progress, second = program(params, cache, progress, keys, steps, bases=bases)
     there = ((name, x) for name, x, info in walk(cache) if "batch" in info.axes and 0 not in x.shape)  # nothing lies nowhere
     placed = {name: str(x.sharding.spec) for name, x in there} if mesh else {}
     found = [np.asarray(logits)]

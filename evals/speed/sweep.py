@@ -33,6 +33,8 @@ KERNELS = (
     Program(PLAIN, 128, 128, dtype="mixed"), *(Program(PLAIN, r, r, dtype="mixed", joint=True) for r in (512, 1024)),
     *(Program(ROTARY, r, r) for r in (64, 32)), Program(ROTARY, 64, 64, dtype="int8"),
     Program(ROTARY, 256, 256, joint=True), Program(ROTARY, 64, 64, chosen=True),
+    Program(ROTARY, 128, 128, dtype="mixed", turned=True),
+    Program(ROTARY, 512, 512, dtype="mixed", joint=True, turned=True),
 )
 """What is swept, at each batch."""
 
@@ -109,7 +111,7 @@ def sweep(
 def _able(program: Program, ways: Sequence[Tuning]) -> list[Tuning]:
     """Those ways that a program can be launched in: a table of the places within a tile turns keys, and a scale of 8 bits
     is of 128 tokens."""
-    placed = program.op == ROTARY and not program.chosen
+    placed = program.op == ROTARY and not (program.chosen or program.turned)
     most = min([DIGIT] * placed + [TILE_OF_SCALES] * (program.dtype == "int8"), default=math.inf)
     return [way for way in ways if (way.tile or 0) <= most]
 
@@ -155,7 +157,7 @@ def _attend(program: Program, way: Tuning | str, q, tokens, positions, *basis) -
         return coefficient_attention(q, tokens, **common).out
     return rotary_coefficient_attention(
         q, tokens, basis[0], rope=RopeSpec(500000.0, program.head_dim), kv_heads=KV_HEADS, value_basis=None,
-        key_mean=basis[1], **common).out
+        key_mean=basis[1], origin=0 if program.turned else None, **common).out
 
 
 def _timed(program: Program, drawing: Any, compiled: Mapping[Tuning | str, Any], seed: int) -> Iterator[Launch]:

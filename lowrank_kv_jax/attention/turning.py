@@ -8,9 +8,10 @@ key a token.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, Float32, Int, Int32
 
-from lowrank_kv_jax.attention.rope import RopeSpec
+from lowrank_kv_jax.attention.rope import RopeSpec, rope_angles, rotate
 
 TILE = 256
 """Tokens of a tile: the fewer, the less keys turn in it, and the more often queries are folded."""
@@ -44,3 +45,16 @@ def turning_columns(
     """Columns of tokens at positions of these angles, as many as there are `weights`."""
     still = weights - 2 * cos.shape[-2]
     return jnp.concatenate([cos, sin, jnp.ones_like(cos[..., :still, :])], axis=-2)
+
+
+def turning_logits(
+    rope: RopeSpec, q: Float[jax.Array, "B T N D"], key: Float[jax.Array, "... K D"], begins: Int[jax.Array, "B n"]
+) -> Float32[jax.Array, "B T N S"]:
+    """What `turning_weights` and `turning_columns` add up to for the S = n * `TILE` tokens of tiles that begin at these
+    positions: the weights are turned by them, and meet one table of places."""
+    weights, angle = turning_weights(rope, q, key), np.arange(TILE) * rope.inverse_frequencies()[:, None]
+    cos, sin = (x[:, None, None] for x in rope_angles(rope, begins))
+    weights = jnp.broadcast_to(weights[:, :, :, None], (*q.shape[:3], begins.shape[1], weights.shape[-1]))
+    table = turning_columns(*(jnp.asarray(x, jnp.float32) for x in (np.cos(angle), np.sin(angle))), weights.shape[-1])
+    found = jnp.matmul(rotate(weights, cos, -sin), table, precision=jax.lax.Precision.HIGH)  # no single bfloat16 pass
+    return found.reshape(*q.shape[:3], -1)

@@ -9,7 +9,7 @@ from lowrank_kv_jax.attention.blockwise import spread_heads
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.attention.turning import place_in_tile
-from lowrank_kv_jax.storage.basis import project, reconstruct
+from lowrank_kv_jax.storage.basis import Basis, as_array, project, reconstruct
 from lowrank_kv_jax.storage.cache_dtype import roomy
 from lowrank_kv_jax.storage.positions import PerHead, Runs
 from lowrank_kv_jax.storage.steps import Steps
@@ -25,8 +25,8 @@ class Frame(NamedTuple):
         gamma: factor of each kv head on the logits, float32 `[K]`; None is 1.
     """
 
-    k: jax.Array
-    v: jax.Array
+    k: Basis
+    v: Basis
     k_mean: jax.Array | None = None
     v_mean: jax.Array | None = None
     k_encoder: jax.Array | None = None
@@ -45,7 +45,7 @@ class Frame(NamedTuple):
 
     def rebuild(self, side: str, coefficients: jax.Array, kv_heads: int) -> jax.Array:
         """Keys ("k") or values ("v") `[B, K, T, D]` from coefficients `[B, J, T, R]`."""
-        rebuilt, mean = reconstruct(getattr(self, side), coefficients, kv_heads), getattr(self, f"{side}_mean")
+        rebuilt, mean = reconstruct(as_array(getattr(self, side)), coefficients, kv_heads), getattr(self, f"{side}_mean")
         return rebuilt if mean is None else rebuilt + mean.astype(rebuilt.dtype)[..., None, :]
 
     def keys(
@@ -83,7 +83,7 @@ class Frame(NamedTuple):
         """For rebuilding tokens there; of packed ones one basis over all heads, of which each slot needs its owner's."""
         if isinstance(positions, Runs) or positions.owner is None:
             return self
-        return self._replace(k=one_below_the_other(self.k), v=one_below_the_other(self.v))
+        return self._replace(k=one_below_the_other(as_array(self.k)), v=one_below_the_other(as_array(self.v)))
 
 
 def positions_of(positions: Runs | PerHead, slots: int, kv_heads: int) -> jax.Array:

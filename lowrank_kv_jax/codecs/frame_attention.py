@@ -11,7 +11,7 @@ from lowrank_kv_jax.codecs.frame import Frame, around, as_met, for_tokens
 from lowrank_kv_jax.method.layout import Place
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
-from lowrank_kv_jax.storage.basis import expand_values, fold_query
+from lowrank_kv_jax.storage.basis import as_array, expand_values, fold_query
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 
 
@@ -37,8 +37,8 @@ def attend(
     else:
         use = frame.at(tokens.positions)
         out, lse = rotary_coefficient_attention(
-            q, tokens, use.k, rope=spec.rope if rotates else None, kv_heads=spec.kv_heads,
-            value_basis=None if reduced else use.v, key_mean=use.k_mean, origin=origin, **common,
+            q, tokens, as_array(use.k), rope=spec.rope if rotates else None, kv_heads=spec.kv_heads,
+            value_basis=None if reduced else as_array(use.v), key_mean=use.k_mean, origin=origin, **common,
         )
     out = expand_values(frame.v, out, spec.kv_heads) if reduced else out
     return AttnPartial(around(out, lse, frame.v_mean), lse)

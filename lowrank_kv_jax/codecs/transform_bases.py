@@ -12,7 +12,7 @@ from lowrank_kv_jax.codecs.widths import Widths, with_restored_widths, with_save
 from lowrank_kv_jax.estimators.bit_allocation import steps_of
 from lowrank_kv_jax.estimators.host_eigh import host_eigh
 from lowrank_kv_jax.estimators.moments import Moments
-from lowrank_kv_jax.storage.basis import project
+from lowrank_kv_jax.storage.basis import Scaled, project
 from lowrank_kv_jax.storage.water_filled import WidthRuns, components_of
 
 SIDES = ("k", "v")
@@ -191,25 +191,24 @@ def encode(
     """
     halves, parts = [], []
     for side, x in zip(sides, tokens, strict=True):
-        basis, columns = _columns(bases, side, runs)
+        basis, unit, columns = _columns(bases, side, runs)
+        basis = basis.astype(jnp.float32) if unit is None else basis.astype(jnp.float32) * unit[:, None]
         weight = getattr(bases, f"{side}_weight")
         halves.append(basis)
         parts.append(x if weight is None else x * by_unit(weight.astype(jnp.float32), basis.shape[0]))
     basis, x = jnp.concatenate(halves, axis=1), jnp.concatenate(parts, axis=-1)
-    there, back = basis / columns, basis * columns
+    there, back = basis / columns[:, None], basis * columns[:, None]
     read = project(back.swapaxes(-1, -2), project(there, x).swapaxes(1, 2)).swapaxes(1, 2)
     return project(there, 2 * x - read)  # of x, and of what its codes leave of it
 
 
-def decoder(bases: TransformBases, side: str, runs: WidthRuns | None, layer: int | jax.Array) -> jax.Array:
-    """`[J, (K / J) * D, R]`, float32: what takes a code to a token of that layer of the group, its transpose to the
-    right."""
-    basis, columns = _columns(bases, side, runs)
-    basis = basis.reshape(basis.shape[0], bases.layers, -1, basis.shape[-1])[:, layer]
-    weight = getattr(bases, f"{side}_weight")
-    if weight is not None:
-        basis = basis / weight[layer].astype(jnp.float32).reshape(basis.shape[0], -1, 1)
-    return basis * columns
+def decoder(bases: TransformBases, side: str, runs: WidthRuns | None, layer: int | jax.Array) -> Scaled:
+    """What takes a code to a token of that layer of the group, its transpose to the right, `[J, (K / J) * D, R]`."""
+    directions, unit, columns = _columns(bases, side, runs)
+    directions = directions.reshape(directions.shape[0], bases.layers, -1, directions.shape[-1])[:, layer]
+    columns, weight = columns if unit is None else columns * unit, getattr(bases, f"{side}_weight")
+    rows = None if weight is None else 1 / weight[layer].astype(jnp.float32).reshape(directions.shape[0], -1)
+    return Scaled(directions, rows, columns)
 
 
 def by_unit(x: jax.Array, units: int) -> jax.Array:
@@ -218,15 +217,14 @@ def by_unit(x: jax.Array, units: int) -> jax.Array:
     return split.swapaxes(-3, -2).reshape(*x.shape[:-3], units, -1)
 
 
-def _columns(bases: TransformBases, side: str, runs: WidthRuns | None) -> tuple[jax.Array, jax.Array]:
-    """U, and what its columns are multiplied by `[J, 1, R]`: the steps."""
+def _columns(
+    bases: TransformBases, side: str, runs: WidthRuns | None
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """U as it is held, its units `[J, R]`, or None, and what its columns are multiplied by then `[J, R]`: the steps."""
     basis, unit = (getattr(bases, name) for name in (side, f"{side}_unit"))
     count = basis.shape[-1] if runs is None else components_of(runs)
-    basis = basis[..., :count].astype(jnp.float32)
-    if unit is not None:
-        basis = basis * unit[:, None, :count].astype(jnp.float32)
+    basis, unit = basis[..., :count], None if unit is None else unit[:, :count].astype(jnp.float32)
     if runs is None:
-        return basis, jnp.ones((1, 1, 1), jnp.float32)
+        return basis, unit, jnp.ones((basis.shape[0], count), jnp.float32)
     scale = bases.k_scale if bases.v_scale is None or side == "k" else bases.v_scale
-    scale = scale.astype(jnp.float32)[:, :count]
-    return basis, (scale * jnp.asarray(steps_of(runs), jnp.float32))[:, None]
+    return basis, unit, scale.astype(jnp.float32)[:, :count] * jnp.asarray(steps_of(runs), jnp.float32)

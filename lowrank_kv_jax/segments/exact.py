@@ -114,7 +114,7 @@ def attend(
 
 
 def _as_read(segment: Exact) -> tuple[Any, Any]:
-    """Keys and values as attention ops read them: those in 8 bits, a few tokens, are widened."""
+    """Keys and values as attention ops read them."""
     k, v = (x.as_read() if isinstance(x, EightBits) else x for x in (segment.k, segment.v))
     return k, v
 

@@ -5,12 +5,43 @@ J = K codes each head by itself, J = 1 all heads of the layer jointly, and anyth
 `[B, J, W, R]` belongs to the rows of a batch. Columns are orthonormal unless a method says otherwise.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 
 from lowrank_kv_jax.storage import precise
 from lowrank_kv_jax.storage.cache_dtype import roomy
+
+
+class Scaled(NamedTuple):
+    """A basis in factors, U = diag(rows) directions diag(columns), of which a product takes one after the other:
+    directions in 8 bits are widened within it, exactly, and no basis in floats is written.
+
+    Attributes:
+        directions: `[J, W, R]`.
+        rows: float32 `[J, W]`; None stands for 1.
+        columns: float32 `[J, R]`, or of each row of a batch `[B, J, R]`.
+    """
+
+    directions: jax.Array
+    rows: jax.Array | None
+    columns: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the array."""
+        return (*self.columns.shape[:-1], *self.directions.shape[-2:])
+
+    def array(self) -> jax.Array:
+        """Float32 `[J, W, R]` or `[B, J, W, R]`."""
+        wide = self.directions.astype(jnp.float32)
+        return (wide if self.rows is None else wide * self.rows[..., None]) * self.columns[..., None, :]
+
+
+Basis = Float[jax.Array, "... J W R"] | Scaled
+"""An array or factors of one."""
 
 
 def _per_row(basis: jax.Array) -> str:
@@ -36,32 +67,73 @@ def reconstruct(
     return x.reshape(batch, groups, tokens, per_group, -1).swapaxes(2, 3).reshape(batch, kv_heads, tokens, -1)
 
 
-def split_heads(basis: Float[jax.Array, "*rows J W R"], kv_heads: int) -> Float[jax.Array, "*rows J {kv_heads}//J D R"]:
+def split_heads(
+    basis: Shaped[jax.Array, "*rows J W R"], kv_heads: int
+) -> Shaped[jax.Array, "*rows J {kv_heads}//J D R"]:
     """Split the width into (heads of the group, D): `[..., J, K / J, D, R]`."""
     *rows, groups, width, rank = basis.shape
     per_group = kv_heads // groups
     return basis.reshape(*rows, groups, per_group, width // per_group, rank)
 
 
-def fold_query(
-    basis: Float[jax.Array, "... J W R"], q: Float[jax.Array, "B T N D"], kv_heads: int
-) -> Float[jax.Array, "B T N R"]:
-    """Queries in coefficient space `[B, T, N, R]` of `q` `[B, T, N, D]`: q~ = q U_h for kv head h of the query."""
+def as_array(basis: Basis) -> jax.Array:
+    """A basis that may be in factors as one array."""
+    return basis.array() if isinstance(basis, Scaled) else basis
+
+
+def fold_query(basis: Basis, q: Float[jax.Array, "B T N D"], kv_heads: int) -> Float[jax.Array, "B T N R"]:
+    """Queries in coefficient space `[B, T, N, R]` of `q` `[B, T, N, D]`: q~ = q U_h for kv head h of the query.
+
+    Args:
+        basis: `[J, W, R]` or of each row `[B, J, W, R]`.
+    """
+    batch, tokens, heads, dim = q.shape
+    if isinstance(basis, Scaled):
+        met = q if basis.rows is None else (q * _of_channels(basis.rows, heads, dim)).astype(roomy(q).dtype)
+        found = _folded(basis.directions, met, kv_heads, jnp.float32)
+        return (found * _of_components(basis.columns, heads)).astype(q.dtype)
+    return _folded(basis, q, kv_heads, q.dtype)
+
+
+def _folded(basis: jax.Array, q: jax.Array, kv_heads: int, dtype: Any) -> jax.Array:
     batch, tokens, heads, dim = q.shape
     by_head = split_heads(basis, kv_heads)
     groups, per_group = by_head.shape[-4:-2]
     q = q.reshape(batch, tokens, groups, per_group, -1, dim)
-    out = jnp.einsum(f"btjhgd,{_per_row(basis)}jhdr->btjhgr", q, by_head.astype(q.dtype))
-    return out.reshape(batch, tokens, heads, -1)
+    product = f"btjhgd,{_per_row(basis)}jhdr->btjhgr"
+    found = jnp.einsum(product, q, by_head.astype(q.dtype), preferred_element_type=dtype)
+    return found.reshape(batch, tokens, heads, -1)
 
 
-def expand_values(
-    basis: Float[jax.Array, "... J W R"], out: Float[jax.Array, "B T N R"], kv_heads: int
-) -> Float[jax.Array, "B T N D"]:
-    """Attention outputs in head space `[B, T, N, D]` from value-coefficient space `[B, T, N, R]`: o = o~ U_v^T."""
+def expand_values(basis: Basis, out: Float[jax.Array, "B T N R"], kv_heads: int) -> Float[jax.Array, "B T N D"]:
+    """Attention outputs in head space `[B, T, N, D]` from value-coefficient space `[B, T, N, R]`: o = o~ U_v^T.
+
+    Args:
+        basis: as for `fold_query`.
+    """
+    if isinstance(basis, Scaled):
+        met = (out * _of_components(basis.columns, out.shape[2])).astype(roomy(out).dtype)
+        found = _expanded(basis.directions, met, kv_heads)
+        return (found if basis.rows is None else found * _of_channels(basis.rows, *found.shape[2:])).astype(out.dtype)
+    return _expanded(basis, out, kv_heads)
+
+
+def _expanded(basis: jax.Array, out: jax.Array, kv_heads: int) -> jax.Array:
     batch, tokens, heads, rank = out.shape
     by_head = split_heads(basis, kv_heads)
     groups, per_group = by_head.shape[-4:-2]
     out = out.reshape(batch, tokens, groups, per_group, -1, rank)
     out = jnp.einsum(f"btjhgr,{_per_row(basis)}jhdr->btjhgd", out, by_head.astype(out.dtype))
     return out.reshape(batch, tokens, heads, -1)
+
+
+def _of_channels(rows: jax.Array, heads: int, dim: int) -> jax.Array:
+    """`[N, D]` of `[J, W]`: what the channels of each query head are multiplied by."""
+    by_head = rows.reshape(-1, dim)
+    return jnp.repeat(by_head, heads // by_head.shape[0], axis=0)
+
+
+def _of_components(columns: jax.Array, heads: int) -> jax.Array:
+    """`[N, R]` of `[J, R]`, or `[B, 1, N, R]` of `[B, J, R]`."""
+    spread = jnp.repeat(columns, heads // columns.shape[-2], axis=-2)
+    return spread if columns.ndim == 2 else spread[:, None]

@@ -41,9 +41,9 @@ class EightBits:
         return self.astype(self.dtype)
 
     def as_read(self) -> Any:
-        """The array as attention ops read it, on lanes where the codes lie there."""
+        """What attention ops read: itself, and where the codes lie on lanes the array, on lanes."""
         if not hasattr(self.rows, "on_lanes"):
-            return self.widened()
+            return self
         return dataclasses.replace(self.rows, on_lanes=_widened(self.rows.on_lanes, self.dtype, axis=2))
 
     def astype(self, dtype: Any) -> Float[jax.Array, "B K S D"]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowrank_kv_jax.generation.generate import Generation, Progress, decode_block, generate
+from lowrank_kv_jax.generation.generate import GREEDY, Generation, Progress, decode_block, generate
 from lowrank_kv_jax.generation.prompts import pad_prompts
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.accounting import cache_bytes
@@ -82,7 +82,7 @@ def rows_that_wait_stay(method: Part, config: ModelConfig = PLAIN, lengths: tupl
     keys = jax.vmap(jax.random.key)(jnp.zeros(2, jnp.uint32))
     for _ in range(2):
         cache, progress, out = decode_block(
-            method, config, tiny.params, cache, progress, keys, jnp.int32(BLOCK), bases=bases
+            method, config, tiny.params, cache, progress, keys, jnp.int32(BLOCK), bases=bases, sampler=GREEDY, eos=(),
         )
     assert (np.asarray(out)[0] >= 0).all() and (np.asarray(out)[1] < 0).all()
     assert_same_row(before[1], rows_of(cache)[1])

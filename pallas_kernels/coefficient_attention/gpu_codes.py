@@ -6,6 +6,7 @@ rows are a whole one. A program is one warp where its sums fit: nothing waits fo
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +18,15 @@ from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, packed_grid, packed_heads
 from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, launch
 from lowrank_kv_jax.pallas_kernels.gpu_packed import (
+    SUBNORMAL,
     WINDOW,
     columns_of,
     load_window,
     numbers_of,
+    power_above,
     read_of,
     spread_queries,
     windows_of,
-    with_rows,
 )
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     load_ranges,
@@ -33,40 +35,95 @@ from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     tile_range,
     visible_slots,
 )
-from lowrank_kv_jax.pallas_kernels.owned_slots import numbers
+from lowrank_kv_jax.pallas_kernels.owned_slots import numbers as numbers_of_heads
 from lowrank_kv_jax.pallas_kernels.packing import EMPTY, LOG2_E, Stored, pack, unpack
 from lowrank_kv_jax.storage.water_filled import WORD, components_of
+
+
+class Folded(NamedTuple):
+    """Queries as they meet codes, of n stretches of tokens each their own.
+
+    Attributes:
+        numbers: float16 `[J, B, n, T, N / J, columns]` of J heads, as the product lies that they come of; columns in the
+            order that windows of so many bytes have.
+        window: bytes.
+        largest: float32 `[B, T, N]`: numbers are over the `power_above` of this.
+        above: float32 `[B, n, T, N]`, what is taken off the products, because codes count from 0 and keys from their
+            middles.
+        tokens: of a stretch, a multiple of what a program reads at once; None: all.
+        added: float32 `[B, T, N, n * tokens]`, what is added to each slot's, or None.
+    """
+
+    numbers: jax.Array
+    window: int
+    largest: jax.Array
+    above: jax.Array
+    tokens: int | None = None
+    added: jax.Array | None = None
 
 
 def attend_slots(
     q, keys: Stored, values: Stored, begin, end, *, scale: float, size: int, interpret: bool, owner: jax.Array | None
 ) -> AttnPartial:
     """As `gpu_triton.attend_slots`."""
-    _check(q, keys, values)
+    check(q, keys, values)
+    numbers, largest, above = spread_queries(q, keys.runs)
+    folded = Folded(numbers[None, :, None], WINDOW, largest, above[:, None])
+    return attend_folded(
+        folded, keys, values, begin, end, scale=scale, size=size, interpret=interpret, owner=owner
+    )
+
+
+def attend_folded(
+    folded: Folded, keys: Stored, values: Stored, begin, end, *, scale: float, size: int, interpret: bool,
+    owner: jax.Array | None = None,
+) -> AttnPartial:
+    """The same of queries that are folded, and after `check`."""
     stored = max(keys.codes.shape[1], values.codes.shape[1])
 
     def columns(warps: int) -> int:
         return columns_of(values.runs, warps * WINDOW)
 
     def token_bytes(warps: int) -> int:
-        return read_of(keys.runs, WINDOW) + read_of(values.runs, warps * WINDOW)
+        return read_of(keys.runs, folded.window) + read_of(values.runs, warps * WINDOW)
 
-    packed = pack(q, packed_heads(stored, q.shape[2], q.shape[1], columns), begin, end)
-    batch, heads, rows, _ = packed.q.shape
-    grid = packed_grid(rows, batch * heads, size, columns, token_bytes)
-    query, factors = spread_queries(packed.q, keys.runs)
-    factors = scale * jnp.pad(factors, [(0, 0)] * 3 + [(0, grid.rows - rows)])
-    head = packed.span if owner is None else jnp.concatenate([packed.span, numbers(batch, owner)], axis=1)
+    batch, queries, q_heads = folded.largest.shape
+    more = folded.added is not None
+    heads = packed_heads(stored, q_heads, queries, columns, more)
+    packed = pack(folded.largest[..., None], heads, begin, end)
+    rows = packed.q.shape[2]
+    grid = packed_grid(rows, batch * heads, size, columns, token_bytes, more)
+    above = _by_program(folded.above[..., None], heads)[..., 0]
+    added = _by_program(folded.added[:, None], heads)[:, :, 0] if more else None
+    head = packed.span if owner is None else jnp.concatenate([packed.span, numbers_of_heads(batch, owner)], axis=1)
     kernel = functools.partial(
-        _kernel, grid=grid, owned=owner is not None, key_runs=keys.runs, value_runs=values.runs, interpret=interpret
+        _kernel, grid=grid, owned=owner is not None, key_runs=keys.runs, value_runs=values.runs, interpret=interpret,
+        window=folded.window, stretch=folded.tokens, added=more, scale=scale,
     )
-    operands = by_head(packed, owner, with_rows(query, grid.rows), factors, keys.codes, values.codes)
+    operands = [
+        *by_head(packed, owner), (folded.numbers, _query_spec(folded.numbers, heads)),
+        *by_head(packed, packed.q[..., 0], above, added, keys.codes, values.codes),
+    ]
     width = components_of(values.runs)
     part = launch("coefficient_attention", kernel, grid, packed, head, operands, width, interpret=interpret)
-    return unpack(part, q.shape[1])
+    return unpack(part, queries)
 
 
-def _check(q, keys: Stored, values: Stored) -> None:
+def _query_spec(x: jax.Array, heads: int) -> pl.BlockSpec:
+    """What each program has of `numbers`: of some of their J heads all queries, or of one a part."""
+    together, parts = max(1, x.shape[0] // heads), max(1, heads // x.shape[0])
+    block = together, None, *x.shape[2:4], x.shape[4] // parts, x.shape[5]
+    return pl.BlockSpec(block, lambda s, h, b: (h // parts, b, 0, 0, h % parts, 0))
+
+
+def _by_program(x: jax.Array, heads: int) -> jax.Array:
+    """`[B, H, n, M, ..]` of `[B, n, T, N, ..]`, as `pack` orders query rows."""
+    batch, stretches, queries, q_heads, width = x.shape
+    x = jnp.moveaxis(x.reshape(batch, stretches, queries, heads, -1, width), 3, 1)
+    return x.reshape(batch, heads, stretches, -1, width)
+
+
+def check(q, keys: Stored, values: Stored) -> None:
     """Raise `Unsupported` for what the kernel does not read."""
     if (keys.runs is None) != (values.runs is None):
         raise Unsupported("keys and values packed in several widths, or both not")
@@ -77,11 +134,19 @@ def _check(q, keys: Stored, values: Stored) -> None:
             raise Unsupported(f"{name} packed in {side.codes.shape[-1]} bytes a token, no whole words of {WORD}")
 
 
-def _kernel(limits_ref, *refs, grid: Grid, owned: bool, key_runs, value_runs, interpret: bool):
+def _kernel(
+    limits_ref, *refs, grid: Grid, owned: bool, key_runs, value_runs, interpret: bool, window: int,
+    stretch: int | None, added: bool, scale: float,
+):
     (owner_ref, *refs) = refs if owned else (None, *refs)
-    q_ref, factors_ref, k_ref, v_ref, out_ref, lse_ref = refs
+    q_ref, largest_ref, above_ref, *refs = refs
+    (added_ref, *refs) = refs if added else (None, *refs)
+    k_ref, v_ref, out_ref, lse_ref = refs
     begin, end = load_ranges(limits_ref, grid.rows, lse_ref.shape[0])
-    factor = LOG2_E * factors_ref[0]
+    rows = jnp.arange(grid.rows)
+    largest = plgpu.load(largest_ref.at[rows], mask=rows < largest_ref.shape[0], other=0)
+    factor = scale * LOG2_E * SUBNORMAL * power_above(largest)
+    queries_at = _queries_at(q_ref, grid.rows)
     start, stop, high = tile_range(limits_ref, grid)
     value_windows = windows_of(value_runs, grid.warps * WINDOW)
     size, n = k_ref.shape[0], grid.tile
@@ -91,6 +156,7 @@ def _kernel(limits_ref, *refs, grid: Grid, owned: bool, key_runs, value_runs, in
         # a mask of tokens would spill registers: the last tile begins where all of it is there, if it is anywhere
         at = tile * n if size % n == 0 else jnp.clip(size - n, 0, tile * n)
         inside = at + jnp.arange(n) < high
+        number = jnp.int32(0) if stretch is None else tile * n // stretch  # of the queries that this tile's tokens meet
 
         def products(ref, windows):
             """Each product, and its numbers `[tile, bytes]`."""
@@ -100,12 +166,16 @@ def _kernel(limits_ref, *refs, grid: Grid, owned: bool, key_runs, value_runs, in
                     yield product, numbers_of(codes, product.mask, interpret)
 
         logits = jnp.zeros((n, grid.rows), jnp.float32)
-        for product, keys in products(k_ref, windows_of(key_runs, WINDOW)):
-            q = plgpu.load(q_ref.at[:, pl.ds(product.column, WINDOW)])
+        for product, keys in products(k_ref, windows_of(key_runs, window)):
+            q = plgpu.load(q_ref.at[queries_at(number, product.column, window)])
             logits += jnp.dot(keys, q.T, preferred_element_type=jnp.float32)
         seen = jnp.maximum(begin, tile * n), end  # of a tile that begins earlier, what no other has
         visible = visible_slots(at, inside, *seen, owner_ref, limits_ref[2] if owned else None, axis=0)
-        weights, shrink, top, total = online_softmax(logits * factor[None], visible, top, total, 0, jnp.float16)
+        above = plgpu.load(above_ref.at[number, rows], mask=rows < above_ref.shape[1], other=0)
+        logits = logits * factor[None] - (scale * LOG2_E * above)[None]
+        if added:
+            logits += scale * LOG2_E * _of_slots(added_ref, at, n, grid.rows)
+        weights, shrink, top, total = online_softmax(logits, visible, top, total, 0, jnp.float16)
         accs = tuple(
             acc * shrink[None] + jnp.dot(values.T, weights, preferred_element_type=jnp.float32)
             for acc, (_, values) in zip(accs, products(v_ref, value_windows), strict=True)
@@ -114,15 +184,37 @@ def _kernel(limits_ref, *refs, grid: Grid, owned: bool, key_runs, value_runs, in
 
     sums = tuple(jnp.zeros((own.size, grid.rows), jnp.float32) for own in value_windows for _ in own.products)
     top, total, sums = jax.lax.fori_loop(start, stop, body, (*start_carry(grid.rows, ())[:2], sums))
-    _write(out_ref, lse_ref, factors_ref[1], value_windows, sums, top, total)
+    _write(out_ref, lse_ref, value_windows, sums, top, total)
 
 
-def _write(out_ref, lse_ref, above, windows, sums, top, total) -> None:
+def _queries_at(ref, rows: int):
+    """Where columns `[rows, size]` of a stretch's queries are, of `ref` `[J, n, T, N, columns]`; rows that are not there
+    are the last one's."""
+    together, _, queries, each, _ = ref.shape
+    row = jnp.minimum(jnp.arange(rows), together * queries * each - 1)[:, None]
+    query, head = row // (together * each), row % (together * each)  # as `pack` orders them
+
+    def at(number, column: int, size: int):
+        columns = column + jnp.arange(size)[None]
+        found = head // each, number, query, head % each, columns
+        return tuple(jnp.broadcast_to(x, (rows, size)) for x in found)
+
+    return at
+
+
+def _of_slots(ref, at, tokens: int, rows: int):
+    """Numbers `[tokens, rows]` of slots from `at` on, of `ref` `[M, S]`; zeros beyond M."""
+    row, slot = jnp.arange(rows)[None], (at + jnp.arange(tokens))[:, None]
+    row, slot = (jnp.broadcast_to(x, (tokens, rows)) for x in (row, slot))
+    return plgpu.load(ref.at[row, slot], mask=row < ref.shape[0], other=0)
+
+
+def _write(out_ref, lse_ref, windows, sums, top, total) -> None:
     """A split's partial, component by component; rows that saw nothing get (0, `EMPTY`)."""
     row = jnp.arange(top.shape[0])
     there, empty = row < lse_ref.shape[0], total == 0
     total = jnp.where(empty, 1.0, total)
-    plgpu.store(lse_ref.at[row], jnp.where(empty, EMPTY, top / LOG2_E + jnp.log(total) - above), mask=there)
+    plgpu.store(lse_ref.at[row], jnp.where(empty, EMPTY, top / LOG2_E + jnp.log(total)), mask=there)
     for (size, product), own in zip([(w.size, x) for w in windows for x in w.products], sums, strict=True):
         byte = jnp.arange(size)
         mask = (byte >= product.first) & (byte < product.first + product.count)

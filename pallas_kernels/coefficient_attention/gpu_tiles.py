@@ -9,15 +9,14 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, tiled_grid
 from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, launch
-from lowrank_kv_jax.pallas_kernels.gpu_packed import with_rows
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     add_values,
     dot,
+    load_block,
     load_ranges,
     online_softmax,
     split_range,
@@ -45,7 +44,7 @@ def attend_slots(
         _kernel, grid=grid, scale=scale, keys=keys.form, values=values.form, owned=owner is not None,
         key_refs=len(keys.arrays()),
     )
-    query = with_rows(keys.form.spread(packed.q), grid.rows)
+    query = keys.form.spread(packed.q)
     part = launch(
         "coefficient_attention", kernel, grid, packed, _head(packed.span, keys, values, owner),
         by_head(packed, owner, query, *keys.arrays(), *values.arrays()),
@@ -69,7 +68,8 @@ def _kernel(
     q_ref, *stored, out_ref, lse_ref = refs
     k_refs, v_refs = stored[:key_refs], stored[key_refs:]
     begin, end = load_ranges(limits_ref, grid.rows, lse_ref.shape[0])
-    queries = [plgpu.load(q_ref.at[:, pl.ds(*piece)]) for piece in keys.pieces()]
+    there = jnp.arange(grid.rows) < lse_ref.shape[0]
+    queries = [load_block(q_ref, 0, there, piece) for piece in keys.pieces()]
     low, high, number, origin, *tiles = (limits_ref[i] for i in range(HEAD))
     first = (low - origin) // grid.tile
     # the span of a head without tokens is (0, 0): counted from where it would begin, a tile before the buffer

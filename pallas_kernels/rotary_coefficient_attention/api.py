@@ -45,7 +45,7 @@ def rotary_coefficient_attention(
         value_basis: give the output in head space (the compute order of OjaKV's section 3.3, which XLA follows by
             rebuilding the values; a kernel expands the attended coefficients, which is the same sum).
         key_mean: `[K, D]` or per row `[B, K, D]`, added to the rebuilt keys before they are rotated.
-        origin: where keys but for their mean were taken turned by their place in tiles (`attention.turning`, XLA only),
+        origin: where keys but for their mean were taken turned by their place in tiles (`attention.turning`),
             the position that these are counted from.
 
     Returns:
@@ -54,7 +54,7 @@ def rotary_coefficient_attention(
     Raises:
         ValueError: an unknown backend. A case that the backend's kernel does not cover runs on XLA, with a warning.
     """
-    attend = functools.partial(_implementation, rope=rope, scale=scale, causal=causal, window=window)
+    attend = functools.partial(_implementation, rope=rope, scale=scale, causal=causal, window=window, origin=origin)
     arrays = {"q": q, "tokens": tokens, "key_basis": key_basis, "q_positions": q_positions, "value_basis": value_basis,
               "key_mean": key_mean}
 
@@ -67,11 +67,9 @@ def rotary_coefficient_attention(
 
     on_device = functools.partial(attend, kv_heads=kv_heads // devices_of_heads())
     kernels = {name: local(functools.partial(on_device, module), specs, arrays) for name, module in KERNELS.items()}
-    if origin is not None:
-        kernels = dispatch.without_kernels(kernels, "keys that are turned by their place in a tile")
     if cap is not None:
         kernels = dispatch.without_kernels(kernels, "logits that are capped")
-    reference = functools.partial(on_device, "reference", cap=cap, origin=origin)
+    reference = functools.partial(on_device, "reference", cap=cap)
     whole = functools.partial(reference, kv_heads=kv_heads, **arrays)
     return dispatch.run("rotary_coefficient_attention", backend, kernels, local_on_xla(reference, specs, arrays, whole))
 

@@ -35,18 +35,30 @@ from lowrank_kv_jax.pallas_kernels.packing import (
     stored_arrays,
     unpack,
 )
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import gpu_tiles
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_rotation import rotation
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary, prepare, read_run, visits
-from lowrank_kv_jax.storage.basis import expand_values
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import (
+    Rotary,
+    in_head_space,
+    prepare,
+    read_run,
+    visits,
+)
 
 RESIDENT_BYTES = 32 * 1024  # a larger basis is read again for every tile, from the L2 cache
 
 
 def rotary_coefficient_attention(
     q, tokens, key_basis, *, rope, kv_heads, scale, q_positions, causal, window, value_basis, key_mean=None,
-    interpret=False,
+    origin=None, interpret=False,
 ) -> AttnPartial:
-    """The op of `api.rotary_coefficient_attention`; `Unsupported` where the kernel does not cover a case."""
+    """The op of `api.rotary_coefficient_attention`; `Unsupported` where the kernels do not cover a case."""
+    if origin is not None:
+        part = gpu_tiles.attend(
+            q, tokens, key_basis, rope=rope, kv_heads=kv_heads, scale=scale, q_positions=q_positions, causal=causal,
+            window=window, key_mean=key_mean, origin=origin, interpret=interpret,
+        )
+        return in_head_space(part, value_basis, kv_heads)
     keys, values = stored_arrays(tokens.keys), stored_arrays(tokens.values)
     if keys.runs is not None:
         raise Slower("keys packed in several widths before RoPE: an H200 rebuilds them faster by XLA")
@@ -57,8 +69,7 @@ def rotary_coefficient_attention(
         key_mean=key_mean,
     )
     part = attend_packed(rotary, keys, values, scale=scale, rotate=rope is not None, interpret=interpret)
-    part = unpack(part, q.shape[1])
-    return part if value_basis is None else AttnPartial(expand_values(value_basis, part.out, kv_heads), part.lse)
+    return in_head_space(unpack(part, q.shape[1]), value_basis, kv_heads)
 
 
 def attend_packed(

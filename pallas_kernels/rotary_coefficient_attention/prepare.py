@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.packing import Packed, pack, visible_range
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import (
     Pairs,
@@ -15,6 +16,7 @@ from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import (
     split_pairs,
     steps_of_pairs,
 )
+from lowrank_kv_jax.storage.basis import expand_values
 
 
 class Rotary(NamedTuple):
@@ -65,6 +67,11 @@ def prepare(q, tokens, key_basis, *, rope, kv_heads, q_positions, causal, window
     turned = split_pairs(packed.q, pairs)
     packed = packed._replace(q=turned.reshape(*turned.shape[:3], -1))
     return Rotary(packed, basis.astype(q.dtype), _mean(key_mean, pairs), first, offset, positions, cos, sin, steps)
+
+
+def in_head_space(part: AttnPartial, value_basis: jax.Array | None, kv_heads: int) -> AttnPartial:
+    """Attended coefficients of values expanded; as they are without a basis."""
+    return part if value_basis is None else AttnPartial(expand_values(value_basis, part.out, kv_heads), part.lse)
 
 
 def _mean(key_mean: jax.Array | None, pairs: Pairs) -> jax.Array | None:

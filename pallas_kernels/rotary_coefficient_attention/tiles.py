@@ -14,7 +14,7 @@ from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.rope import RopeSpec, rope_angles, rotate
 from lowrank_kv_jax.attention.turning import TILE, place_in_tile, turning_columns, turning_weights
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.block_angles import block_angles
-from lowrank_kv_jax.storage.basis import fold_query
+from lowrank_kv_jax.storage.basis import split_heads
 from lowrank_kv_jax.storage.block_reads import (
     block_for,
     block_slots,
@@ -30,10 +30,41 @@ def pays(q: jax.Array, tokens: Any, kv_heads: int, rope: RopeSpec | None) -> boo
     """Whether tokens lie tile by tile, and queries are so few that folding them takes less than rebuilding keys."""
     _, queries, heads, dim = q.shape
     size, block = tokens.keys.shape[2], _block(q, tokens)
-    in_order = isinstance(tokens.positions, Runs) and tokens.positions.start.shape[1] == 2
     begins = block == TILE or block >= size or size % TILE == 0  # whether each block begins with a tile
-    return (rope is not None and in_order and begins and 2 * queries * heads <= kv_heads * dim
+    return (rope is not None and tile_by_tile(tokens) and begins and 2 * queries * heads <= kv_heads * dim
             and tokens.values.shape[1] <= tokens.keys.shape[1])
+
+
+def tile_by_tile(tokens: Any) -> bool:
+    """Whether tokens lie in order, so that slots and positions begin tiles together; on a device that has some of the
+    slots, where it has whole tiles of them."""
+    if not isinstance(tokens.positions, Runs):
+        return False
+    runs = tokens.positions.start.shape[1]
+    return runs == 2 or runs == 3 and tokens.keys.shape[2] % TILE == 0
+
+
+def begins_of(tokens: Any, origin: int) -> jax.Array:
+    """Positions at which all tiles begin, int32 `[B, n]`, that are counted from position `origin` on."""
+    known = tokens.positions.at(jnp.arange(0, tokens.keys.shape[2], TILE))
+    return known - place_in_tile(known, origin)
+
+
+def by_component(basis: jax.Array, kv_heads: int, dtype: Any) -> jax.Array:
+    """A basis as `folded` takes it, `[.., J, K / J, R, D]`: laid so once, and not at every block that it meets."""
+    return jax.lax.optimization_barrier(split_heads(basis, kv_heads).mT.astype(dtype))
+
+
+def folded(q: jax.Array, basis: jax.Array, rope: RopeSpec, begins: jax.Array) -> jax.Array:
+    """Queries `[B, n, T, N, R]` turned back to where n tiles begin, at positions `[B, n]`, and folded; `basis` as
+    `by_component` gives it."""
+    batch, queries, heads, dim = q.shape
+    groups, each = basis.shape[-4:-2]
+    cos, sin = rope_angles(rope, begins[:, :, None, None])
+    back = rotate(jnp.broadcast_to(q[:, None], (batch, begins.shape[1], queries, heads, dim)), cos, -sin)
+    rows = "b" if basis.ndim == 5 else ""
+    found = jnp.einsum(f"bntjhgd,{rows}jhrd->bntjhgr", back.reshape(*back.shape[:3], groups, each, -1, dim), basis)
+    return found.reshape(*back.shape[:-1], -1)
 
 
 def attend(
@@ -44,6 +75,7 @@ def attend(
     batch, queries, heads, _ = q.shape
     block = _block(q, tokens)
     weights = None if key_mean is None else turning_weights(rope, q, key_mean)
+    basis = by_component(key_basis, kv_heads, q.dtype)
 
     def by_rows(x: jax.Array) -> jax.Array:
         """`[B, J, .., T * N / J, R]` of `[B, .., T, N, R]`, in the order of `blockwise_attention`."""
@@ -55,20 +87,23 @@ def attend(
         start, slots, fresh = block_slots(i, size, block)
         mask, positions = visible_slots(tokens, slots, fresh, q_positions, causal, window, heads)
         parts = slice_parts(tokens.keys, start, block)
+        if tokens.values is tokens.keys:
+            parts = values = jax.lax.optimization_barrier(parts)  # else each product would unpack them for itself
+        else:
+            values = slice_parts(tokens.values, start, block)
         # of a last block that begins earlier the last token's tile alone is not hidden
         known = positions[:, 0, -1:] if len(slots) <= TILE else positions[:, 0, ::TILE]
 
         def products(_):
-            folded = _folded(q, key_basis, rope, kv_heads, known - place_in_tile(known, origin))
-            found = _of_tiles(by_rows(folded), parts, parts_are_tokens_last(tokens.keys))
+            met = folded(q, basis, rope, known - place_in_tile(known, origin))
+            found = _of_tiles(by_rows(met), parts, parts_are_tokens_last(tokens.keys))
             if weights is None:
                 return found
             angles = block_angles(rope, tokens.positions, positions, start)
             more = turning_columns(*angles, weights.shape[-1])[:, 0]
-            return found + jnp.einsum("bjma,bas->bjms", by_rows(weights), more)
+            return found + jnp.einsum("bjma,bas->bjms", by_rows(weights), more, precision=jax.lax.Precision.HIGH)
 
-        values = tuple(spread_heads(x, groups) for x in slice_parts(tokens.values, start, block))
-        return products, values, mask
+        return products, tuple(spread_heads(x, groups) for x in values), mask
 
     first, end = visible_blocks(tokens, q_positions, window, block)
     return blockwise_attention(
@@ -82,15 +117,6 @@ def _block(q: jax.Array, tokens: Any) -> int:
     batch, queries, heads, _ = q.shape
     _, groups, size, components = tokens.keys.shape
     return block_for(size, queries, batch * max(2 * queries * heads, groups * components), TILE)
-
-
-def _folded(q: jax.Array, basis: jax.Array, rope: RopeSpec, kv_heads: int, begins: jax.Array) -> jax.Array:
-    """Queries `[B, n, T, N, R]` turned back to where n tiles begin, at positions `[B, n]`, and folded."""
-    batch, queries, heads, dim = q.shape
-    cos, sin = rope_angles(rope, begins[:, :, None, None])
-    back = rotate(jnp.broadcast_to(q[:, None], (batch, begins.shape[1], queries, heads, dim)), cos, -sin)
-    folded = fold_query(basis, back.reshape(batch, -1, heads, dim), kv_heads)
-    return folded.reshape(*back.shape[:-1], -1)
 
 
 def _of_tiles(q: jax.Array, parts: tuple[jax.Array, ...], tokens_last: bool) -> jax.Array:

@@ -15,20 +15,34 @@ from jax.experimental.pallas import tpu as pltpu
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels import tpu_softmax
 from lowrank_kv_jax.pallas_kernels.packing import unpack
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary, prepare, read_run, visits
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import tpu_tiles
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import (
+    Rotary,
+    in_head_space,
+    prepare,
+    read_run,
+    visits,
+)
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.tpu_rotation import rotation
 from lowrank_kv_jax.pallas_kernels.tpu_softmax import Step
 from lowrank_kv_jax.pallas_kernels.tpu_tiled import tiled_tokens
-from lowrank_kv_jax.storage.basis import expand_values
 
 MOST_TOKENS = 512  # of a tile: rebuilt keys and their angles are float32, head_dim numbers a token
 
 
 def rotary_coefficient_attention(
     q, tokens, key_basis, *, rope, kv_heads, scale, q_positions, causal, window, value_basis, key_mean=None,
-    interpret=False,
+    origin=None, interpret=False,
 ) -> AttnPartial:
     """The op of `api.rotary_coefficient_attention`; `Unsupported` where the kernel does not cover a case."""
+    if origin is not None:
+        tpu_tiles.check(tokens, rope)
+        if tokens.keys.shape[1] < kv_heads:  # whose codes programs of all query heads unpack once
+            part = tpu_tiles.attend(
+                q, tokens, key_basis, rope=rope, kv_heads=kv_heads, scale=scale, q_positions=q_positions, causal=causal,
+                window=window, key_mean=key_mean, origin=origin, interpret=interpret,
+            )
+            return in_head_space(part, value_basis, kv_heads)
     keys, values = (_stored(getattr(tokens, x), x) for x in ("keys", "values"))
     rotary = prepare(
         q, tokens, key_basis, rope=rope, kv_heads=kv_heads, q_positions=q_positions, causal=causal, window=window,
@@ -37,10 +51,13 @@ def rotary_coefficient_attention(
     rows = rotary.packed.q.shape[2]
     rotary = rotary._replace(packed=tpu_softmax.padded(rotary.packed), basis=keys.spread(rotary.basis))
     tile = min(tpu_softmax.tile_of(keys.slots, keys, values), max(MOST_TOKENS, keys.least, values.least))
+    tile = tile if origin is None else tpu_tiles.tile_of(keys, values)
     way = rotation(rotary, rope, q.shape[-1], tile)
-    out, lse = attend_packed(rotary, keys, values, way, tile=tile, scale=scale, interpret=interpret)
+    out, lse = attend_packed(
+        rotary, keys, values, way, tile=tile, scale=scale, turned=origin is not None, interpret=interpret
+    )
     part = unpack(AttnPartial(out[:, :, :rows], lse[:, :, :rows]), q.shape[1])
-    return part if value_basis is None else AttnPartial(expand_values(value_basis, part.out, kv_heads), part.lse)
+    return in_head_space(part, value_basis, kv_heads)
 
 
 def _stored(tokens: Any, name: str) -> Any:
@@ -49,9 +66,14 @@ def _stored(tokens: Any, name: str) -> Any:
 
 
 def attend_packed(
-    rotary: Rotary, keys: Any, values: Any, way: Any, *, tile: int, scale: float, interpret: bool
+    rotary: Rotary, keys: Any, values: Any, way: Any, *, tile: int, scale: float, turned: bool, interpret: bool
 ) -> AttnPartial:
-    """Partial `[B, K, M, Rv]`, lse `EMPTY` where a row sees nothing; `rotary` padded, `way` of `rotation`."""
+    """Partial `[B, K, M, Rv]`, lse `EMPTY` where a row sees nothing; `rotary` padded, `way` of `rotation`.
+
+    Args:
+        turned: whether keys but for their mean are stored turned by their place within the tile, so that it is queries
+            that meet the basis.
+    """
     packed, runs = rotary.packed, rotary.first.shape[1]
     (batch, heads, rows, _), size, width = packed.q.shape, keys.slots, values.width
     steps = pl.cdiv(size, tile) + runs - 1
@@ -77,7 +99,7 @@ def attend_packed(
     out, lse = pl.pallas_call(
         functools.partial(
             _kernel, stored=(keys, values), tile=tile, runs=runs, scale=scale, way=way,
-            centred=rotary.mean is not None,
+            centred=rotary.mean is not None, turned=turned,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -101,7 +123,7 @@ def attend_packed(
 
 def _kernel(
     table_ref, begin_ref, end_ref, q_ref, basis_ref, *refs, stored, tile: int, runs: int, scale: float, way: Any,
-    centred: bool,
+    centred: bool, turned: bool,
 ):
     refs = list(refs)
     mean_ref = refs.pop(0) if centred else None
@@ -119,14 +141,24 @@ def _kernel(
         step = Step(run.tile, tile, slots, run.high, lambda column: table_ref[row, column])
         codes, values = stored_keys.at(step), stored_values.at(step)
         sides = [slice(side * half, (side + 1) * half) for side in range(2)]
-        keys = tuple(codes.of_tokens(basis_ref[side], mine) for side in sides)
+        if turned:
+            keys = tuple(jnp.zeros((half, tile), jnp.float32) for _ in sides)
+        else:
+            keys = tuple(codes.of_tokens(basis_ref[side], mine) for side in sides)
         if mean_ref is not None:
             keys = tuple(x + mean_ref[side] for x, side in zip(keys, sides, strict=True))
         query = tuple(q_ref[:, side].astype(jnp.float32) for side in sides)
         if way is not None:
             keys, query = way.rotated(tables, keys, query, run.tile * tile + run.offset)
-        logits = sum(tpu_softmax.dot(x.astype(dtype), k.astype(dtype), (1, 0)) for x, k in zip(query, keys, strict=True))
+        logits = _products(query, keys, dtype)
+        if turned:
+            logits += codes.of_tokens(_products(query, [basis_ref[side] for side in sides], dtype).astype(dtype), mine)
         visible = mine & (slots >= begin_ref[...]) & (slots < end_ref[...])
         tpu_softmax.add_tile(logits * scale, visible, values, mine, dtype, *state)
 
     pl.when(i == pl.num_programs(2) - 1)(lambda: tpu_softmax.finish(out_ref, lse_ref, *state))
+
+
+def _products(query, keys, dtype):
+    """Float32, of both halves of queries `[M, H]` and keys `[H, n]`."""
+    return sum(tpu_softmax.dot(x.astype(dtype), k.astype(dtype), (1, 0)) for x, k in zip(query, keys, strict=True))

@@ -63,14 +63,19 @@ def test_a_sink_is_a_token_whose_value_is_zero():
 def test_attention_and_votes_of_a_prompt_are_those_of_the_formula(window):
     q, k, v, lengths = heads(0, 4), heads(1, 2), heads(2, 2), jnp.full((2,), 24, jnp.int32)
     weights, out = plain(q, k, v, window)
-    rule = {"scale": 0.9, "sink_logits": jnp.asarray(SINKS)}
-    np.testing.assert_allclose(causal_attention(q, k, v, window=window, **rule), out, atol=1e-5)
-    twice, _ = attend_twice(*(jnp.concatenate([x, x], axis=1) for x in (q, k, v)), lengths, window=window, **rule)
+    rule = {"scale": 0.9, "sink_logits": SINKS}
+
+    def of(op, *args, **given):
+        return np.asarray(jax.jit(functools.partial(op, **given, **rule))(*args))
+
+    np.testing.assert_allclose(of(causal_attention, q, k, v, window=window), out, atol=1e-5)
+    copies = (np.concatenate([x, x], axis=1) for x in (q, k, v))
+    twice = of(lambda *args, **given: attend_twice(*args, **given)[0], *copies, lengths, window=window)
     np.testing.assert_allclose(twice[:, :24], out, atol=1e-5)
     if window is None:
         by_head = weights.reshape(2, 2, 2, 24, 24).sum(2)
-        np.testing.assert_allclose(prompt_votes(q, k, lengths, total_attention, **rule), by_head.sum(2), atol=1e-5)
-        np.testing.assert_allclose(window_attention(q, k, lengths, 5, **rule), by_head[:, :, -5:].sum(2), atol=1e-5)
+        np.testing.assert_allclose(of(prompt_votes, q, k, lengths, vote=total_attention), by_head.sum(2), atol=1e-5)
+        np.testing.assert_allclose(of(window_attention, q, k, lengths, window=5), by_head[:, :, -5:].sum(2), atol=1e-5)
 
 
 def test_what_calibration_differentiates_is_the_formula():

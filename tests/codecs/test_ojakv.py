@@ -35,12 +35,15 @@ def normal(*shape):
 # ---- the second moment of what is stored
 
 
+moment = jax.jit(stored_moment, static_argnums=1)
+
+
 @pytest.mark.parametrize("size", [7, 700])
 @pytest.mark.parametrize("bits", [None, 8])
 def test_the_moment_of_stored_tokens_counts_each_rows_own(size, bits):
     lengths, gaps = jnp.array([size, size // 3, 0]), jnp.zeros((3, 2), jnp.int32)
     stored = store_tokens(normal(3, 2, size, 4), bits, jnp.float32)
-    found = jax.jit(lambda x: stored_moment(Coded(x, x, lengths, Runs(gaps, gaps)), "k"))(stored)
+    found = moment(Coded(stored, stored, lengths, Runs(gaps, gaps)), "k")
     x = np.asarray(read_tokens(stored), np.float64)
     for row, n in enumerate(lengths):
         np.testing.assert_allclose(found[row], np.einsum("jsr,jsp->jrp", x[row, :, :n], x[row, :, :n]), atol=2e-3)
@@ -71,8 +74,8 @@ def test_an_accelerator_multiplies_16_bits_as_they_are_stored(monkeypatch, turn)
 def test_the_moment_of_packed_tokens_is_each_heads_own():
     owner = jnp.asarray(np.repeat([0, 1, 2], [5, 2, 3])[None, None], jnp.int8)
     where, x, lengths = PerHead(jnp.zeros((1, 1, 10), jnp.int32), owner, 3), normal(1, 1, 10, 4), jnp.array([9])
-    for stored in (x, hold_packed(empty_packed(1, 3, 10, 4, 8, 4), x, owner, lengths)):
-        found = stored_moment(Coded(stored, stored, lengths, where), "v")
+    for stored in (x, jax.jit(hold_packed)(empty_packed(1, 3, 10, 4, 8, 4), x, owner, lengths)):
+        found = moment(Coded(stored, stored, lengths, where), "v")
         read = np.asarray(read_tokens(stored))[0, 0]
         for head, own in enumerate((read[:5], read[5:7], read[7:9])):
             np.testing.assert_allclose(found[0, head], own.T @ own, atol=1e-4)
@@ -82,7 +85,7 @@ def test_the_moment_of_codes_is_that_of_their_coefficients():
     steps = Steps(jnp.abs(normal(1, 2, 4)) + 0.1, normal(1, 2, 4))
     stored = empty_water_filled(1, 2, 9, ((8, 3), (4, 1))).filled(steps.count(normal(1, 2, 9, 4)))
     gaps = jnp.zeros((1, 2), jnp.int32)
-    found = stored_moment(Coded(stored, stored, jnp.array([6]), Runs(gaps, gaps)), "k", steps)
+    found = moment(Coded(stored, stored, jnp.array([6]), Runs(gaps, gaps)), "k", steps)
     wide = np.asarray(steps.widen(stored.read_block(0, 9)))[:, :, :6]
     np.testing.assert_allclose(found, np.einsum("bjsr,bjsp->bjrp", wide, wide), rtol=1e-4)
 

@@ -141,11 +141,14 @@ def test_a_rule_without_queries_chooses_the_same_tokens_chunk_by_chunk():
         np.testing.assert_allclose(one, other, atol=1e-5)
 
 
+shared = jax.jit(Neighbours.shared, static_argnums=0)
+
+
 @pytest.mark.parametrize("pool, kernel, chunk", [("avg", 5, 1), ("max", 4, 1), ("none", 1, 4), ("avg", 3, 4)])
 def test_neighbours_without_gaps_are_those_of_a_whole_prompt(pool, kernel, chunk):
     votes = jnp.asarray(np.random.default_rng(0).random((2, 3, 24)), jnp.float32)
     position = jnp.broadcast_to(jnp.arange(24, dtype=jnp.int32), votes.shape)
-    found = Neighbours(pool, kernel, chunk).shared(votes, position, None, jnp.ones(votes.shape, bool))
+    found = shared(Neighbours(pool, kernel, chunk), votes, position, None, jnp.ones(votes.shape, bool))
     np.testing.assert_allclose(found, chunked(pooled(votes, pool, kernel), chunk), atol=1e-6)
 
 
@@ -159,18 +162,18 @@ def test_new_tokens_are_neighbours_of_stored_ones(heads):
     valid[..., 10 * heads : 10 * heads + 5] = False
     votes = rng.random(position.shape).astype(np.float32)
     rule = Neighbours("avg", 3, 4)
-    found = rule.shared(*map(jnp.asarray, (votes, position, owner, valid)))
+    found = np.asarray(shared(rule, votes, position, owner, valid))
     for head in range(heads):
         mine = valid & (owner == head)
-        alone = [jnp.asarray(x[mine][None, None]) for x in (votes, position)]
-        np.testing.assert_allclose(found[mine], rule.shared(*alone, None, jnp.ones((1, 1, 16), bool))[0, 0], rtol=1e-6)
+        alone = [x[mine][None, None] for x in (votes, position)]
+        np.testing.assert_allclose(found[mine], shared(rule, *alone, None, np.ones((1, 1, 16), bool))[0, 0], rtol=1e-6)
 
 
 def test_neighbours_that_are_gone_lend_nothing():
     """Packed heads lie behind each other: the last token of one is no neighbour of the first of the next."""
     votes, owner = jnp.array([[[1.0, 2.0, 4.0, 8.0]]]), jnp.array([[[0, 0, 0, 1]]], jnp.int8)
     position = jnp.array([[[3, 4, 7, 8]]], jnp.int32)
-    found = Neighbours("avg", 3).shared(votes, position, owner, jnp.ones(votes.shape, bool))
+    found = shared(Neighbours("avg", 3), votes, position, owner, jnp.ones(votes.shape, bool))
     np.testing.assert_allclose(found[0, 0], np.array([3.0, 3.0, 4.0, 8.0]) / 3, atol=1e-6)
 
 

@@ -18,21 +18,22 @@ SPEC = dataclasses.replace(PLAIN.attention, windows=(None, 24, None))
 PROMPT, TOTAL, BLOCK, LENGTHS = 40, 64, 8, (40, 29)
 SIZES = {"prompt": PROMPT, "capacity": TOTAL, "block": BLOCK, "dtype": "float32"}
 SINKS = np.linspace(-1.0, 5.0, SPEC.q_heads, dtype=np.float32)
+rotary_taps = jax.jit(lkv.rotary_taps, static_argnums=0)
 append = jax.jit(lkv.append_and_attend, donate_argnums=1)
 refresh = jax.jit(lkv.refresh_layer, donate_argnums=1)
 
 
 @functools.cache
 def heads(seed=0):
-    """q, k before RoPE, v of `TOTAL` tokens."""
+    """q, k before RoPE, v of `TOTAL` tokens, NumPy's: a slice of them is no program."""
     rng = np.random.default_rng(seed)
     shapes = (2, TOTAL, SPEC.q_heads, SPEC.head_dim), (2, TOTAL, SPEC.kv_heads, SPEC.head_dim)
-    return tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in (shapes[0], shapes[1], shapes[1]))
+    return tuple(rng.normal(size=shape).astype(np.float32) for shape in (shapes[0], shapes[1], shapes[1]))
 
 
 def taps_at(positions, begin, end, spec=SPEC, seed=0):
     q, k, v = (x[:, begin:end] for x in heads(seed))
-    return lkv.rotary_taps(spec, q, k, v, positions, jnp.asarray(SINKS) if spec.sink_logits else None)
+    return rotary_taps(spec, q, k, v, positions, jnp.asarray(SINKS) if spec.sink_logits else None)
 
 
 def prompt_taps(spec=SPEC, seed=0):

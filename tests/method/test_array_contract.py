@@ -180,7 +180,7 @@ def test_rows_that_wait_stay_as_they_are(name):
     counts = np.ones((BLOCKS, BLOCK, ROWS), np.int32)
     counts[1:, :, 1] = 0
     _, _, _, states, _ = case(name, False).run(counts=counts)
-    blocks = [leaves_of_row(jax.tree.map(lambda x, i=i: x[i], states), 1) for i in range(BLOCKS)]
+    blocks = [leaves_of_row(jax.tree.map(lambda x, i=i: np.asarray(x)[i], states), 1) for i in range(BLOCKS)]
     for one, two, three in zip(*blocks, strict=True):
         np.testing.assert_array_equal(two, one)
         np.testing.assert_array_equal(three, one)

@@ -229,9 +229,9 @@ def test_both_compute_orders_agree(groups, per_row):
     q, k, v = (
         rng.normal(size=(batch, n, heads, dim)).astype(np.float32) for n, heads in ((3, 8), (9, kv), (9, kv))
     )
-    c_k, c_v = project(u_k, k), project(u_v, v)
-    mask = np.ones((batch, 3, 9), bool)
-    rebuilt = [np.asarray(reconstruct(u, c, kv)).swapaxes(1, 2) for u, c in ((u_k, c_k), (u_v, c_v))]
+    (c_k, c_v), mask = (jax.jit(project)(*side) for side in ((u_k, k), (u_v, v))), np.ones((batch, 3, 9), bool)
+    rebuild, fold, expand = (jax.jit(f, static_argnums=2) for f in (reconstruct, fold_query, expand_values))
+    rebuilt = [np.asarray(rebuild(u, c, kv)).swapaxes(1, 2) for u, c in ((u_k, c_k), (u_v, c_v))]
     for u, x, back in ((u_k, k, rebuilt[0]), (u_v, v, rebuilt[1])):
         flat = x.reshape(batch, 9, groups, width)
         u = np.broadcast_to(u, (batch, groups, width, u.shape[-1]))
@@ -240,10 +240,10 @@ def test_both_compute_orders_agree(groups, per_row):
         )
     slow, lse = softmax_attention(q, *rebuilt, mask, 0.4)
     reduced, reduced_lse = softmax_attention(
-        fold_query(u_k, q, kv), np.asarray(c_k).swapaxes(1, 2), np.asarray(c_v).swapaxes(1, 2), mask, 0.4
+        fold(u_k, q, kv), np.asarray(c_k).swapaxes(1, 2), np.asarray(c_v).swapaxes(1, 2), mask, 0.4
     )
     np.testing.assert_allclose(lse, reduced_lse, atol=1e-5)
-    np.testing.assert_allclose(expand_values(u_v, jnp.asarray(reduced, jnp.float32), kv), slow, atol=1e-5)
+    np.testing.assert_allclose(expand(u_v, reduced.astype(np.float32), kv), slow, atol=1e-5)
 
 
 @pytest.mark.parametrize("heads", ["per_head", "joint"])

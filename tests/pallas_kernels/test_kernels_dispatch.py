@@ -26,6 +26,11 @@ from lowrank_kv_jax.storage.positions import Runs
 from lowrank_kv_jax.storage.tokens_last import tokens_last_of
 
 
+def run(op, *args, **options):
+    """One program: operation by operation, each of a hundred would be compiled."""
+    return jax.jit(functools.partial(op, **options))(*args)
+
+
 def test_the_platform_decides_the_environment_overrides_and_an_argument_overrides_both(monkeypatch):
     assert dispatch.choose() == "xla"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -40,13 +45,13 @@ def test_an_unsupported_case_runs_on_xla_with_one_warning_that_says_why():
     x = make(Case(T=40, lengths=(60, 3), S=64, N=4, poison=False))  # 80 query rows a kv head
     dispatch.warn_anew()
     with pytest.warns(RuntimeWarning, match="coefficient_attention runs on XLA instead of triton: more than 64 query rows"):
-        part = coefficient_attention(x.q, x.tokens, **x.options, backend="triton")
+        part = run(coefficient_attention, x.q, x.tokens, **x.options, backend="triton")
     check(part, x.oracle)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        coefficient_attention(x.q, x.tokens, **x.options, backend="triton")
+        run(coefficient_attention, x.q, x.tokens, **x.options, backend="triton")
     with pytest.warns(RuntimeWarning, match="tpu: keys lie as .tokens, rank.*with_token_layout"):
-        coefficient_attention(x.q, x.tokens, **x.options, backend="tpu")
+        run(coefficient_attention, x.q, x.tokens, **x.options, backend="tpu")
 
 
 @pytest.mark.parametrize("backend", ["triton", "tpu"])
@@ -59,7 +64,7 @@ def test_tokens_in_no_order_are_not_read_through_a_mask_nor_by_owner(backend):
         dispatch.warn_anew()
         tokens = lanes(tokens) if backend == "tpu" else tokens
         with pytest.warns(RuntimeWarning, match=reason):
-            rotary_coefficient_attention(x.q, tokens, x.basis, **options, backend=backend)
+            run(rotary_coefficient_attention, x.q, tokens, x.basis, **options, backend=backend)
 
 
 @pytest.mark.parametrize("case", [
@@ -72,7 +77,7 @@ def test_what_a_tpu_cannot_hold_is_refused_before_its_compiler_refuses_it(case):
     dispatch.warn_anew()
     op = functools.partial(rotary_coefficient_attention, key_basis=x.basis) if case.rope else coefficient_attention
     with pytest.warns(RuntimeWarning, match="instead of tpu: keys of .* bytes of a TPU's fast memory"):
-        part = op(x.q, lanes(x.tokens), **x.options, backend="tpu")
+        part = run(op, x.q, lanes(x.tokens), **x.options, backend="tpu")
     np.testing.assert_allclose(part.lse, x.oracle[1], rtol=1e-4)
 
 
@@ -85,11 +90,11 @@ def test_keys_before_rope_that_xla_rebuilds_faster_are_xlas_on_a_gpu(monkeypatch
     x = make(case)
     dispatch.warn_anew()
     with pytest.warns(RuntimeWarning, match=f"XLA instead of triton: keys .*{reason}"):
-        part = rotary_coefficient_attention(x.q, x.tokens, x.basis, **x.options, backend="triton")
+        part = run(rotary_coefficient_attention, x.q, x.tokens, x.basis, **x.options, backend="triton")
     check(part, x.oracle)
     dispatch.warn_anew()
     monkeypatch.setattr("lowrank_kv_jax.storage.backend.platform", lambda: "gpu")
-    check(rotary_coefficient_attention(x.q, x.tokens, x.basis, **x.options), x.oracle)
+    check(run(rotary_coefficient_attention, x.q, x.tokens, x.basis, **x.options), x.oracle)
 
 
 @pytest.mark.parametrize("runs, most", [((((8, 9), (4, 21), (2, 12)), ((4, 42),)), 4e-3), (None, 2e-6)], ids=["packed", "bfloat16"])
@@ -103,7 +108,7 @@ def test_a_cpu_rebuilds_keys_in_16_bits_where_that_loses_nothing_to_speak_of(mon
 
     def found(able):
         monkeypatch.setattr(reference, "multiplies_16_bits", lambda: able)
-        return np.asarray(rotary_coefficient_attention(q, tokens, basis, **x.options, backend="xla").out)
+        return np.asarray(run(rotary_coefficient_attention, q, tokens, basis, **x.options, backend="xla").out)
 
     error = np.linalg.norm(found(True) - found(False)) / np.linalg.norm(found(False))
     assert error < most and (runs is None or error > 1e-5)
@@ -133,7 +138,7 @@ def test_packed_tokens_that_no_kernel_of_a_gpu_covers_are_xlas(case, reason):
     x = make(case)
     dispatch.warn_anew()
     with pytest.warns(RuntimeWarning, match=f"XLA instead of triton: .*{reason}"):
-        check(coefficient_attention(x.q, x.tokens, **x.options, backend="triton"), x.oracle, case.dtype)
+        check(run(coefficient_attention, x.q, x.tokens, **x.options, backend="triton"), x.oracle, case.dtype)
 
 
 @pytest.mark.parametrize("case", [

@@ -1,5 +1,6 @@
 """The TPU kernels, interpreted on a CPU with race detection, against float64; memory starts as NaN."""
 
+import dataclasses
 import functools
 
 import jax
@@ -21,6 +22,7 @@ from lowrank_kv_jax.storage.quantised import Tile
 ROPE = RopeSpec(10000.0, 64)
 KIVI = (Tile(32, 1), Tile(1, 32))
 SOME = (((8, 3), (4, 4), (2, 5), (1, 11)), ((8, 7), (2, 21)))
+TURNED = Case(turned=True, rope=ROPE, mean=True, gaps=(0, 5000), jumps=(4, 0))
 MANY = (((8, 40), (4, 150), (2, 200)), ((4, 140), (1, 70)))  # planes that begin behind other runs
 
 
@@ -74,6 +76,10 @@ def test_coefficients(case):
         slow(Case(rope=ROPE, own=2, bits=8, lengths=(1, 300))),
         slow(Case(rope=ROPE, own=8, J=8, Jv=4, N=32, K=16, lengths=(300, 2), dtype="bfloat16")),  # each for two heads
         slow(Case(rope=ROPE, own=16, J=1, Jv=1, N=16, K=16, lengths=(140,))),  # positions in two registers
+        dataclasses.replace(TURNED, runs=SOME, lengths=(0, 1, 256, 257, 600), S=600, per_row=True),
+        slow(dataclasses.replace(TURNED, runs=MANY, J=1, Jv=1, N=24, K=8, lengths=(300, 130), mean=False, dtype="bfloat16")),
+        slow(dataclasses.replace(
+            TURNED, rank_k=40, J=1, lengths=(900, 101), S=900, T=3, causal=True, window=400, rope=RopeSpec(500000.0, 48))),
     ],
     ids=str,
 )

@@ -2,18 +2,22 @@
 
 import dataclasses
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import Case, check, make, make_owned, slow
+from helpers import softmax_attention
+from kernel_cases import SCALE, Case, check, make, make_owned, slow
 
+from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.segments.exact import Slots
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.eight_bits import eight_bits_of
 from lowrank_kv_jax.storage.quantised import Tile
 
 ROPE = RopeSpec(10000.0, 64)
@@ -84,11 +88,51 @@ def test_rotary(case):
     check(run(rotary_coefficient_attention, x.q, x.tokens, x.basis, **x.options), x.oracle, case.dtype)
 
 
+TURNED = Case(turned=True, rope=ROPE, mean=True, runs=SOME, gaps=(0, 900), jumps=(4, 0), dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dataclasses.replace(TURNED, lengths=(0, 1, 256, 257, 570, 600), S=600, per_row=True),
+        dataclasses.replace(TURNED, lengths=(20, 7), S=20, rope=LLAMA3, gaps=(0, 5000), jumps=(3000, 0)),
+        dataclasses.replace(TURNED, lengths=(300, 130), runs=MANY, J=1, Jv=1, N=24, K=8, mean=False, T=1),
+        slow(dataclasses.replace(TURNED, lengths=(1500, 101), S=1500, T=3, causal=True, window=400, N=8, rope=LLAMA3)),
+    ],
+    ids=str,
+)
+def test_keys_turned_by_their_place_in_a_tile(case):
+    """Tiles of tokens that meet queries of their own, of which the last is shorter; a mean apart."""
+    x = make(case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no other way is taken
+        found = run(rotary_coefficient_attention, x.q, x.tokens, x.basis, **x.options)
+    check(found, x.oracle, case.dtype)
+
+
 @pytest.mark.parametrize("bits", [None, 4, pytest.param(2, marks=pytest.mark.slow)])
 def test_heads_of_unequal_budgets(bits):
     """Head after head in one buffer, with two slots that changed hands, or with tiles that begin with each head."""
     x = make_owned(bits=bits)
     check(run(coefficient_attention, x.q, x.tokens, **x.options), x.oracle)
+
+
+def test_tokens_whose_scale_is_behind_their_codes():
+    """As exact ends are held in 8 bits; of a part of their buffer, and rows beyond the length as large as bytes are."""
+    x = make(Case(rank_k=40, rank_v=40, lengths=(0, 1, 127, 130, 300), poison=False))
+    rows = [eight_bits_of(y, jnp.float32) for y in x.tokens[:2]]
+    keys, values = (np.asarray(y.widened(), np.float64).swapaxes(1, 2) for y in rows)
+    stale = (np.arange(300) >= np.asarray(x.tokens.lengths)[:, None])[:, None, :, None]
+    keys_of, values_of = (y.moved(lambda held: jnp.where(stale, jnp.uint8(255), held)) for y in rows)
+    seen = ~stale.reshape(5, 1, 300)
+    tokens = x.tokens._replace(keys=keys_of, values=values_of)
+    check(run(coefficient_attention, x.q, tokens, **x.options), softmax_attention(x.q, keys, values, seen, SCALE))
+    part = CachedTokens(Slots(keys_of, 100, 260), Slots(values_of, 100, 260), jnp.minimum(x.tokens.lengths, 90), x.tokens.positions)
+    seen = np.arange(160) < np.minimum(np.asarray(x.tokens.lengths), 90)[:, None, None]
+    wanted = softmax_attention(x.q, keys[:, 100:260], values[:, 100:260], seen, SCALE)
+    found = coefficient_attention(x.q, part, backend="triton", **x.options)
+    whole = np.asarray(x.tokens.lengths) >= 190  # of the others some of these slots are stale
+    check(AttnPartial(*(y[whole] for y in found)), [y[whole] for y in wanted])
 
 
 def test_a_head_without_tokens_reads_none():

@@ -76,6 +76,9 @@ def test_whole_words_take_a_few_bits_more_and_no_component_fewer(counts, more):
         assert bytes_of(found) % WORD == 0 or found == ((8, most),)
 
 
+read = jax.jit(lambda x, begin, size: x.read_block(begin, size), static_argnums=(1, 2))
+
+
 def segment(batch=2, heads=3, size=640, positions=None, runs=RUNS):
     k, v = (empty_water_filled(batch, heads, size, own) for own in (runs, runs[:2]))
     return coded.without_tokens(k, v, positions)
@@ -86,7 +89,7 @@ def test_tokens_are_held_appended_and_read_by_blocks():
     r, shape = components_of(RUNS), (2, 3, 640)
     x, y = numbers(*shape, r), numbers(*shape, 7, seed=1)
     gaps = jnp.zeros((2, 2), jnp.int32)
-    held = coded.hold(segment(), jnp.asarray(x[:, :, :500]), jnp.asarray(y[:, :, :500]), jnp.array([500, 90]), Runs(gaps, gaps + 0))
+    held = jax.jit(coded.hold)(segment(), x[:, :, :500], y[:, :, :500], jnp.array([500, 90]), Runs(gaps, gaps))
     length = np.array([500, 90])
     append = jax.jit(coded.append, donate_argnums=0)
     for counts in ([9, 3], [9, 0], [5, 9]):
@@ -94,13 +97,14 @@ def test_tokens_are_held_appended_and_read_by_blocks():
         held = append(held, *map(jnp.asarray, new), jnp.array(counts))
         length = length + counts
     np.testing.assert_array_equal(held.length, length)
+    keys, values = (np.asarray(read(side, 0, 640)) for side in (held.k, held.v))
     for row, n in enumerate(length):
-        np.testing.assert_array_equal(held.k.read_block(0, 640)[row, :, :n], rounded(x, RUNS)[row, :, :n])
-        np.testing.assert_array_equal(held.v.read_block(0, 640)[row, :, :n], rounded(y, RUNS[:2])[row, :, :n])
-    np.testing.assert_array_equal(held.k.read_block(300, 90), held.k.read_block(0, 640)[:, :, 300:390])
+        np.testing.assert_array_equal(keys[row, :, :n], rounded(x, RUNS)[row, :, :n])
+        np.testing.assert_array_equal(values[row, :, :n], rounded(y, RUNS[:2])[row, :, :n])
+    np.testing.assert_array_equal(read(held.k, 300, 90), keys[:, :, 300:390])
     assert held.k.shape == (2, 3, 640, r) and len(jax.tree.leaves(held.k)) == 1
-    turned = map_tokens(held.k, held.length, lambda z: -z, jnp.array([True, False]))
-    np.testing.assert_array_equal(turned.read_block(0, 600)[0, :, : length[0]], -rounded(x, RUNS)[0, :, : length[0]])
+    turned = jax.jit(lambda k, length: map_tokens(k, length, lambda z: -z, jnp.array([True, False])))(held.k, held.length)
+    np.testing.assert_array_equal(read(turned, 0, 640)[0, :, : length[0]], -rounded(x, RUNS)[0, :, : length[0]])
     np.testing.assert_array_equal(turned.codes[1], held.k.codes[1])
 
 
@@ -126,5 +130,5 @@ def test_tokens_of_packed_heads_need_nothing_more(heads):
         return held, coded.change_tokens(held, "v", lambda z: -z, jnp.array([True, True]))
 
     held, changed = hold_and_change(held, x, y)
-    np.testing.assert_array_equal(held.k.read_block(0, 20), rounded(x, RUNS))
-    np.testing.assert_array_equal(changed.read_block(0, 7), -rounded(y, RUNS[:2])[:, :, :7])
+    np.testing.assert_array_equal(read(held.k, 0, 20), rounded(x, RUNS))
+    np.testing.assert_array_equal(read(changed, 0, 7), -rounded(y, RUNS[:2])[:, :, :7])
