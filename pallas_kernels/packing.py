@@ -53,6 +53,13 @@ def pack(q: jax.Array, heads: int, begin: jax.Array, end: jax.Array) -> Packed:
     return Packed(packed, begin, end, span)
 
 
+def by_program(x: jax.Array, heads: int) -> jax.Array:
+    """`[B, H, n, M, ..]` of `[B, n, T, N, ..]`, query rows as `pack` orders them."""
+    batch, stretches, queries, _, width = x.shape
+    x = jnp.moveaxis(x.reshape(batch, stretches, queries, heads, -1, width), 3, 1)
+    return x.reshape(batch, heads, stretches, -1, width)
+
+
 def unpack(part: AttnPartial, queries: int) -> AttnPartial:
     """Partial `[B, T, N, ...]` of one `[B, H, M, ...]`, with -inf for an empty one."""
 

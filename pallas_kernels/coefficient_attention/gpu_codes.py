@@ -36,7 +36,7 @@ from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     visible_slots,
 )
 from lowrank_kv_jax.pallas_kernels.owned_slots import numbers as numbers_of_heads
-from lowrank_kv_jax.pallas_kernels.packing import EMPTY, LOG2_E, Stored, pack, unpack
+from lowrank_kv_jax.pallas_kernels.packing import EMPTY, LOG2_E, Stored, by_program, pack, unpack
 from lowrank_kv_jax.storage.water_filled import WORD, components_of
 
 
@@ -93,8 +93,8 @@ def attend_folded(
     packed = pack(folded.largest[..., None], heads, begin, end)
     rows = packed.q.shape[2]
     grid = packed_grid(rows, batch * heads, size, columns, token_bytes, more)
-    above = _by_program(folded.above[..., None], heads)[..., 0]
-    added = _by_program(folded.added[:, None], heads)[:, :, 0] if more else None
+    above = by_program(folded.above[..., None], heads)[..., 0]
+    added = by_program(folded.added[:, None], heads)[:, :, 0] if more else None
     head = packed.span if owner is None else jnp.concatenate([packed.span, numbers_of_heads(batch, owner)], axis=1)
     kernel = functools.partial(
         _kernel, grid=grid, owned=owner is not None, key_runs=keys.runs, value_runs=values.runs, interpret=interpret,
@@ -114,13 +114,6 @@ def _query_spec(x: jax.Array, heads: int) -> pl.BlockSpec:
     together, parts = max(1, x.shape[0] // heads), max(1, heads // x.shape[0])
     block = together, None, *x.shape[2:4], x.shape[4] // parts, x.shape[5]
     return pl.BlockSpec(block, lambda s, h, b: (h // parts, b, 0, 0, h % parts, 0))
-
-
-def _by_program(x: jax.Array, heads: int) -> jax.Array:
-    """`[B, H, n, M, ..]` of `[B, n, T, N, ..]`, as `pack` orders query rows."""
-    batch, stretches, queries, q_heads, width = x.shape
-    x = jnp.moveaxis(x.reshape(batch, stretches, queries, heads, -1, width), 3, 1)
-    return x.reshape(batch, heads, stretches, -1, width)
 
 
 def check(q, keys: Stored, values: Stored) -> None:

@@ -12,7 +12,7 @@ from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels import tpu_softmax
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.owned_slots import numbers
-from lowrank_kv_jax.pallas_kernels.packing import pack, unpack
+from lowrank_kv_jax.pallas_kernels.packing import by_program, pack, unpack
 from lowrank_kv_jax.pallas_kernels.tpu_pages import paged_tokens
 from lowrank_kv_jax.pallas_kernels.tpu_softmax import Step
 from lowrank_kv_jax.pallas_kernels.tpu_tiled import tiled_tokens
@@ -56,15 +56,11 @@ def attend_met(
     rows = packed.q.shape[2]
     packed = tpu_softmax.padded(packed)
 
-    def by_head(x: jax.Array) -> jax.Array:
-        """`[B, H, n, rows, ..]` of `[B, n, T, N, ..]`, as `pack` orders query rows."""
-        batch, stretches, _, _, width = x.shape
-        x = jnp.moveaxis(x.reshape(batch, stretches, queries, heads, -1, width), 3, 1)
-        x = x.reshape(batch, heads, stretches, rows, width)
-        return jnp.pad(x, [(0, 0)] * 3 + [(0, packed.q.shape[2] - rows), (0, 0)])
+    def padded(x: jax.Array) -> jax.Array:
+        return jnp.pad(by_program(x, heads), [(0, 0)] * 3 + [(0, packed.q.shape[2] - rows), (0, 0)])
 
-    added = None if met.added is None else by_head(met.added[:, None])[:, :, 0]
-    met = met._replace(q=by_head(keys.spread(met.q)), added=added)
+    added = None if met.added is None else padded(met.added[:, None])[:, :, 0]
+    met = met._replace(q=padded(keys.spread(met.q)), added=added)
     part = attend_packed(packed, met, keys, values, scale=scale, size=size, interpret=interpret, owner=owner)
     return unpack(AttnPartial(part.out[:, :, :rows], part.lse[:, :, :rows]), queries)
 

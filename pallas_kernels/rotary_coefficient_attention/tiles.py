@@ -13,6 +13,7 @@ from lowrank_kv_jax.attention.blockwise import blockwise_attention, spread_heads
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.rope import RopeSpec, rope_angles, rotate
 from lowrank_kv_jax.attention.turning import TILE, place_in_tile, turning_columns, turning_weights
+from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.block_angles import block_angles
 from lowrank_kv_jax.storage.basis import split_heads
 from lowrank_kv_jax.storage.block_reads import (
@@ -44,6 +45,12 @@ def tile_by_tile(tokens: Any) -> bool:
     return runs == 2 or runs == 3 and tokens.keys.shape[2] % TILE == 0
 
 
+def check(tokens: Any, rope: RopeSpec | None) -> None:
+    """Raise `Unsupported` for what no kernel folds queries for."""
+    if rope is None or not tile_by_tile(tokens):
+        raise Unsupported("keys that are turned by their place in a tile, of tokens in no order")
+
+
 def begins_of(tokens: Any, origin: int) -> jax.Array:
     """Positions at which all tiles begin, int32 `[B, n]`, that are counted from position `origin` on."""
     known = tokens.positions.at(jnp.arange(0, tokens.keys.shape[2], TILE))
@@ -58,13 +65,17 @@ def by_component(basis: jax.Array, kv_heads: int, dtype: Any) -> jax.Array:
 def folded(q: jax.Array, basis: jax.Array, rope: RopeSpec, begins: jax.Array) -> jax.Array:
     """Queries `[B, n, T, N, R]` turned back to where n tiles begin, at positions `[B, n]`, and folded; `basis` as
     `by_component` gives it."""
-    batch, queries, heads, dim = q.shape
-    groups, each = basis.shape[-4:-2]
-    cos, sin = rope_angles(rope, begins[:, :, None, None])
-    back = rotate(jnp.broadcast_to(q[:, None], (batch, begins.shape[1], queries, heads, dim)), cos, -sin)
+    back, (groups, each) = turned_back(q, rope, begins), basis.shape[-4:-2]
     rows = "b" if basis.ndim == 5 else ""
-    found = jnp.einsum(f"bntjhgd,{rows}jhrd->bntjhgr", back.reshape(*back.shape[:3], groups, each, -1, dim), basis)
-    return found.reshape(*back.shape[:-1], -1)
+    by_head = back.reshape(*back.shape[:3], groups, each, -1, q.shape[-1])
+    return jnp.einsum(f"bntjhgd,{rows}jhrd->bntjhgr", by_head, basis).reshape(*back.shape[:-1], -1)
+
+
+def turned_back(q: jax.Array, rope: RopeSpec, begins: jax.Array) -> jax.Array:
+    """Queries `[B, n, T, N, D]` of `[B, T, N, D]`, as n tiles that begin at positions `[B, n]` meet them."""
+    batch, *rest = q.shape
+    cos, sin = rope_angles(rope, begins[:, :, None, None])
+    return rotate(jnp.broadcast_to(q[:, None], (batch, begins.shape[1], *rest)), cos, -sin)
 
 
 def attend(

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels import tpu_softmax
 from lowrank_kv_jax.pallas_kernels.packing import unpack
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import tpu_tiles
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import tiles, tpu_tiles
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import (
     Rotary,
     in_head_space,
@@ -36,7 +36,7 @@ def rotary_coefficient_attention(
 ) -> AttnPartial:
     """The op of `api.rotary_coefficient_attention`; `Unsupported` where the kernel does not cover a case."""
     if origin is not None:
-        tpu_tiles.check(tokens, rope)
+        tiles.check(tokens, rope)
         if tokens.keys.shape[1] < kv_heads:  # whose codes programs of all query heads unpack once
             part = tpu_tiles.attend(
                 q, tokens, key_basis, rope=rope, kv_heads=kv_heads, scale=scale, q_positions=q_positions, causal=causal,

@@ -4,18 +4,11 @@ coefficients after RoPE, whose queries are folded once a tile, around logits tha
 from typing import Any
 
 from lowrank_kv_jax.attention.partial import AttnPartial
-from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.attention.turning import TILE, turning_logits
 from lowrank_kv_jax.pallas_kernels.coefficient_attention.tpu import Met, attend_met
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.packing import visible_range
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.tiles import begins_of, by_component, folded, tile_by_tile
-
-
-def check(tokens: Any, rope: RopeSpec | None) -> None:
-    """Raise `Unsupported` for tokens in no order."""
-    if rope is None or not tile_by_tile(tokens):
-        raise Unsupported("keys that are turned by their place in a tile, of tokens in no order")
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.tiles import begins_of, by_component, folded
 
 
 def tile_of(*stored: Any) -> int:
@@ -32,7 +25,7 @@ def tile_of(*stored: Any) -> int:
 def attend(
     q, tokens, key_basis, *, rope, kv_heads, scale, q_positions, causal, window, key_mean, origin, interpret
 ) -> AttnPartial:
-    """As `tpu.rotary_coefficient_attention`, less what follows the attended values, and after `check`.
+    """As `tpu.rotary_coefficient_attention`, less what follows the attended values, and after `tiles.check`.
 
     Raises:
         Unsupported: what the kernel over coefficients does not read.
