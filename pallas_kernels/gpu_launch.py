@@ -10,6 +10,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid
+from lowrank_kv_jax.pallas_kernels.gpu_softmax import Limits
 from lowrank_kv_jax.pallas_kernels.packing import Packed, merge_splits
 
 Operand = tuple[jax.Array, pl.BlockSpec]
@@ -17,22 +18,27 @@ Operand = tuple[jax.Array, pl.BlockSpec]
 
 
 def launch(
-    name: str, kernel: Callable[..., None], grid: Grid, packed: Packed, head: jax.Array, operands: Sequence[Operand],
-    width: int, *, interpret: bool,
+    name: str, kernel: Callable[..., None], grid: Grid, packed: Packed, head: jax.Array | None,
+    operands: Sequence[Operand], width: int, *, interpret: bool,
 ) -> AttnPartial:
     """Partial `[B, H, M, width]`, float32, lse `EMPTY` where a row sees nothing.
 
     Args:
-        kernel: takes references: limits of a row, int32 `[n + 2 M]`, the operands, its out `[M, width]` and lse `[M]`.
-        packed: queries; the slot ranges of a row are its last limits.
-        head: int32 `[B, n]`, the limits before them: one array, because each costs a launch.
+        kernel: takes `Limits` of a row, and references: the operands, its out `[M, width]` and lse `[M]`.
+        packed: queries.
+        head: what else a row's programs are told, int32 `[B, n]`: one array, because each costs a launch; or None.
     """
+    told = [(x, row_spec(x)) for x in (packed.begin, packed.end, head) if x is not None]
+
+    def with_limits(begin, end, *refs):
+        more, rest = (refs[0], refs[1:]) if head is not None else (None, refs)
+        kernel(Limits(begin, end, more), *rest)
+
     batch, heads, rows, _ = packed.q.shape
-    limits = jnp.concatenate([head, packed.begin, packed.end], axis=1)
-    arrays, specs = zip(*[(limits, row_spec(limits)), *operands], strict=True)
+    arrays, specs = zip(*told, *operands, strict=True)
     shapes = (batch, heads, grid.splits, rows, width), (batch, heads, rows, grid.splits)  # as `merge_splits` takes them
     out, lse = pl.pallas_call(
-        kernel,
+        with_limits,
         grid=(grid.splits, heads, batch),
         in_specs=specs,
         out_specs=[

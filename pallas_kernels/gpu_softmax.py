@@ -1,6 +1,7 @@
 """Online softmax on a GPU: what the Triton kernels share to load blocks of tokens, weigh them and write a partial."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid
-from lowrank_kv_jax.pallas_kernels.packing import EMPTY, LOG2_E
+from lowrank_kv_jax.pallas_kernels.packing import EMPTY, LOG2_E, power_of_two
 
 
 def split_range(tiles, grid: Grid):
@@ -18,19 +19,46 @@ def split_range(tiles, grid: Grid):
     return start, jnp.minimum(start + each, tiles)
 
 
-def tile_range(limits_ref, grid: Grid):
+class Limits(NamedTuple):
+    """References to what a row's programs are told.
+
+    Attributes:
+        begin, end: int32 `[T]`, the slots that a query sees: begin <= slot < end. As they come, because what XLA puts
+            together first is a launch of its own.
+        head: int32 `[n]`, what else there is to know, or None.
+    """
+
+    begin: Any
+    end: Any
+    head: Any
+
+
+def span(limits: Limits):
+    """The lowest begin and the highest end of queries that see something; (0, 0) where none does."""
+    count = limits.begin.shape[0]
+    if count == 1:
+        begin, end = limits.begin[0], limits.end[0]
+        sees = end > begin
+        return jnp.where(sees, begin, 0), jnp.where(sees, end, 0)
+    at = jnp.arange(power_of_two(count, 2))
+    begin, end = (plgpu.load(ref.at[at], mask=at < count, other=0) for ref in (limits.begin, limits.end))
+    sees = end > begin
+    high = jnp.max(jnp.where(sees, end, 0))
+    return jnp.where(high > 0, jnp.min(jnp.where(sees, begin, jnp.iinfo(jnp.int32).max)), 0), high
+
+
+def tile_range(limits: Limits, grid: Grid):
     """The tiles of this program's split, and the end of the valid slots."""
-    low, high = limits_ref[0], limits_ref[1]
+    low, high = span(limits)
     first = low // grid.tile
     start, stop = split_range(pl.cdiv(high, grid.tile) - first, grid)
     return first + start, first + stop, high
 
 
-def load_ranges(limits_ref, rows: int, there: int):
-    """begin and end `[rows]` of the limits of a row for `there` query rows; those beyond see nothing."""
-    at, last = jnp.arange(rows), limits_ref.shape[0]
-    begins = (last - 2 * there, last - there)
-    return tuple(plgpu.load(limits_ref.at[first + at], mask=at < there, other=0) for first in begins)
+def load_ranges(limits: Limits, rows: int, there: int):
+    """begin and end `[rows]` for `there` query rows, as `pack` orders them; those beyond see nothing."""
+    row, each = jnp.arange(rows), there // limits.begin.shape[0]
+    return tuple(plgpu.load(ref.at[row // each], mask=row < there, other=0) for ref in (limits.begin, limits.end))
 
 
 def load_block(ref, start, rows, piece: tuple[int, int]):

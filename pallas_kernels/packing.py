@@ -23,7 +23,7 @@ class Packed(NamedTuple):
 
     Attributes:
         q: `[B, H, M, D]`, M = T * N / H query rows of each of H heads.
-        begin, end: int32 `[B, M]`, the slots that a row sees: begin <= slot < end.
+        begin, end: int32 `[B, T]`, the slots that a query sees: begin <= slot < end.
         span: int32 `[B, 2]`, lowest begin and highest end of a batch row; (0, 0) where nothing is seen.
     """
 
@@ -49,8 +49,14 @@ def pack(q: jax.Array, heads: int, begin: jax.Array, end: jax.Array) -> Packed:
     low = jnp.min(jnp.where(sees, begin, jnp.iinfo(jnp.int32).max), axis=1)
     high = jnp.max(jnp.where(sees, end, 0), axis=1)
     span = jnp.where(high[:, None] > 0, jnp.stack([low, high], axis=1), 0)
-    begin, end = (jnp.repeat(x, per_head, axis=1) for x in (begin, end))
     return Packed(packed, begin, end, span)
+
+
+def ranges_of_rows(packed: Packed) -> tuple[jax.Array, jax.Array]:
+    """begin and end int32 `[B, M]` of query rows."""
+    each = packed.q.shape[2] // packed.begin.shape[1]
+    begin, end = (jnp.repeat(x, each, axis=1) for x in (packed.begin, packed.end))
+    return begin, end
 
 
 def by_program(x: jax.Array, heads: int) -> jax.Array:

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.packed_codes import collected, spread
-from lowrank_kv_jax.pallas_kernels.packing import EMPTY, Packed, power_of_two
+from lowrank_kv_jax.pallas_kernels.packing import EMPTY, Packed, power_of_two, ranges_of_rows
 from lowrank_kv_jax.pallas_kernels.tpu_packed import plane_order, unpacked
 from lowrank_kv_jax.storage.water_filled import WidthRuns
 
@@ -247,7 +247,7 @@ def padded(packed: Packed) -> Packed:
     """Query rows padded to a register's; the new ones see nothing. Slot ranges as columns `[B, M, 1]`."""
     rows = packed.q.shape[2]
     more = power_of_two(rows, 16) - rows
-    begin, end = (jnp.pad(x, ((0, 0), (0, more)))[..., None] for x in (packed.begin, packed.end))
+    begin, end = (jnp.pad(x, ((0, 0), (0, more)))[..., None] for x in ranges_of_rows(packed))
     return Packed(jnp.pad(packed.q, ((0, 0), (0, 0), (0, more), (0, 0))), begin, end, packed.span)
 
 

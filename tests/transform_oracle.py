@@ -32,8 +32,17 @@ def tokens_like(moments, layer=0, seed=0, count=SIZE):
 
 def basis_of(bases, side):
     """U of "k" or "v" in float64."""
-    basis, unit = np.asarray(getattr(bases, side), np.float64), getattr(bases, f"{side}_unit")
-    return basis if unit is None else basis * np.asarray(unit, np.float64)[:, None]
+    basis, coarse, unit = (getattr(bases, name) for name in (side, f"{side}_coarse", f"{side}_unit"))
+    basis = np.asarray(basis, np.float64)
+    if unit is None:
+        return basis
+    if coarse is not None:
+        byte = np.asarray(coarse).view(np.uint8)
+        codes = np.concatenate([byte % 16, byte // 16], axis=-1).astype(np.float64)
+        codes = np.where(codes > 7, codes - 16, codes)
+        basis = np.concatenate([basis, 2 * codes + 1], axis=-1)
+    unit = np.repeat(np.asarray(unit, np.float64), basis.shape[1] // unit.shape[1], axis=1)
+    return basis[..., : unit.shape[-1]] * unit
 
 
 def around_of(bases, side, means=None):
@@ -51,7 +60,7 @@ def in_basis(bases, side, layers, means=None, count=None):
         count: R, of the columns that are read; by default all.
     """
     basis = basis_of(bases, side)[..., :count]
-    return least_squares(weighted(bases, side, layers, means), basis) / scale_of(bases, side)[:, :count]
+    return least_squares(weighted(bases, side, layers, means), basis, precise(bases, side)) / scale_of(bases, side)[:, :count]
 
 
 def scale_of(bases, side):
@@ -66,10 +75,21 @@ def weighted(bases, side, layers, means=None):
                            for x, m, w in zip(layers, means.swapaxes(0, 1), weight, strict=True)], axis=-1)
 
 
-def least_squares(x, basis):
-    """Coefficients `[B, T, J, R]` in directions `[J, W, R]` that are next to orthonormal: one step from products."""
-    found = np.einsum("btjw,jwr->btjr", x, basis)
-    return found + np.einsum("btjw,jwr->btjr", x - np.einsum("btjr,jwr->btjw", found, basis), basis)
+def precise(bases, side):
+    """Columns whose directions have 8 bits."""
+    return getattr(bases, side).shape[-1]
+
+
+def least_squares(x, basis, first):
+    """Coefficients `[B, T, J, R]` in directions `[J, W, R]` that are next to orthonormal: one step from products, of so
+    many first ones, and of the others in what those leave."""
+    found = []
+    for own in (basis[..., :first], basis[..., first:]):
+        code = np.einsum("btjw,jwr->btjr", x, own)
+        code = code + np.einsum("btjw,jwr->btjr", x - np.einsum("btjr,jwr->btjw", code, own), own)
+        x = x - np.einsum("btjr,jwr->btjw", code, own)
+        found.append(code)
+    return np.concatenate(found, axis=-1)
 
 
 def oracle(bases, side, layers, runs, means=None, ratios=None):
@@ -88,7 +108,7 @@ def oracle_of_both(bases, keys, values, runs, means=(None, None), ratios=None):
     count = sum(count for _, count in runs)
     x = np.concatenate([weighted(bases, *own) for own in zip("kv", (keys, values), means, strict=True)], axis=-1)
     basis = np.concatenate([basis_of(bases, side)[..., :count] for side in "kv"], axis=1)
-    codes = rounded(least_squares(x, basis) / scale_of(bases, "k")[:, :count], runs, ratios)
+    codes = rounded(least_squares(x, basis, precise(bases, "k")) / scale_of(bases, "k")[:, :count], runs, ratios)
     return [read(bases, side, codes, own) for side, own in zip("kv", means, strict=True)]
 
 

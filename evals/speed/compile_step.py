@@ -47,7 +47,8 @@ def compile_step(
 
     `temporaries` are its bytes beside arguments and results; `loops` its `while`s; `kernels` what the device is given to
     run one after the other; `moved` and `collective` the elements of the largest array of tokens that is copied or
-    converted as a whole, and of the largest that devices exchange; `seconds` of the CPU to compile it; `said` warnings
+    converted as a whole, and of the largest that devices exchange; `padded` of the largest that a GPU pads, as it
+    does before products that it cuts into parts; `seconds` of the CPU to compile it; `said` warnings
     of kernels that do not cover it; on sm_90 what the compiler says of the attention kernels, too, see `_attention`.
 
     Args:
@@ -120,6 +121,7 @@ def _compiled(
         "temporaries": compiled.memory_analysis().temp_size_in_bytes, "loops": text.count(" while("),
         "kernels": sum(kind in LAUNCHED for _, kind in _ops(entry)),
         "moved": max((size for size, kind in _ops(_without_prefetches(entry), axes=4) if kind in MOVES), default=0),
+        "padded": max((size for size, kind in _ops(text) if kind == "pad"), default=0) if of_gpu else 0,
         "collective": max((size for size, kind in _ops(text) if kind.removesuffix("-start") in COLLECTIVES), default=0),
         "libraries": sorted(set(re.findall(r'custom_call_target="[_$]*(cu[^"]+)"', text))), "seconds": seconds,
         "said": [str(x.message) for x in said if issubclass(x.category, RuntimeWarning)], **attention,

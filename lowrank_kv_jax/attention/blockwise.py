@@ -31,6 +31,7 @@ def logits_of(products: jax.Array, scale: float, cap: float | None) -> jax.Array
 def blockwise_attention(
     q: jax.Array, read_block: ReadBlock, first: jax.Array | int, last: jax.Array | int, *, shared_heads: int,
     value_dim: int, scale: float, cap: float | None = None, tokens_last: bool = False, values_last: bool = False,
+    together: int = 1,
 ) -> AttnPartial:
     """Attention of `q` over the blocks `first <= i < last`, each read (sliced, widened, rebuilt) only when needed.
 
@@ -41,6 +42,7 @@ def blockwise_attention(
         shared_heads: J.
         value_dim: Dv.
         scale, cap: as for `logits_of`.
+        together: blocks of a step of the loop; none waits for another, so that a CPU's cores work on several.
         tokens_last, values_last: the blocks' keys come as `[B, J, Dk, S]`, their values as `[B, J, Dv, S]`.
 
     Returns:
@@ -52,34 +54,47 @@ def blockwise_attention(
     rows = queries * per_head
     q = q.reshape(batch, queries, shared_heads, per_head, -1).swapaxes(1, 2).reshape(batch, shared_heads, rows, -1)
 
-    def step(i, carry):
-        top, total, out = carry
+    def read(i):
+        """Logits of a block `[B, J, M, S]`, and what sums its values `[B, J, M, Dv]` by their weights."""
         keys, values, visible = read_block(i)
         products = keys(q) if callable(keys) else _products(product, q, _parts(keys), -2 if tokens_last else -1)
-        logits = logits_of(products, scale, cap)
         visible = visible[:, None, :, None] if visible.ndim == 3 else visible
         mask = jnp.broadcast_to(visible, (batch, visible.shape[1], queries, per_head, visible.shape[-1]))
         mask = mask.reshape(batch, visible.shape[1], rows, -1)
-        logits = jnp.where(mask, logits, MASKED)
-        new_top = jnp.maximum(top, logits.max(-1))
-        # a row that has seen nothing must not weigh what is masked: exp(MASKED) is 0, exp(MASKED - MASKED) is not
-        weights = jnp.exp(logits - jnp.where(new_top == MASKED, 0.0, new_top)[..., None])
-        shrink = jnp.exp(top - new_top)
         # values that all heads share make one product with all rows, and no copy for each head
         values = _parts(values)
         of_heads = "bj" if values[0].shape[1] == shared_heads else "bx"
         shared = f"bjms,{of_heads}{'ds' if values_last else 'sd'}->bjmd"
-        weighted = functools.partial(jnp.einsum, shared, weights.astype(q.dtype), preferred_element_type=jnp.float32)
-        added = jnp.concatenate([weighted(x.astype(q.dtype)) for x in values], axis=-1)
-        return new_top, total * shrink + weights.sum(-1), out * shrink[..., None] + added
+
+        def weigh(weights):
+            parts = [jnp.einsum(shared, weights, x.astype(q.dtype), preferred_element_type=jnp.float32) for x in values]
+            return jnp.concatenate(parts, axis=-1)
+
+        return jnp.where(mask, logits_of(products, scale, cap), MASKED), weigh
+
+    def step(number, carry):
+        top, total, out = carry
+        at = [first + together * number + own for own in range(together)]
+        blocks = [read(at[0]), *(read(jnp.minimum(i, last - 1)) for i in at[1:])]
+        of_step = [blocks[0][0], *(jnp.where(i < last, x, MASKED) for i, (x, _) in zip(at[1:], blocks[1:], strict=True))]
+        new_top = functools.reduce(jnp.maximum, [logits.max(-1) for logits in of_step], top)
+        shrink = jnp.exp(top - new_top)
+        # a row that has seen nothing must not weigh what is masked: exp(MASKED) is 0, exp(MASKED - MASKED) is not
+        base = jnp.where(new_top == MASKED, 0.0, new_top)[..., None]
+        total, out = total * shrink, out * shrink[..., None]
+        for logits, (_, weigh) in zip(of_step, blocks, strict=True):
+            weights = jnp.exp(logits - base).astype(q.dtype)  # what is summed are those that are rounded to it
+            total, out = total + weights.sum(-1, dtype=jnp.float32), out + weigh(weights)
+        return new_top, total, out
 
     carry = (
         jnp.full((batch, shared_heads, rows), MASKED, jnp.float32),
         jnp.zeros((batch, shared_heads, rows), jnp.float32),
         jnp.zeros((batch, shared_heads, rows, value_dim), jnp.float32),
     )
-    single = isinstance(first, int) and isinstance(last, int) and last - first == 1
-    top, total, out = step(first, carry) if single else jax.lax.fori_loop(first, last, step, carry)
+    steps = -((first - last) // together)
+    single = isinstance(steps, int) and steps == 1
+    top, total, out = step(0, carry) if single else jax.lax.fori_loop(0, steps, step, carry)
 
     def heads_last(x):
         x = x.reshape(batch, shared_heads, queries, per_head, *x.shape[3:])

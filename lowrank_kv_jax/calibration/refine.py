@@ -17,7 +17,7 @@ import optax
 from lowrank_kv_jax.calibration.coded_attention import Group, Seen, groups_of, output_error
 from lowrank_kv_jax.calibration.taps import checked_windows, spread
 from lowrank_kv_jax.checks.bounds import check_int
-from lowrank_kv_jax.codecs.transform_bases import SIDES, TransformBases, in_8_bits
+from lowrank_kv_jax.codecs.transform_bases import SIDES, TransformBases, directions_of, stored
 from lowrank_kv_jax.method import REGISTRY, Part
 from lowrank_kv_jax.method.group import GroupBases
 from lowrank_kv_jax.methods.compose import machine_of
@@ -137,7 +137,7 @@ def _begun(bases: TransformBases, learn: Collection[str]) -> Learnt:
         x = getattr(bases, name).astype(jnp.float32)
         if name in SIDES:  # a smaller last group may have columns of zeros behind its own
             most = len(SIDES) // len(bases.coded) * x.shape[1]
-            x = (x * getattr(bases, f"{name}_unit").astype(jnp.float32)[:, None])[..., :most]
+            x = directions_of(bases, name)[..., :most]
         found[name] = jnp.log(x) if name.endswith("_scale") else x
     return found
 
@@ -156,8 +156,8 @@ def _with(bases: TransformBases, learnt: Learnt) -> TransformBases:
     new: dict[str, Any] = {}
     for name, x in learnt.items():
         if name in SIDES:
-            zeros = getattr(bases, name).shape[-1] - x.shape[-1]
-            new |= {name: jnp.pad(x, ((0, 0), (0, 0), (0, zeros))), f"{name}_unit": None}
+            zeros = getattr(bases, f"{name}_unit").shape[-1] - x.shape[-1]
+            new |= {name: jnp.pad(x, ((0, 0), (0, 0), (0, zeros))), f"{name}_coarse": None, f"{name}_unit": None}
         else:
             new[name] = jnp.exp(x) if name.endswith("_scale") else x
     return bases._replace(**new)
@@ -167,6 +167,6 @@ def _stored(bases: TransformBases, learnt: Learnt) -> TransformBases:
     """The same in the dtypes that `bases` have."""
     new = _with(bases, learnt)
     for side in (side for side in SIDES if side in learnt):
-        codes, unit = in_8_bits(np.asarray(getattr(new, side), np.float64))
-        new = new._replace(**{side: codes, f"{side}_unit": unit})
+        basis = np.asarray(getattr(new, side), np.float64)
+        new = new._replace(**stored(side, basis, bases.layers, getattr(bases, side).shape[-1]))
     return jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), new, bases)

@@ -13,6 +13,7 @@ from lowrank_kv_jax.estimators.bit_allocation import steps_of
 from lowrank_kv_jax.estimators.host_eigh import host_eigh
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.storage.basis import Scaled, project
+from lowrank_kv_jax.storage.directions import PRECISE, in_few_bits, widened
 from lowrank_kv_jax.storage.water_filled import WidthRuns, components_of
 
 SIDES = ("k", "v")
@@ -27,9 +28,11 @@ class TransformBases(NamedTuple):
     may share their codes (`joint`): then U stands for both, keys above values, and each side reads with its own half.
 
     Attributes:
-        k, v: U, orthonormal `[J, W, R]`, or the halves of one that is; columns of falling variance; int8 in units of
-            their own where components have bits, whose errors are larger by far.
-        k_unit, v_unit: those units `[J, R]`, or None.
+        k, v: U, orthonormal `[J, W, R]`, or the halves of one that is; columns of falling variance; where components
+            have bits int8, the first of them, in units of their own.
+        k_coarse, v_coarse: the others, whose components have few bits, in 4 (`storage.directions`), where several layers
+            share a basis: one of a single layer is small, and read as it is.
+        k_unit, v_unit: the units of all columns in each layer `[J, G, R]`; None of floats.
         k_scale, v_scale: standard deviations `[J, R]` of c; of values None where keys have the same codes.
         k_mean, v_mean: `[G, K, D]`; None where the calibration had no sums.
         k_weight, v_weight: `[G, K, D]`; None stands for 1.
@@ -38,6 +41,8 @@ class TransformBases(NamedTuple):
 
     k: jax.Array
     v: jax.Array
+    k_coarse: jax.Array | None
+    v_coarse: jax.Array | None
     k_unit: jax.Array | None
     v_unit: jax.Array | None
     k_scale: jax.Array
@@ -48,7 +53,7 @@ class TransformBases(NamedTuple):
     v_weight: jax.Array | None
     widths: Widths
 
-    quantised = ("k", "v")
+    quantised = ("k", "v", "k_coarse", "v_coarse")
 
     @property
     def layers(self) -> int:
@@ -71,8 +76,10 @@ class TransformBases(NamedTuple):
 
     @classmethod
     def restored(cls, arrays: dict[str, jax.Array]) -> "TransformBases":
-        """What `saved` returned."""
-        return cls(**dict.fromkeys(cls._fields) | with_restored_widths(arrays))  # type: ignore[arg-type]
+        """What `saved` returned; units that all layers shared, as they were saved once, become each one's."""
+        bases = cls(**dict.fromkeys(cls._fields) | with_restored_widths(arrays))  # type: ignore[arg-type]
+        units = {name: x for name in ("k_unit", "v_unit") if (x := arrays.get(name)) is not None and x.ndim == 2}
+        return bases._replace(**{name: jnp.repeat(x[:, None], bases.layers, axis=1) for name, x in units.items()})
 
 
 class Side(NamedTuple):
@@ -154,12 +161,14 @@ def group_bases(k: Side, v: Side, widths: Widths, joint: bool = False) -> Transf
     arrays: dict[str, Any] = {}
     for name, side, index in (("k", k, 0), ("v", v, 1)):
         width = side.vectors.shape[-1]
-        most = max((components_of(profile[0 if joint else index]) for profile in widths.rungs), default=width)
+        runs = [profile[0 if joint else index] for profile in widths.rungs]
+        most = max(map(components_of, runs), default=width)
         more = ((0, 0), (0, max(most - width, 0)))  # a profile that larger groups chose, too
         deviation = np.pad(np.sqrt(side.variances), more)
         floor = np.maximum(deviation.max(-1, keepdims=True) * LEAST, np.finfo(np.float32).tiny * 1e6)
         basis = np.pad(side.vectors, ((0, 0), *more))[..., :most]
-        arrays[name], arrays[f"{name}_unit"] = in_8_bits(basis) if widths.rungs else (basis, None)
+        precise = most if widths.layers == 1 else max(map(precise_of, runs), default=0)
+        arrays |= stored(name, basis, widths.layers, precise) if runs else {name: basis}
         arrays[f"{name}_scale"] = np.maximum(deviation, floor)[:, :most]
         arrays[f"{name}_mean"], arrays[f"{name}_weight"] = side.mean, side.weight
     found = {
@@ -167,13 +176,19 @@ def group_bases(k: Side, v: Side, widths: Widths, joint: bool = False) -> Transf
     }
     if joint:
         found["v_scale"] = None
-    return TransformBases(**jax.tree.map(jnp.asarray, found), widths=widths)
+    found = dict.fromkeys(TransformBases._fields) | jax.tree.map(jnp.asarray, found)
+    return TransformBases(**found | {"widths": widths})
 
 
-def in_8_bits(basis: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes of the shape of `basis` `[J, W, R]`, and the unit of each column `[J, R]`."""
-    unit = np.abs(basis).max(axis=1) / 127
-    return np.round(basis / np.where(unit > 0, unit, 1.0)[:, None]).astype(np.int8), unit
+def precise_of(runs: WidthRuns) -> int:
+    """Components whose directions have 8 bits."""
+    return sum(count for bits, count in runs if bits >= PRECISE)
+
+
+def stored(side: str, basis: np.ndarray, layers: int, precise: int) -> dict[str, np.ndarray | None]:
+    """A basis `[J, W, R]` of "k" or "v" as `TransformBases` holds it, by name; so many columns in 8 bits."""
+    fine, coarse, unit = in_few_bits(basis, layers, precise)
+    return {side: fine, f"{side}_coarse": coarse if coarse.size else None, f"{side}_unit": unit}
 
 
 # ---- as they are read
@@ -185,30 +200,68 @@ def encode(
     """Codes `[B, J, T, R]` of tokens without their mean `[B, T, J, W]`, float32, in units of the steps where there are
     `runs`; of keys, of values, or of both at once.
 
-    They are those of least squares in the directions as they are stored. In 8 bits these are no longer orthonormal, by a
-    hundredth: of the largest coefficients that would be more than the codes lose. One step from products with the
-    directions leaves a hundredth of it.
+    They are those of least squares in the directions as they are stored, which in few bits are no longer orthonormal: in
+    8 by a hundredth, which of the largest coefficients would be more than the codes lose. One step from products with
+    the directions leaves a hundredth of it. Coarse ones come after the others, of what these leave.
     """
     halves, parts = [], []
     for side, x in zip(sides, tokens, strict=True):
         basis, unit, columns = _columns(bases, side, runs)
-        basis = basis.astype(jnp.float32) if unit is None else basis.astype(jnp.float32) * unit[:, None]
+        basis = in_units(basis, unit)
         weight = getattr(bases, f"{side}_weight")
         halves.append(basis)
         parts.append(x if weight is None else x * by_unit(weight.astype(jnp.float32), basis.shape[0]))
     basis, x = jnp.concatenate(halves, axis=1), jnp.concatenate(parts, axis=-1)
+    first = getattr(bases, sides[0]).shape[-1]
     there, back = basis / columns[:, None], basis * columns[:, None]
-    read = project(back.swapaxes(-1, -2), project(there, x).swapaxes(1, 2)).swapaxes(1, 2)
-    return project(there, 2 * x - read)  # of x, and of what its codes leave of it
+    codes = _least_squares(there[..., :first], back[..., :first], x)
+    if first >= basis.shape[-1]:
+        return codes
+    left = x - _read(back[..., :first], codes)
+    return jnp.concatenate([codes, _least_squares(there[..., first:], back[..., first:], left)], axis=-1)
+
+
+def directions_of(bases: TransformBases, side: str) -> jax.Array:
+    """U of "k" or "v", which is held in few bits, as float32 `[J, W, R]`."""
+    fine, coarse, unit = (getattr(bases, name) for name in (side, f"{side}_coarse", f"{side}_unit"))
+    return in_units(widened(fine, coarse, unit.shape[-1]), unit)
+
+
+def in_units(basis: jax.Array, unit: jax.Array | None) -> jax.Array:
+    """Float32 of `[J, W, R]` in units of each column in each layer `[J, G, R]`; None: of 1."""
+    basis = basis.astype(jnp.float32)
+    if unit is None:
+        return basis
+    split = basis.reshape(*unit.shape[:2], -1, unit.shape[2]) * unit.astype(jnp.float32)[:, :, None]
+    return split.reshape(basis.shape)
+
+
+def _least_squares(there: jax.Array, back: jax.Array, x: jax.Array) -> jax.Array:
+    """Codes of tokens in columns that are next to orthonormal, but for what they are multiplied by."""
+    return project(there, 2 * x - _read(back, project(there, x)))  # of x, and of what its codes leave of it
+
+
+def _read(back: jax.Array, codes: jax.Array) -> jax.Array:
+    return project(back.swapaxes(-1, -2), codes.swapaxes(1, 2)).swapaxes(1, 2)
 
 
 def decoder(bases: TransformBases, side: str, runs: WidthRuns | None, layer: int | jax.Array) -> Scaled:
     """What takes a code to a token of that layer of the group, its transpose to the right, `[J, (K / J) * D, R]`."""
-    directions, unit, columns = _columns(bases, side, runs)
-    directions = directions.reshape(directions.shape[0], bases.layers, -1, directions.shape[-1])[:, layer]
-    columns, weight = columns if unit is None else columns * unit, getattr(bases, f"{side}_weight")
+    directions, unit, columns = _columns(_of_layer(bases, side, layer), side, runs)
+    columns, weight = columns if unit is None else columns * unit[:, 0], getattr(bases, f"{side}_weight")
     rows = None if weight is None else 1 / weight[layer].astype(jnp.float32).reshape(directions.shape[0], -1)
     return Scaled(directions, rows, columns)
+
+
+def _of_layer(bases: TransformBases, side: str, layer: int | jax.Array) -> TransformBases:
+    """With the directions of one layer alone, before they are widened."""
+    def own(x: jax.Array) -> jax.Array:
+        return x.reshape(x.shape[0], bases.layers, -1, x.shape[-1])[:, layer]
+
+    basis, coarse, unit = (getattr(bases, name) for name in (side, f"{side}_coarse", f"{side}_unit"))
+    found = {side: own(basis)}
+    found |= {} if coarse is None else {f"{side}_coarse": own(coarse)}
+    return bases._replace(**found | ({} if unit is None else {f"{side}_unit": own(unit)}))
 
 
 def by_unit(x: jax.Array, units: int) -> jax.Array:
@@ -220,11 +273,14 @@ def by_unit(x: jax.Array, units: int) -> jax.Array:
 def _columns(
     bases: TransformBases, side: str, runs: WidthRuns | None
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """U as it is held, its units `[J, R]`, or None, and what its columns are multiplied by then `[J, R]`: the steps."""
-    basis, unit = (getattr(bases, name) for name in (side, f"{side}_unit"))
-    count = basis.shape[-1] if runs is None else components_of(runs)
-    basis, unit = basis[..., :count], None if unit is None else unit[:, :count].astype(jnp.float32)
+    """U in int8, its units `[J, G, R]`, or in floats and None, and what its columns are multiplied by then `[J, R]`: the
+    steps."""
+    basis, unit, scale = (getattr(bases, name) for name in (side, f"{side}_unit", f"{side}_scale"))
     if runs is None:
-        return basis, unit, jnp.ones((basis.shape[0], count), jnp.float32)
-    scale = bases.k_scale if bases.v_scale is None or side == "k" else bases.v_scale
+        return basis, None, jnp.ones((basis.shape[0], basis.shape[-1]), jnp.float32)
+    count, scale = components_of(runs), bases.k_scale if scale is None else scale
+    if unit is None:  # in a training
+        basis = basis[..., :count]
+    else:
+        basis, unit = widened(basis, getattr(bases, f"{side}_coarse"), count), unit[..., :count].astype(jnp.float32)
     return basis, unit, scale.astype(jnp.float32)[:, :count] * jnp.asarray(steps_of(runs), jnp.float32)

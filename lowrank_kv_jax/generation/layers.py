@@ -23,6 +23,9 @@ from lowrank_kv_jax.storage.backend import on_gpu
 LEAST_ROWS = 4
 """Of a product on a GPU."""
 
+OF_TOKENS = 4
+"""Axes of what is held of tokens, of rows and heads."""
+
 
 @functools.partial(jax.jit, static_argnames=("config", "window"))
 def layer_prefill(config: ModelConfig, window: int | None, layer: Any, x: jax.Array, positions: jax.Array):
@@ -81,9 +84,26 @@ def layer_extend(config, method, layout, place, layer, bases, state, x, position
     """
     place = indexed(place, index)
     rows, x = len(x), _enough_rows(layer, x)
+    x, state = _not_before(layout, x, state) if on_gpu() else (x, state)
     taps = block_taps(config, layer, x, _as_many(positions, len(x))).rows(rows)
     state, partial = step_group(method, layout, place, bases, state, taps, positions, counts)
     return block_output(config, layer, x, _as_many(partial.out, len(x)))[:rows], state
+
+
+def _not_before(layout: Layout, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    """A layer's input and state, of which no tokens are widened before the input is there.
+
+    Tokens wait for nothing: in a program of all layers XLA would widen those of all of them at once, at its beginning.
+    What lies over several devices is left alone, because a barrier hides from XLA how it lies.
+    """
+    if layout.mesh is not None:
+        return jax.lax.optimization_barrier(x), state
+    leaves, treedef = jax.tree.flatten(state)
+    tokens = [number for number, leaf in enumerate(leaves) if leaf.ndim >= OF_TOKENS]
+    x, later = together(x, [leaves[number] for number in tokens])
+    for number, leaf in zip(tokens, later, strict=True):
+        leaves[number] = leaf
+    return x, treedef.unflatten(leaves)
 
 
 def indexed(place: Place, index: jax.Array | None) -> Place:
@@ -95,13 +115,13 @@ def _enough_rows(layer: Any, x: jax.Array) -> jax.Array:
     """The residual stream `[B, T, H]`; on a GPU its rows repeated where they are too few.
 
     There XLA makes one program of a norm, and one of several products of one factor, where it has several rows. Of the
-    product of a single one it stores each summand, in 16 bits, before it adds them. A barrier hides that rows are alike.
-    Of experts more would be read for more tokens.
+    product of a single one it stores each summand, in 16 bits, before it adds them. The barrier of `_not_before` hides
+    that rows are alike. Of experts more would be read for more tokens.
     """
     tokens = x.shape[0] * x.shape[1]
     if tokens >= LEAST_ROWS or not on_gpu() or "experts" in layer.get("mlp", ()):
         return x
-    return jax.lax.optimization_barrier(_as_many(x, len(x) * -(-LEAST_ROWS // tokens)))
+    return _as_many(x, len(x) * -(-LEAST_ROWS // tokens))
 
 
 def _as_many(x: jax.Array, rows: int) -> jax.Array:

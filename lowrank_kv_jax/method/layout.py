@@ -20,6 +20,10 @@ from lowrank_kv_jax.storage.sharding import check_mesh
 DEFAULT_BLOCK = 32
 """`Layout.block` of methods that ask for no other; see `Part.default_block`."""
 
+MANY_SLOTS = 8192
+"""Of a store, from which on they are whole registers: products that a GPU sums over parts of them are padded to whole
+parts, which would copy the tokens at every step."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -69,8 +73,9 @@ class Layout:
         return 1 if self.mesh is None else self.mesh.shape.get(TOKENS, 1)
 
     def whole_slots(self, slots: int, unit: int = 1) -> int:
-        """So many slots, and more where they are cut over devices: each has whole registers of them and whole units."""
-        if self.token_devices == 1 or not slots:
+        """So many slots, and more where they are many or cut over devices, of which each has whole registers of them and
+        whole units."""
+        if self.token_devices == 1 and slots < MANY_SLOTS:
             return slots
         of_all = self.token_devices * math.lcm(LANES, unit)
         return -(-slots // of_all) * of_all

@@ -11,6 +11,7 @@ from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.method.codec import Ends
 from lowrank_kv_jax.method.votes import QUERIES, decoding_votes, seen_before
 from lowrank_kv_jax.segments import exact as exact_tokens
+from lowrank_kv_jax.storage.backend import on_gpu
 from lowrank_kv_jax.storage.over_tokens import on_each, own_segments
 from lowrank_kv_jax.storage.state import take_tokens
 
@@ -75,7 +76,10 @@ class Voters(NamedTuple):
 
 def _for_held(method, layout, bases, state, voters: Voters, place) -> tuple[jax.Array, jax.Array | None]:
     """Votes for the exact tokens `[B, K, E]`, and `[B, U, S]` for the stored ones, if there is a store."""
-    near = voters.in_blocks(lambda part: _for_exact(method, layout, state.ends[place.held], part, place))
+    apart = voters
+    if on_gpu() and state.store is not None:  # of two products of one factor XLA makes one, of copies of all keys
+        apart = voters._replace(q=jax.lax.optimization_barrier(voters.q))
+    near = apart.in_blocks(lambda part: _for_exact(method, layout, state.ends[place.held], part, place))
     if state.store is None:
         return near, None
 

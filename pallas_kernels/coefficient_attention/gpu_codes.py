@@ -95,7 +95,7 @@ def attend_folded(
     grid = packed_grid(rows, batch * heads, size, columns, token_bytes, more)
     above = by_program(folded.above[..., None], heads)[..., 0]
     added = by_program(folded.added[:, None], heads)[:, :, 0] if more else None
-    head = packed.span if owner is None else jnp.concatenate([packed.span, numbers_of_heads(batch, owner)], axis=1)
+    head = None if owner is None else numbers_of_heads(batch, owner)
     kernel = functools.partial(
         _kernel, grid=grid, owned=owner is not None, key_runs=keys.runs, value_runs=values.runs, interpret=interpret,
         window=folded.window, stretch=folded.tokens, added=more, scale=scale,
@@ -128,19 +128,19 @@ def check(q, keys: Stored, values: Stored) -> None:
 
 
 def _kernel(
-    limits_ref, *refs, grid: Grid, owned: bool, key_runs, value_runs, interpret: bool, window: int,
+    limits, *refs, grid: Grid, owned: bool, key_runs, value_runs, interpret: bool, window: int,
     stretch: int | None, added: bool, scale: float,
 ):
     (owner_ref, *refs) = refs if owned else (None, *refs)
     q_ref, largest_ref, above_ref, *refs = refs
     (added_ref, *refs) = refs if added else (None, *refs)
     k_ref, v_ref, out_ref, lse_ref = refs
-    begin, end = load_ranges(limits_ref, grid.rows, lse_ref.shape[0])
+    begin, end = load_ranges(limits, grid.rows, lse_ref.shape[0])
     rows = jnp.arange(grid.rows)
     largest = plgpu.load(largest_ref.at[rows], mask=rows < largest_ref.shape[0], other=0)
     factor = scale * LOG2_E * SUBNORMAL * power_above(largest)
     queries_at = _queries_at(q_ref, grid.rows)
-    start, stop, high = tile_range(limits_ref, grid)
+    start, stop, high = tile_range(limits, grid)
     value_windows = windows_of(value_runs, grid.warps * WINDOW)
     size, n = k_ref.shape[0], grid.tile
 
@@ -163,7 +163,7 @@ def _kernel(
             q = plgpu.load(q_ref.at[queries_at(number, product.column, window)])
             logits += jnp.dot(keys, q.T, preferred_element_type=jnp.float32)
         seen = jnp.maximum(begin, tile * n), end  # of a tile that begins earlier, what no other has
-        visible = visible_slots(at, inside, *seen, owner_ref, limits_ref[2] if owned else None, axis=0)
+        visible = visible_slots(at, inside, *seen, owner_ref, limits.head[0] if owned else None, axis=0)
         above = plgpu.load(above_ref.at[number, rows], mask=rows < above_ref.shape[1], other=0)
         logits = logits * factor[None] - (scale * LOG2_E * above)[None]
         if added:

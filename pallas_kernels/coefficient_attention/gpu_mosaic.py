@@ -23,6 +23,7 @@ from lowrank_kv_jax.pallas_kernels.packing import (
     Packed,
     merge_splits,
     pack,
+    ranges_of_rows,
     stored_arrays,
     unpack,
 )
@@ -99,7 +100,7 @@ def _attend(
         raise Unsupported(f"keys of width {packed.q.shape[-1]} and values of {width} do not fit into shared memory")
     missing = (0, ROWS - rows)
     q = jnp.pad(packed.q, ((0, 0), (0, 0), missing, (0, 0)))
-    begin, end = (jnp.pad(x, ((0, 0), missing)) for x in (packed.begin, packed.end))
+    begin, end = (jnp.pad(x, ((0, 0), missing)) for x in ranges_of_rows(packed))
     shape = (batch, heads, plan.splits, ROWS)
     out, lse = plgpu.kernel(
         functools.partial(_kernel, plan=plan, scale=scale, interpret=interpret),

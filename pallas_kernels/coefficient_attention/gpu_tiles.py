@@ -19,6 +19,7 @@ from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     load_block,
     load_ranges,
     online_softmax,
+    span,
     split_range,
     start_carry,
     visible_slots,
@@ -28,7 +29,7 @@ from lowrank_kv_jax.pallas_kernels.gpu_tiled import Form, Tiled, numbers, tile_f
 from lowrank_kv_jax.pallas_kernels.owned_slots import numbers as numbers_of_heads
 from lowrank_kv_jax.pallas_kernels.packing import LOG2_E, pack, power_of_two, unpack
 
-HEAD = 6  # limits of a row: the span, the head that is read, its first slot, its first tiles of keys and of values
+HEAD = 4  # of a row: the head that is read, its first slot, its first tiles of keys and of values; otherwise zeros
 
 
 def attend_slots(
@@ -46,31 +47,33 @@ def attend_slots(
     )
     query = keys.form.spread(packed.q)
     part = launch(
-        "coefficient_attention", kernel, grid, packed, _head(packed.span, keys, values, owner),
+        "coefficient_attention", kernel, grid, packed, _head(batch, keys, values, owner),
         by_head(packed, owner, query, *keys.arrays(), *values.arrays()),
         sum(size for _, size in values.form.pieces()), interpret=interpret,
     )
     return unpack(AttnPartial(values.form.collected(part.out), part.lse), q.shape[1])
 
 
-def _head(span: jax.Array, keys: Tiled, values: Tiled, owner: jax.Array | None) -> jax.Array:
-    """int32 `[B, HEAD]`."""
-    rows = span.shape[0]
+def _head(rows: int, keys: Tiled, values: Tiled, owner: jax.Array | None) -> jax.Array | None:
+    """int32 `[B, HEAD]`, or None: zeros."""
+    if owner is None and keys.starts is None and values.starts is None:
+        return None
     number = jnp.zeros((rows, 1), jnp.int32) if owner is None else numbers_of_heads(rows, owner)
     (start, key_tile), (other, value_tile) = (x.first_tiles(rows) for x in (keys, values))
-    return jnp.concatenate([span, number, start if values.starts is None else other, key_tile, value_tile], axis=1)
+    return jnp.concatenate([number, start if values.starts is None else other, key_tile, value_tile], axis=1)
 
 
 def _kernel(
-    limits_ref, *refs, grid: Grid, scale: float, keys: Form, values: Form, owned: bool, key_refs: int
+    limits, *refs, grid: Grid, scale: float, keys: Form, values: Form, owned: bool, key_refs: int
 ):
     (owner_ref, *refs) = refs if owned else (None, *refs)
     q_ref, *stored, out_ref, lse_ref = refs
     k_refs, v_refs = stored[:key_refs], stored[key_refs:]
-    begin, end = load_ranges(limits_ref, grid.rows, lse_ref.shape[0])
+    begin, end = load_ranges(limits, grid.rows, lse_ref.shape[0])
     there = jnp.arange(grid.rows) < lse_ref.shape[0]
     queries = [load_block(q_ref, 0, there, piece) for piece in keys.pieces()]
-    low, high, number, origin, *tiles = (limits_ref[i] for i in range(HEAD))
+    low, high = span(limits)
+    number, origin, *tiles = (0 if limits.head is None else limits.head[i] for i in range(HEAD))
     first = (low - origin) // grid.tile
     # the span of a head without tokens is (0, 0): counted from where it would begin, a tile before the buffer
     start, stop = split_range(jnp.where(high > low, pl.cdiv(high - origin, grid.tile) - first, 0), grid)

@@ -77,7 +77,7 @@ def attend_packed(
     kernel = functools.partial(
         _kernel, grid=grid, scale=scale, quantised=keys.scales is not None, owned=owner is not None
     )
-    head = packed.span if owner is None else jnp.concatenate([packed.span, numbers(batch, owner)], axis=1)
+    head = None if owner is None else numbers(batch, owner)
     operands = by_head(packed, owner, packed.q, keys.codes, keys.scales, values.codes, values.scales)
     return launch(
         "coefficient_attention", kernel, grid, packed, head, operands, values.codes.shape[-1], interpret=interpret
@@ -109,7 +109,7 @@ def load_scale(ref, row, piece: tuple[int, int]):
     return load_block(ref, row, jnp.full((1,), True), piece).astype(jnp.float32)
 
 
-def _kernel(limits_ref, *refs, grid: Grid, scale: float, quantised: bool, owned: bool):
+def _kernel(limits, *refs, grid: Grid, scale: float, quantised: bool, owned: bool):
     (owner_ref, *refs) = refs if owned else (None, *refs)
     q_ref, *refs = refs
     if quantised:
@@ -117,10 +117,10 @@ def _kernel(limits_ref, *refs, grid: Grid, scale: float, quantised: bool, owned:
     else:
         (k_ref, v_ref, out_ref, lse_ref), ks_ref, vs_ref = refs, None, None
     key_pieces, value_pieces = columns(k_ref.shape[-1]), columns(v_ref.shape[-1])
-    begin, end = load_ranges(limits_ref, grid.rows, lse_ref.shape[0])
+    begin, end = load_ranges(limits, grid.rows, lse_ref.shape[0])
     there = jnp.arange(grid.rows) < lse_ref.shape[0]
     queries = [load_block(q_ref, 0, there, piece) for piece in key_pieces]
-    start, stop, high = tile_range(limits_ref, grid)
+    start, stop, high = tile_range(limits, grid)
 
     def body(tile, carry):
         top, total, accs = carry
@@ -136,7 +136,7 @@ def _kernel(limits_ref, *refs, grid: Grid, scale: float, quantised: bool, owned:
             if ks_ref is not None:
                 q = (q.astype(jnp.float32) * load_scale(ks_ref, scale_row, piece)).astype(q.dtype)
             logits += dot(q, read(k_ref, piece).astype(q.dtype).T)
-        visible = visible_slots(at, inside, begin, end, owner_ref, limits_ref[2] if owned else None)
+        visible = visible_slots(at, inside, begin, end, owner_ref, limits.head[0] if owned else None)
         weights, shrink, top, total = online_softmax(logits * (scale * LOG2_E), visible, top, total)
         value_scale = None if vs_ref is None else functools.partial(load_scale, vs_ref, scale_row)
         values = (read(v_ref, piece) for piece in value_pieces)

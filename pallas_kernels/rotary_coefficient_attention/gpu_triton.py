@@ -105,7 +105,7 @@ def basis_spec(x: jax.Array, rows: int) -> pl.BlockSpec:
 
 
 def _kernel(
-    limits_ref, *refs, grid: Grid, runs: int, scale: float, way, quantised: bool, centred: bool, resident: bool
+    limits, *refs, grid: Grid, runs: int, scale: float, way, quantised: bool, centred: bool, resident: bool
 ):
     angle_refs, (q_ref, basis_ref, *refs) = refs[: 2 * bool(way)], refs[2 * bool(way) :]
     rotating = functools.partial(way, *angle_refs, grid.tile) if way else None
@@ -116,13 +116,13 @@ def _kernel(
         (k_ref, v_ref, out_ref, lse_ref), ks_ref, vs_ref = refs, None, None
     dtype, there = q_ref.dtype, lse_ref.shape[0]
     value_pieces = columns(v_ref.shape[-1])
-    begin, end = load_ranges(limits_ref, grid.rows, there)
-    start, stop = split_range(limits_ref[5 * runs], grid)
+    begin, end = load_ranges(limits, grid.rows, there)
+    start, stop = split_range(limits.head[5 * runs], grid)
     logits_of = whole_keys(k_ref, ks_ref, basis_ref, mean_ref, q_ref, rotating, grid=grid, resident=resident)
 
     def body(visit, carry):
         top, total, accs = carry
-        run = read_run(lambda i: limits_ref[i], runs, visit)
+        run = read_run(lambda i: limits.head[i], runs, visit)
         at = run.tile * grid.tile
         slots = at + jnp.arange(grid.tile)
         mine = (slots >= run.low) & (slots < run.high)

@@ -100,8 +100,8 @@ def _product_dtype(q: jax.Array, keys: Any, basis: jax.Array) -> Any:
     That loses nothing of coefficients and bases that are stored in it, nor of packed codes, which are whole numbers and a
     half; the bases of these, widened from 8 bits, are rounded by a 512th at most.
     """
-    whole = parts_are_tokens_last(keys) or getattr(keys, "dtype", None) == basis.dtype == jnp.bfloat16
-    return jnp.bfloat16 if q.dtype == jnp.float32 and whole and multiplies_16_bits() else q.dtype
+    whole = q.dtype == jnp.float32 and getattr(keys, "dtype", None) == basis.dtype == jnp.bfloat16
+    return jnp.bfloat16 if whole and multiplies_16_bits() else tiles.product_dtype(q, keys)
 
 
 def _rebuild(basis: jax.Array, codes: jax.Array, dtype: Any) -> jax.Array:

@@ -15,6 +15,7 @@ from lowrank_kv_jax.attention.rope import RopeSpec, rope_angles, rotate
 from lowrank_kv_jax.attention.turning import TILE, place_in_tile, turning_columns, turning_weights
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.block_angles import block_angles
+from lowrank_kv_jax.storage.backend import multiplies_16_bits, platform
 from lowrank_kv_jax.storage.basis import split_heads
 from lowrank_kv_jax.storage.block_reads import (
     block_for,
@@ -26,6 +27,9 @@ from lowrank_kv_jax.storage.block_reads import (
 )
 from lowrank_kv_jax.storage.positions import Runs
 
+AT_ONCE = 2
+"""Blocks that a CPU works on: their products are too small to be shared out over its cores."""
+
 
 def pays(q: jax.Array, tokens: Any, kv_heads: int, rope: RopeSpec | None) -> bool:
     """Whether tokens lie tile by tile, and queries are so few that folding them takes less than rebuilding keys."""
@@ -34,6 +38,15 @@ def pays(q: jax.Array, tokens: Any, kv_heads: int, rope: RopeSpec | None) -> boo
     begins = block == TILE or block >= size or size % TILE == 0  # whether each block begins with a tile
     return (rope is not None and tile_by_tile(tokens) and begins and 2 * queries * heads <= kv_heads * dim
             and tokens.values.shape[1] <= tokens.keys.shape[1])
+
+
+def product_dtype(q: jax.Array, keys: Any) -> Any:
+    """What codes are multiplied in: the queries' dtype, or bfloat16, of which a CPU that has it multiplies twice as many.
+
+    Packed codes, whole numbers and a half, lose nothing by that; what they meet is rounded by a 512th at most.
+    """
+    packed = q.dtype == jnp.float32 and parts_are_tokens_last(keys)
+    return jnp.bfloat16 if packed and multiplies_16_bits() else q.dtype
 
 
 def tile_by_tile(tokens: Any) -> bool:
@@ -86,7 +99,7 @@ def attend(
     batch, queries, heads, _ = q.shape
     block = _block(q, tokens)
     weights = None if key_mean is None else turning_weights(rope, q, key_mean)
-    basis = by_component(key_basis, kv_heads, q.dtype)
+    basis, dtype = by_component(key_basis, kv_heads, q.dtype), product_dtype(q, tokens.keys)
 
     def by_rows(x: jax.Array) -> jax.Array:
         """`[B, J, .., T * N / J, R]` of `[B, .., T, N, R]`, in the order of `blockwise_attention`."""
@@ -97,7 +110,7 @@ def attend(
     def read(i):
         start, slots, fresh = block_slots(i, size, block)
         mask, positions = visible_slots(tokens, slots, fresh, q_positions, causal, window, heads)
-        parts = slice_parts(tokens.keys, start, block)
+        parts = tuple(x.astype(dtype) for x in slice_parts(tokens.keys, start, block))
         if tokens.values is tokens.keys:
             parts = values = jax.lax.optimization_barrier(parts)  # else each product would unpack them for itself
         else:
@@ -106,7 +119,7 @@ def attend(
         known = positions[:, 0, -1:] if len(slots) <= TILE else positions[:, 0, ::TILE]
 
         def products(_):
-            met = folded(q, basis, rope, known - place_in_tile(known, origin))
+            met = folded(q, basis, rope, known - place_in_tile(known, origin)).astype(dtype)
             found = _of_tiles(by_rows(met), parts, parts_are_tokens_last(tokens.keys))
             if weights is None:
                 return found
@@ -118,8 +131,8 @@ def attend(
 
     first, end = visible_blocks(tokens, q_positions, window, block)
     return blockwise_attention(
-        q, read, first, end, shared_heads=groups, value_dim=tokens.values.shape[-1], scale=scale, cap=cap,
-        values_last=parts_are_tokens_last(tokens.values),
+        q.astype(dtype), read, first, end, shared_heads=groups, value_dim=tokens.values.shape[-1], scale=scale, cap=cap,
+        values_last=parts_are_tokens_last(tokens.values), together=AT_ONCE if platform() == "cpu" else 1,
     )
 
 

@@ -52,11 +52,11 @@ def test_the_error_falls_and_directions_stay_orthonormal(spec, monkeypatch):
     method, bases = fitted(spec, "bfloat16")
     directions = []
 
-    def seen(basis, original=refining.in_8_bits):
+    def seen(side, basis, *rest, original=refining.stored):
         directions.append(basis)
-        return original(basis)
+        return original(side, basis, *rest)
 
-    monkeypatch.setattr(refining, "in_8_bits", seen)
+    monkeypatch.setattr(refining, "stored", seen)
     refined = refine(model(), method, bases, TOKENS, 48)
     chex.assert_trees_all_equal_structs(refined, bases)
     chex.assert_trees_all_equal_shapes_and_dtypes(refined, bases)

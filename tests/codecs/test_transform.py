@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import PLAIN, bases_for, random_moments, softmax_attention
-from transform_oracle import LAYOUT, SIZE, SPEC, basis_of, oracle, tokens_like
+from transform_oracle import LAYOUT, SIZE, SPEC, basis_of, oracle, tokens_like, weighted
 
 import lowrank_kv_jax as lkv
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
-from lowrank_kv_jax.codecs.transform_bases import encode
+from lowrank_kv_jax.codecs.transform_bases import TransformBases, encode
 from lowrank_kv_jax.estimators.bit_allocation import steps_of
 from lowrank_kv_jax.estimators.moments import Sensitivity
 from lowrank_kv_jax.generation.forward import make_layout
@@ -146,21 +146,32 @@ def test_bits_go_where_errors_raise_the_loss():
     assert relative[1] < 0.5 * np.delete(relative, 1).min()
 
 
-def test_directions_in_8_bits_cost_codes_next_to_nothing():
+@pytest.mark.parametrize("spec, coarse, share", [("bits=8", 0, 0.05), ("bits=3,group=3", 24, 0.12)])
+def test_directions_in_few_bits_cost_codes_next_to_nothing(spec, coarse, share):
     """Coefficients are those of least squares in the rounded directions, where products with them are off by a hundredth
-    of the largest one."""
-    moments = random_moments(PLAIN, means=True)
-    bases = Transform(bits=8.0).fit(SPEC, moments)[0]
-    layers = [tokens_like(moments)[1].v]
-    runs, basis, mean = bases.widths.rungs[0][1], basis_of(bases, "v"), np.asarray(bases.v_mean, np.float64)
-    x = ((np.asarray(layers[0], np.float64) - mean[0]) * np.asarray(bases.v_weight[0], np.float64)).reshape(-1, basis.shape[1])
+    of the largest one, and those of directions in 4 bits by more."""
+    method, moments = parse_method(f"transform:{spec}"), random_moments(PLAIN, means=True, group=3)
+    bases = method.fit(SPEC, moments)[0]
+    runs, basis = bases.widths.rungs[0][1], basis_of(bases, "v")
+    assert basis.shape[-1] - bases.v.shape[-1] >= coarse and (bases.v_coarse is None) == (coarse == 0)
+    layers = [tokens_like(moments, layer, layer)[1].v for layer in range(bases.layers)]
+    x = weighted(bases, "v", layers)[:, :, 0].reshape(-1, basis.shape[1])
     x += 100 * basis[0, :, 0]  # a component far above the others
     store = bases._replace(v_weight=None)
     codes = encode(store, ("v",), runs, [jnp.asarray(x, jnp.float32)[None, :, None]])[0, 0]
     codes *= bases.v_scale[0, : codes.shape[1]] * jnp.asarray(steps_of(runs))
     wanted = np.linalg.lstsq(basis[0], x.T, rcond=None)[0].T
     found, products = (np.abs(own - wanted).max() for own in (np.asarray(codes, np.float64), x @ basis[0]))
-    assert found < 0.05 * products
+    assert found < share * products
+
+
+def test_units_that_all_layers_shared_are_read():
+    method = parse_method("transform:bits=2,group=3")
+    bases = method.fit(SPEC, random_moments(PLAIN, means=True, group=3))[0]._replace(k_coarse=None, v_coarse=None)
+    arrays = bases.saved() | {f"{side}_unit": getattr(bases, f"{side}_unit")[:, 0] for side in "kv"}
+    units = TransformBases.restored(arrays).v_unit
+    assert units.shape == bases.v_unit.shape
+    np.testing.assert_array_equal(units, np.broadcast_to(bases.v_unit[:, :1], units.shape))
 
 
 def test_bytes_meet_what_is_asked_for():

@@ -200,3 +200,8 @@ def test_a_part_of_ones_own_reaches_everything(toys, tmp_path, capsys):
     assert inspect.getfile(type(parse_method("toy-codec"))) == inspect.getfile(sys.modules[__name__])
     assert bases_for(small_configuration(REGISTRY["toy-codec"])) is not None and model().config is PLAIN
     assert compose(REGISTRY["toy-codec"]()).name == "toy-codec"
+
+
+@pytest.mark.parametrize("slots, unit, expected", [(0, 1, 0), (8191, 1, 8191), (32736, 1, 32768), (8192, 1, 8192), (8193, 48, 8448)])
+def test_many_slots_are_whole_registers(slots, unit, expected):
+    assert make_layout(PLAIN, 1, 16, 32, 16).whole_slots(slots, unit) == expected

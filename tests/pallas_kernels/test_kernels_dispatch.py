@@ -16,7 +16,7 @@ from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels import dispatch
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.packing import EMPTY, columns, merge_splits
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import reference, rotary_coefficient_attention
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import reference, rotary_coefficient_attention, tiles
 from lowrank_kv_jax.storage import block_reads
 from lowrank_kv_jax.storage.basis import expand_values, fold_query
 from lowrank_kv_jax.storage.block_reads import BLOCK
@@ -107,7 +107,8 @@ def test_a_cpu_rebuilds_keys_in_16_bits_where_that_loses_nothing_to_speak_of(mon
         tokens, basis = tokens._replace(keys=next(columns), values=next(columns)), 1.001 * x.basis.astype(jnp.float32)
 
     def found(able):
-        monkeypatch.setattr(reference, "multiplies_16_bits", lambda: able)
+        for module in (reference, tiles):
+            monkeypatch.setattr(module, "multiplies_16_bits", lambda: able)
         return np.asarray(run(rotary_coefficient_attention, q, tokens, basis, **x.options, backend="xla").out)
 
     error = np.linalg.norm(found(True) - found(False)) / np.linalg.norm(found(False))
