@@ -156,7 +156,7 @@ def _with(bases: TransformBases, learnt: Learnt) -> TransformBases:
     new: dict[str, Any] = {}
     for name, x in learnt.items():
         if name in SIDES:
-            zeros = getattr(bases, f"{name}_unit").shape[-1] - x.shape[-1]
+            zeros = bases.rank(name) - x.shape[-1]
             new |= {name: jnp.pad(x, ((0, 0), (0, 0), (0, zeros))), f"{name}_coarse": None, f"{name}_unit": None}
         else:
             new[name] = jnp.exp(x) if name.endswith("_scale") else x

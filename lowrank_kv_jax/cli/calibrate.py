@@ -85,7 +85,7 @@ def _ranks(bases) -> str:
     shares = [one for group in bases for one in (group.selection if isinstance(group, GroupBases) else (group,))]
     parts = []
     for name in ("k", "v"):
-        ranks = np.array([_rank(group, name) for group in codecs if getattr(group, name, None) is not None])
+        ranks = np.array([_rank(group, name, x) for group in codecs if (x := getattr(group, name, None)) is not None])
         if ranks.size:
             low, high = ranks.min(), ranks.max()
             parts.append(f"{name} rank {low}" + ("" if low == high else f" to {high}, mean {ranks.mean():.1f}"))
@@ -93,7 +93,6 @@ def _ranks(bases) -> str:
     return ", ".join(parts + ([f"shares of the layers {' '.join(found)}"] if found else []))
 
 
-def _rank(bases, side: str) -> int:
-    """Columns of a basis, of which some may be held in fewer bits than the others."""
-    unit = getattr(bases, f"{side}_unit", None)
-    return getattr(bases, side).shape[-1] if unit is None else unit.shape[-1]
+def _rank(bases, side: str, basis) -> int:
+    """Columns of a basis; bases that hold them in several arrays say how many."""
+    return bases.rank(side) if hasattr(bases, "rank") else basis.shape[-1]

@@ -70,6 +70,11 @@ class TransformBases(NamedTuple):
         """What has a code of its own, each the sides that it is of."""
         return (SIDES,) if self.joint else (("k",), ("v",))
 
+    def rank(self, side: str) -> int:
+        """R of "k" or "v", however many bits its columns have."""
+        basis, unit = getattr(self, side), getattr(self, f"{side}_unit")
+        return (basis if unit is None else unit).shape[-1]
+
     def saved(self) -> dict[str, jax.Array]:
         """As arrays by name."""
         return with_saved_widths(self)
@@ -224,7 +229,7 @@ def encode(
 def directions_of(bases: TransformBases, side: str) -> jax.Array:
     """U of "k" or "v", which is held in few bits, as float32 `[J, W, R]`."""
     fine, coarse, unit = (getattr(bases, name) for name in (side, f"{side}_coarse", f"{side}_unit"))
-    return in_units(widened(fine, coarse, unit.shape[-1]), unit)
+    return in_units(widened(fine, coarse, bases.rank(side)), unit)
 
 
 def in_units(basis: jax.Array, unit: jax.Array | None) -> jax.Array:

@@ -175,8 +175,9 @@ def test_a_step_over_four_devices_exchanges_no_tokens(target):
 @pytest.mark.slow
 def test_one_layer_more_is_few_programs_more():
     """And no bytes: what is widened or rebuilt of tokens is that of one layer at a time."""
-    full, more, _, palu_more, *others = compiled(DEPTHS, "sm_90")
-    assert more["kernels"] <= 3 * 16 + 8 and palu_more["kernels"] <= 3 * 21 + 8  # eight of the embedding and the logits
+    full, more, palu, palu_more, *others = compiled(DEPTHS, "sm_90")
+    assert more["kernels"] - full["kernels"] <= 17 and palu_more["kernels"] - palu["kernels"] <= 21
+    assert more["kernels"] <= 3 * 16 + 8  # eight of the embedding and the logits
     assert max(full["temporaries"], palu_more["temporaries"]) < 1 << 21
     assert all(abs(two["temporaries"] - three["temporaries"]) < 1 << 20 for two, three in zip(others[::2], others[1::2], strict=True))
 
