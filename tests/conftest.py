@@ -93,12 +93,12 @@ def resident_bytes() -> int:
 
 
 _last = None
-_limit = max(2e9, memory_bytes() / 6)
+_limit = max(2e9, memory_bytes() / 4)
 
 
 @pytest.fixture(autouse=True)
 def few_compiled_programs(request):
-    """Programs are dropped between files, methods or codecs once they fill a sixth of the memory, and another gigabyte.
+    """Programs are dropped between files, methods or codecs once they fill a quarter of the memory, and another gigabyte.
 
     That takes seconds, and those that are used again are compiled again.
     """

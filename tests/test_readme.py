@@ -34,9 +34,9 @@ def python_of(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.slow  # quick-start holds the same block, and runs below
 def test_the_readme_runs_on_the_real_model(tmp_path):
     (block,) = python_of("README.md")
-    assert block in python_of("docs/quick-start.md")
     code = "\n".join([FEWER_WINDOWS, block, OUTCOME])
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -68,6 +68,7 @@ def run_page(page: str, apart: str = "\0") -> dict:
 
 
 def test_quick_start(shelf):
+    assert set(python_of("README.md")) <= set(python_of("docs/quick-start.md"))
     names = run_page("docs/quick-start.md")
     assert int(names["same"].length[0]) == int(names["out"].cache.length[0])
     assert names["one"].layout.batch == 1 and names["logits"].shape == (2, 256)

@@ -7,6 +7,7 @@ from typing import Any
 from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
 from lowrank_kv_jax.evals.asking.methods import bases_of
 from lowrank_kv_jax.evals.results.records import make_record
+from lowrank_kv_jax.evals.speed.loop_memory import temporary_bytes
 from lowrank_kv_jax.evals.speed.timing import CacheContender, Contender, Timing, alternate
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK
 from lowrank_kv_jax.method import Layout, Part
@@ -18,18 +19,23 @@ PEER = "transformers"
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """One contender at one length; `size` is None for a peer, whose leaves are not ours to count."""
+    """One contender at one length; `size` is None for a peer, whose leaves are not ours to count.
+
+    Attributes:
+        temporaries: bytes of `temporary_bytes`, None where they were not asked for.
+    """
 
     name: str
     length: int
     timing: Timing
     size: CacheBytes | None
+    temporaries: int | None = None
 
 
 def bench_decode(
     model: Any, methods: Mapping[str, Part], lengths: Sequence[int], *, steps: int = 2 * DEFAULT_BLOCK,
     rounds: int = 3, cache_dtype: str = "float32", corpus: str = "pydoc", seed: int = 0,
-    torch_model: Any = None, on_round: Callable[[int], None] = lambda length: None,
+    torch_model: Any = None, memory: bool = False, on_round: Callable[[int], None] = lambda length: None,
 ) -> list[Speed]:
     """Time prefill and decode of every contender on one prompt a length, alternating.
 
@@ -38,6 +44,7 @@ def bench_decode(
         lengths: prompt tokens.
         steps: decode steps a round.
         torch_model: of `load_torch_model`, timed in the same rounds.
+        memory: ask the compiler for temporaries, too: it compiles each method's loop once more.
         on_round: called after each contender's turn, the warm-up included.
 
     Raises:
@@ -63,15 +70,15 @@ def bench_decode(
             contenders[PEER] = TransformersContender(torch_model, tokens, steps)
         timings = alternate(contenders, steps, rounds, on_round=lambda n=length: on_round(n))
         for name, timing in timings.items():
-            ours = methods.get(name)
-            size = ours and _size(model, ours, bases.get(name), length, steps, cache_dtype)
-            speeds.append(Speed(name, length, timing, size))
+            ours, own = methods.get(name), bases.get(name)
+            if ours is None:
+                speeds.append(Speed(name, length, timing, None))
+                continue
+            layout = Layout(model.config.attention, 1, length, length + steps, ours.default_block, cache_dtype)
+            size = cache_bytes(abstract_cache(ours, layout, own), own)
+            temporaries = temporary_bytes(model, ours, own, layout) if memory else None
+            speeds.append(Speed(name, length, timing, size, temporaries))
     return speeds
-
-
-def _size(model, method: Part, bases: Any, length: int, steps: int, dtype: str) -> CacheBytes:
-    layout = Layout(model.config.attention, 1, length, length + steps, method.default_block, dtype)
-    return cache_bytes(abstract_cache(method, layout, bases), bases)
 
 
 def records(model: Any, speeds: Sequence[Speed], *, seed: int, cache_dtype: str) -> list[dict[str, Any]]:
@@ -83,6 +90,8 @@ def records(model: Any, speeds: Sequence[Speed], *, seed: int, cache_dtype: str)
             "cache_bytes": size.total, "shared_bytes": size.shared, "full_cache_bytes": size.full,
             "bytes_per_token": size.per_token, "bytes_by_kind": size.by_kind,
         }
+        if speed.temporaries is not None:
+            sizes["temporary_bytes"] = speed.temporaries
         out.append(make_record(
             "bench decode", model=model.name, method=speed.name, task="decode", length=speed.length,
             samples=len(speed.timing.first), seed=seed, ttft_s=speed.timing.ttft_s,

@@ -31,6 +31,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     decode.add_argument("--seed", type=int, default=0)
     decode.add_argument("--peer", choices=("transformers",),
                         help="time transformers on torch in the same rounds")
+    decode.add_argument("--memory", action="store_true",
+                        help="also what decoding needs beside the cache, as the compiler plans it: compiles once more")
     decode.add_argument("--json", metavar="FILE", help="append one JSON object for each contender and length")
     decode.set_defaults(run=run)
     add_kernels_parser(kinds)
@@ -62,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     with ProgressBar("bench", total, shown=True) as bar:
         speeds = bench_decode(
             model, methods, args.lengths, steps=args.steps, rounds=args.rounds, cache_dtype=args.cache_dtype,
-            corpus=args.corpus, seed=args.seed, torch_model=torch_model,
+            corpus=args.corpus, seed=args.seed, torch_model=torch_model, memory=args.memory,
             on_round=lambda length: bar.advance(),
         )
     if args.json:
@@ -94,12 +96,15 @@ def _print(model, speeds, args: argparse.Namespace) -> None:
         base = next(s.timing for s in speeds if s.length == speed.length)
         timing, size = speed.timing, speed.size
         sizes = ("", "") if size is None else (f"{size.total / 2**20:.1f}", f"{size.total / size.full:.2f}")
+        if args.memory:
+            sizes += ("" if speed.temporaries is None else f"{speed.temporaries / 2**20:.1f}",)
         lines.append((
             str(speed.length), speed.name, f"{timing.ttft_s:.3f}", f"{timing.ttft_s / base.ttft_s:.2f}",
             f"{timing.decode_tokens_per_s:.2f}",
             f"{timing.decode_tokens_per_s / base.decode_tokens_per_s:.2f}", *sizes,
         ))
     heads = ("length", "method", "TTFT, s", "x first", "decode, tok/s", "x first", "cache, MiB", "of 16-bit")
+    heads += ("temporaries, MiB",) if args.memory else ()
     print_table(f"{model.name}, one row", heads, lines, texts=("method",))
     print(f"medians of {args.rounds} alternating rounds of {args.steps} steps; {args.cache_dtype} caches; "
           f"{device_line()}")

@@ -28,8 +28,13 @@ class Pages(NamedTuple):
 
 
 def block_width(size: int, page: int, queries: int, numbers: int) -> int:
-    """Tokens of a block: whole pages; all of them where `block_for` says so of `queries` and `numbers` of a token."""
-    return min(block_for(size, queries, numbers, page * max(1, BLOCK // page)), size)
+    """Tokens of a block: whole pages; all of them where `block_for` says so of `queries` and `numbers` of a token.
+
+    Two blocks at least of several pages: keys that XLA rebuilds of all at once it rebuilds before a loop that decodes,
+    those of all layers, and keeps them.
+    """
+    half = -(-size // (2 * page))
+    return min(block_for(size, queries, numbers, page * max(1, min(BLOCK // page, half))), size)
 
 
 def read_pages(

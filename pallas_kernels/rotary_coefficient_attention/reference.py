@@ -30,7 +30,7 @@ from lowrank_kv_jax.storage.block_reads import (
 )
 
 LARGEST = 2048  # tokens of a block: every block costs some time of its own, measured fastest on XLA's CPU backend
-LARGEST_OF_CODES = 512  # of packed ones, where a buffer is more than one block: as numbers a core's cache holds them
+LARGEST_OF_CODES = 512  # of packed ones: as numbers a core's cache holds them
 TILE = 128  # blocks are multiples of it
 TOGETHER = 64  # queries times heads up to which one product with zeros in it is cheaper than one for each kv head
 
@@ -87,11 +87,14 @@ def rotary_coefficient_attention(
 
 
 def block_size(size: int, codes: bool = False) -> int:
-    """Tokens of each block of a buffer: about equal ones, of which none is larger than `LARGEST`; of packed codes smaller
-    ones where one block does not hold them all."""
-    largest = LARGEST_OF_CODES if codes and size > LARGEST else LARGEST
-    even = -(-size // -(-size // largest))
-    return min(-(-even // TILE) * TILE, largest)
+    """Tokens of each block of a buffer: about equal ones, of which none is larger than `LARGEST`, or `LARGEST_OF_CODES`.
+
+    Two at least where a buffer is longer than `TILE`: keys of a whole buffer are the same at each step of a loop that
+    decodes, and XLA would rebuild them once for all steps, those of all layers, and keep them.
+    """
+    count = -(-size // (LARGEST_OF_CODES if codes else LARGEST))
+    even = -(-size // max(count, 2))
+    return -(-even // TILE) * TILE
 
 
 def _product_dtype(q: jax.Array, keys: Any, basis: jax.Array) -> Any:
