@@ -54,6 +54,11 @@ class Case:
     poison: bool = True
 
 
+def newest(case: Case):
+    """A case that `.ci/run` runs once more on the newest JAX: of each kernel one or two."""
+    return pytest.param(case, marks=pytest.mark.newest)
+
+
 def slow(case: Case):
     """A case that the default run leaves out: interpreted kernels take seconds each, most of it compilation."""
     return pytest.param(case, marks=pytest.mark.slow)

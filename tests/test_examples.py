@@ -39,7 +39,8 @@ NOTEBOOKS = {  # by name: what is smaller in the tests, and what is shown
 }
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.slow) if name == "how_much_rank" else name for name in NOTEBOOKS])
 def test_notebooks_run(name):
     """Every one that there is, on the tiny model; what they show on the real one is stored in them."""
     run_cells = runpy.run_path(str(FOLDER / "run_notebooks.py"))["run_cells"]

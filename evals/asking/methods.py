@@ -16,7 +16,7 @@ from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
 
 SHORTLIST = (
     "full", "streamingllm:keep=0.25", "static-pca-h:rank=0.6", "ojakv:rank=0.6",
-    "single-svd:rank=0.25", "transform:smaller=8,sampled=False",
+    "single-svd:rank=0.25", "transform:smaller=8,rope=tile,sampled=False",
 )
 LENGTH, WINDOWS = 2048, 4
 _LAST: dict[Any, Moments] = {}

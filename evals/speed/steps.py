@@ -27,7 +27,8 @@ from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.parameters import params_of
 
 METHODS = ("full", "static-pca-h:rank=0.5", "static-pca-h:rank=0.25", "palu:rank=0.5", "ojakv:rank=0.5", "kivi:bits=4",
-           *(f"transform:bits={bits},rope=post,heads=per_head" for bits in (2, 4)), "snapkv:budget=4096")
+           *(f"transform:bits={bits},rope=post,heads=per_head" for bits in (2, 4)), "transform:bits=2",
+           *(f"transform:bits=2,rope=tile,heads={heads}" for heads in ("joint", "per_head")), "snapkv:budget=4096")
 LAYERS, TOKENS, ROWS = 8, 32768, (1, 8)  # so few layers that all programs are compiled within minutes
 BLOCKS = 6  # of as many tokens as a method asks for
 

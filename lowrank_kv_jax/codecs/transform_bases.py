@@ -31,7 +31,7 @@ class TransformBases(NamedTuple):
         k, v: U, orthonormal `[J, W, R]`, or the halves of one that is; columns of falling variance; where components
             have bits int8, the first of them, in units of their own.
         k_coarse, v_coarse: the others, whose components have few bits, in 4 (`storage.directions`), where several layers
-            share a basis: one of a single layer is small, and read as it is.
+            share a basis: one of a single layer is small.
         k_unit, v_unit: the units of all columns in each layer `[J, G, R]`; None of floats.
         k_scale, v_scale: standard deviations `[J, R]` of c; of values None where keys have the same codes.
         k_mean, v_mean: `[G, K, D]`; None where the calibration had no sums.
@@ -72,8 +72,8 @@ class TransformBases(NamedTuple):
 
     def rank(self, side: str) -> int:
         """R of "k" or "v", however many bits its columns have."""
-        basis, unit = getattr(self, side), getattr(self, f"{side}_unit")
-        return (basis if unit is None else unit).shape[-1]
+        held = held_directions(self, side)
+        return (held.fine if held.unit is None else held.unit).shape[-1]
 
     def saved(self) -> dict[str, jax.Array]:
         """As arrays by name."""
@@ -85,6 +85,29 @@ class TransformBases(NamedTuple):
         bases = cls(**dict.fromkeys(cls._fields) | with_restored_widths(arrays))  # type: ignore[arg-type]
         units = {name: x for name in ("k_unit", "v_unit") if (x := arrays.get(name)) is not None and x.ndim == 2}
         return bases._replace(**{name: jnp.repeat(x[:, None], bases.layers, axis=1) for name, x in units.items()})
+
+
+class HeldDirections(NamedTuple):
+    """U of "k" or "v" as `TransformBases` holds it: a side's `k`, `k_coarse` and `k_unit`."""
+
+    fine: jax.Array
+    coarse: jax.Array | None
+    unit: jax.Array | None
+
+    def of_layer(self, layers: int, layer: int | jax.Array) -> "HeldDirections":
+        """Of one of so many layers, before they are widened."""
+        return jax.tree.map(lambda x: x.reshape(x.shape[0], layers, x.shape[1] // layers, x.shape[2])[:, layer], self)
+
+    def first(self, count: int) -> tuple[jax.Array, jax.Array | None]:
+        """So many columns `[J, W, count]`: int8 and their units float32 `[J, G, count]`, or floats and None."""
+        if self.unit is None:  # in a training
+            return self.fine[..., :count], None
+        return widened(self.fine, self.coarse, count), self.unit[..., :count].astype(jnp.float32)
+
+
+def held_directions(bases: TransformBases, side: str) -> HeldDirections:
+    """Those of "k" or "v"."""
+    return HeldDirections(*(getattr(bases, name) for name in (side, f"{side}_coarse", f"{side}_unit")))
 
 
 class Side(NamedTuple):
@@ -172,7 +195,8 @@ def group_bases(k: Side, v: Side, widths: Widths, joint: bool = False) -> Transf
         deviation = np.pad(np.sqrt(side.variances), more)
         floor = np.maximum(deviation.max(-1, keepdims=True) * LEAST, np.finfo(np.float32).tiny * 1e6)
         basis = np.pad(side.vectors, ((0, 0), *more))[..., :most]
-        precise = most if widths.layers == 1 else max(map(precise_of, runs), default=0)
+        coarse_from = max([1, *map(precise_of, runs)])  # no array is empty: XLA's compiler for GPUs crashes on one
+        precise = most if widths.layers == 1 else coarse_from
         arrays |= stored(name, basis, widths.layers, precise) if runs else {name: basis}
         arrays[f"{name}_scale"] = np.maximum(deviation, floor)[:, :most]
         arrays[f"{name}_mean"], arrays[f"{name}_weight"] = side.mean, side.weight
@@ -211,7 +235,7 @@ def encode(
     """
     halves, parts = [], []
     for side, x in zip(sides, tokens, strict=True):
-        basis, unit, columns = _columns(bases, side, runs)
+        basis, unit, columns = _columns(bases, side, held_directions(bases, side), runs)
         basis = in_units(basis, unit)
         weight = getattr(bases, f"{side}_weight")
         halves.append(basis)
@@ -228,8 +252,7 @@ def encode(
 
 def directions_of(bases: TransformBases, side: str) -> jax.Array:
     """U of "k" or "v", which is held in few bits, as float32 `[J, W, R]`."""
-    fine, coarse, unit = (getattr(bases, name) for name in (side, f"{side}_coarse", f"{side}_unit"))
-    return in_units(widened(fine, coarse, bases.rank(side)), unit)
+    return in_units(*held_directions(bases, side).first(bases.rank(side)))
 
 
 def in_units(basis: jax.Array, unit: jax.Array | None) -> jax.Array:
@@ -252,21 +275,11 @@ def _read(back: jax.Array, codes: jax.Array) -> jax.Array:
 
 def decoder(bases: TransformBases, side: str, runs: WidthRuns | None, layer: int | jax.Array) -> Scaled:
     """What takes a code to a token of that layer of the group, its transpose to the right, `[J, (K / J) * D, R]`."""
-    directions, unit, columns = _columns(_of_layer(bases, side, layer), side, runs)
+    own = held_directions(bases, side).of_layer(bases.layers, layer)
+    directions, unit, columns = _columns(bases, side, own, runs)
     columns, weight = columns if unit is None else columns * unit[:, 0], getattr(bases, f"{side}_weight")
     rows = None if weight is None else 1 / weight[layer].astype(jnp.float32).reshape(directions.shape[0], -1)
     return Scaled(directions, rows, columns)
-
-
-def _of_layer(bases: TransformBases, side: str, layer: int | jax.Array) -> TransformBases:
-    """With the directions of one layer alone, before they are widened."""
-    def own(x: jax.Array) -> jax.Array:
-        return x.reshape(x.shape[0], bases.layers, -1, x.shape[-1])[:, layer]
-
-    basis, coarse, unit = (getattr(bases, name) for name in (side, f"{side}_coarse", f"{side}_unit"))
-    found = {side: own(basis)}
-    found |= {} if coarse is None else {f"{side}_coarse": own(coarse)}
-    return bases._replace(**found | ({} if unit is None else {f"{side}_unit": own(unit)}))
 
 
 def by_unit(x: jax.Array, units: int) -> jax.Array:
@@ -276,16 +289,12 @@ def by_unit(x: jax.Array, units: int) -> jax.Array:
 
 
 def _columns(
-    bases: TransformBases, side: str, runs: WidthRuns | None
+    bases: TransformBases, side: str, held: HeldDirections, runs: WidthRuns | None
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """U in int8, its units `[J, G, R]`, or in floats and None, and what its columns are multiplied by then `[J, R]`: the
-    steps."""
-    basis, unit, scale = (getattr(bases, name) for name in (side, f"{side}_unit", f"{side}_scale"))
+    """Columns of U that have bits, their units (`HeldDirections.first`), and what they are multiplied by then `[J, R]`:
+    the steps."""
     if runs is None:
-        return basis, None, jnp.ones((basis.shape[0], basis.shape[-1]), jnp.float32)
-    count, scale = components_of(runs), bases.k_scale if scale is None else scale
-    if unit is None:  # in a training
-        basis = basis[..., :count]
-    else:
-        basis, unit = widened(basis, getattr(bases, f"{side}_coarse"), count), unit[..., :count].astype(jnp.float32)
-    return basis, unit, scale.astype(jnp.float32)[:, :count] * jnp.asarray(steps_of(runs), jnp.float32)
+        return held.fine, None, jnp.ones((held.fine.shape[0], held.fine.shape[-1]), jnp.float32)
+    count, scale = components_of(runs), getattr(bases, f"{side}_scale")
+    scale = bases.k_scale if scale is None else scale
+    return *held.first(count), scale.astype(jnp.float32)[:, :count] * jnp.asarray(steps_of(runs), jnp.float32)

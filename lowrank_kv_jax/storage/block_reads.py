@@ -32,6 +32,19 @@ def block_for(size: int, queries: int, numbers: int, block: int = BLOCK) -> int:
     return max(A_TURN // numbers // block, 1) * block
 
 
+def even_block(size: int, largest: int, whole: int) -> int:
+    """Tokens of each block of a buffer of `size` that steps rebuild: about equal ones, a multiple of `whole`.
+
+    Two blocks at least where a buffer is longer than `whole`: what is rebuilt of all slots is the same at each step of a
+    loop that decodes, and XLA would compute it once for all steps, of all layers, and keep it.
+
+    Args:
+        largest: what no block exceeds, a multiple of `whole`.
+    """
+    even = -(-size // max(-(-size // largest), 2))
+    return -(-even // whole) * whole
+
+
 def block_slots(
     i: Int[jax.Array, ""] | int, size: int, block: int = BLOCK
 ) -> tuple[Int[jax.Array, ""], Int[jax.Array, " S"], Bool[jax.Array, " S"]]:

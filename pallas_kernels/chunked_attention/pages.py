@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.storage.block_reads import block_for
+from lowrank_kv_jax.storage.block_reads import block_for, even_block
 
 BLOCK = 2048  # tokens, at least a page; measured fastest on XLA's CPU backend, where every block costs some time
 
@@ -28,13 +28,9 @@ class Pages(NamedTuple):
 
 
 def block_width(size: int, page: int, queries: int, numbers: int) -> int:
-    """Tokens of a block: whole pages; all of them where `block_for` says so of `queries` and `numbers` of a token.
-
-    Two blocks at least of several pages: keys that XLA rebuilds of all at once it rebuilds before a loop that decodes,
-    those of all layers, and keeps them.
-    """
-    half = -(-size // (2 * page))
-    return min(block_for(size, queries, numbers, page * max(1, min(BLOCK // page, half))), size)
+    """Tokens of a block: whole pages; all of them where `block_for` says so of `queries` and `numbers` of a token."""
+    even = even_block(size, max(BLOCK // page, 1) * page, page)
+    return min(block_for(size, queries, numbers, even), size)
 
 
 def read_pages(

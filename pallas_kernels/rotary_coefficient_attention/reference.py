@@ -22,6 +22,7 @@ from lowrank_kv_jax.storage.basis import reconstruct
 from lowrank_kv_jax.storage.block_reads import (
     block_for,
     block_slots,
+    even_block,
     parts_are_tokens_last,
     slice_block,
     slice_parts,
@@ -44,7 +45,8 @@ def rotary_coefficient_attention(
                             causal=causal, window=window, key_mean=key_mean, origin=origin, cap=cap)
     batch, queries, heads, dim = q.shape
     groups, size = tokens.keys.shape[1:3]
-    block = block_for(size, queries, batch * kv_heads * dim, block_size(size, parts_are_tokens_last(tokens.keys)))
+    even = even_block(size, LARGEST_OF_CODES if parts_are_tokens_last(tokens.keys) else LARGEST, TILE)
+    block = block_for(size, queries, batch * kv_heads * dim, even)
     few = value_basis is None and queries * heads <= TOGETHER and tokens.values.shape[1] <= groups
     few = few and jax.device_count() == 1  # heads that lie on several devices must not meet in one product
     shared = groups if few else kv_heads
@@ -84,17 +86,6 @@ def rotary_coefficient_attention(
         scale=scale, cap=cap, tokens_last=True,
         values_last=value_basis is None and parts_are_tokens_last(tokens.values),
     )
-
-
-def block_size(size: int, codes: bool = False) -> int:
-    """Tokens of each block of a buffer: about equal ones, of which none is larger than `LARGEST`, or `LARGEST_OF_CODES`.
-
-    Two at least where a buffer is longer than `TILE`: keys of a whole buffer are the same at each step of a loop that
-    decodes, and XLA would rebuild them once for all steps, those of all layers, and keep them.
-    """
-    count = -(-size // (LARGEST_OF_CODES if codes else LARGEST))
-    even = -(-size // max(count, 2))
-    return -(-even // TILE) * TILE
 
 
 def _product_dtype(q: jax.Array, keys: Any, basis: jax.Array) -> Any:

@@ -17,6 +17,7 @@ from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.codecs.transform_bases import TransformBases, encode
 from lowrank_kv_jax.estimators.bit_allocation import steps_of
 from lowrank_kv_jax.estimators.moments import Sensitivity
+from lowrank_kv_jax.evals.speed.roofline import white_bases
 from lowrank_kv_jax.generation.forward import make_layout
 from lowrank_kv_jax.method import Place
 from lowrank_kv_jax.method.accounting import full_cache_bytes
@@ -163,6 +164,12 @@ def test_directions_in_few_bits_cost_codes_next_to_nothing(spec, coarse, share):
     wanted = np.linalg.lstsq(basis[0], x.T, rcond=None)[0].T
     found, products = (np.abs(own - wanted).max() for own in (np.asarray(codes, np.float64), x @ basis[0]))
     assert found < share * products
+
+
+def test_no_array_of_directions_is_empty():
+    """Of white channels all components are coarse."""
+    bases = white_bases(SPEC, parse_method("transform:bits=2,group=3,metric=plain,sampled=False"), "float32")[0]
+    assert bases.v.shape[-1] == 1 and bases.rank("v") == basis_of(bases, "v").shape[-1] > 90
 
 
 def test_units_that_all_layers_shared_are_read():

@@ -56,7 +56,8 @@ def _with_room(stored):
 
 
 @pytest.mark.parametrize("spec", [
-    "bits=3", "bits=2.5,heads=per_head,group=3,metric=plain", pytest.param("bits=2,group=2,kv=joint", marks=pytest.mark.slow),
+    "bits=3", *(pytest.param(spec, marks=pytest.mark.slow) for spec in
+                ("bits=2.5,heads=per_head,group=3,metric=plain", "bits=2,group=2,kv=joint")),
 ])
 def test_folded_queries_and_rebuilt_keys_give_what_the_oracle_does(spec, monkeypatch):
     """On a CPU and as an accelerator runs it, over rows and columns of bytes; of tokens in no order keys are rebuilt."""

@@ -35,7 +35,9 @@ def test_only_transform_asks_for_fewer():
     assert {spec: parse_method(spec).default_block for spec in BLOCKS} == BLOCKS
 
 
-@pytest.mark.parametrize(("spec", "block"), [("kivi", 32), (CODED, 16), (f"{CODED}+kvzip:keep=0.5", 16)])
+@pytest.mark.parametrize(("spec", "block"), [
+    pytest.param("kivi", 32, marks=pytest.mark.slow), (CODED, 16), pytest.param(f"{CODED}+kvzip:keep=0.5", 16, marks=pytest.mark.slow),
+])
 def test_every_way_to_a_cache_has_the_methods_block(spec, block):
     config, tiny, bases = ONE, dataclasses.replace(model(ONE), tokenizer=Letters()), bases_for(parse_method(spec), ONE)
     cache, _ = prefill(spec, config, tiny.params, prompts(1, 64), bases=bases)

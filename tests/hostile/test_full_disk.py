@@ -98,7 +98,8 @@ def test_sums_stay(tmp_path):
     assert names(tmp_path) == ["s.npz"] and CheckpointedSums(path, {}).load() == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [
+    kind if kind in ("bases", "compressed") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS])
 def test_saves_stay(kind, tmp_path, orbax_threads):
     make, load = KINDS[kind]
     path = make(tmp_path / "own")

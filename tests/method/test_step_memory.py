@@ -155,7 +155,7 @@ def test_a_cpu_holds_the_bits_of_bfloat16_and_they_are_the_same_numbers():
 
 
 some_methods = pytest.mark.parametrize("name", [
-    name if name == "ojakv" else pytest.param(name, marks=pytest.mark.slow)
+    name if name == "kivi" else pytest.param(name, marks=pytest.mark.slow)
     for name in sorted(REGISTRY)
 ])
 
@@ -259,7 +259,7 @@ def test_keys_beyond_the_range_of_float16_leave_logits_finite(name):
     chex.assert_tree_all_finite(cache)
 
 
-@pytest.mark.parametrize("chunk", [None, 32])
+@pytest.mark.parametrize("chunk", [None, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("spec", [
     "palu:sinks=2,recent=4", "single-svd:centred=true,sinks=2,recent=4", "streamingkv:bits=2.5,sinks=2,recent=4",
     "quest:budget=16,keep=none,sinks=2,recent=4,page=4,dense_layers=0",

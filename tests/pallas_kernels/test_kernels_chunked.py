@@ -42,6 +42,9 @@ def inputs():
     return q, tokens, jnp.asarray(owner), [store_bases(u, "float32", by_rows) for u, by_rows in zip(bases, (False, True), strict=True)], oracle
 
 
+NEWEST = [pytest.param(backend, None, marks=pytest.mark.newest) for backend in ("triton", "tpu")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend, dtype, jump", [("xla", "float32", 9), ("tpu", "float32", 100000), ("tpu", "bfloat16", 9)])
 def test_chunks_before_rope(backend, dtype, jump):
@@ -77,7 +80,7 @@ def test_chunks_lie_where_their_pages_are():
     np.testing.assert_array_equal(after, [[150, 600, 600, 700], [300, 350, 350, 350]])
 
 
-@pytest.mark.parametrize("backend, block", [("xla", 2048), ("xla", 300), ("xla", 20), ("triton", None), ("tpu", None)])
+@pytest.mark.parametrize("backend, block", [("xla", 2048), ("xla", 300), ("xla", 20), *NEWEST])
 def test_chunks(backend, block, monkeypatch):
     """Whatever the pages that are read at a time: all, six (the last of three blocks begins earlier), one."""
     monkeypatch.setattr(pages, "BLOCK", block)

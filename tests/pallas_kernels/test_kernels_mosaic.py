@@ -12,6 +12,7 @@ from lowrank_kv_jax.pallas_kernels import dispatch
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import api, coefficient_attention
 
 OLD = jax.version.__version_info__ < (0, 11)
+pytestmark = pytest.mark.newest
 needs_interpreter = pytest.mark.skipif(OLD, reason=f"jax {jax.__version__} has no interpreter for Mosaic GPU, 0.11 has")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import softmax_attention
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
-from kernel_cases import SCALE, Case, check, lanes, make, make_owned, slow
+from kernel_cases import SCALE, Case, check, lanes, make, make_owned, newest, slow
 
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
@@ -42,10 +42,10 @@ def run(op, *args, **options):
         slow(Case(rank_k=32, rank_v=48)),
         slow(Case(rank_k=96, rank_v=16, dtype="bfloat16", J=1, lengths=(300, 2, 0))),
         Case(T=3, causal=True, window=70, lengths=(0, 1, 101, 300), rank_k=16, rank_v=128),
-        Case(runs=SOME, lengths=(0, 1, 129, 300)),
+        newest(Case(runs=SOME, lengths=(0, 1, 129, 300))),
         slow(Case(runs=MANY, J=1, Jv=1, N=24, lengths=(300, 130), S=2500, dtype="bfloat16")),
-        Case(bits=8, rank_k=32, rank_v=64, lengths=(0, 1, 127, 129, 300)),
-        Case(bits=2, tiles=KIVI, rank_k=40, rank_v=128, lengths=(0, 1, 33, 128, 161, 300)),
+        newest(Case(bits=8, rank_k=32, rank_v=64, lengths=(0, 1, 127, 129, 300))),
+        newest(Case(bits=2, tiles=KIVI, rank_k=40, rank_v=128, lengths=(0, 1, 33, 128, 161, 300))),
         slow(Case(bits=4, tiles=KIVI, rank_k=64, rank_v=40, lengths=(2500, 1025, 0), S=2500, T=3, causal=True, window=70)),
         slow(Case(bits=8, tiles=(Tile(1, None), Tile(1, None)), rank_k=64, lengths=(1, 129), dtype="bfloat16")),
         slow(Case(bits=4, lengths=(0, 129, 300), rank_k=40, rank_v=160, J=1)),  # coefficients
@@ -67,7 +67,7 @@ def test_coefficients(case):
         slow(Case(rope=RopeSpec(500000.0, 48), J=1, Jv=1, rank_k=96, per_row=True, N=8, K=4, gaps=(64, 70), lengths=(0, 300))),
         slow(Case(rope=ROPE, mean=True, lengths=(1, 300), J=1, Jv=1)),
         slow(Case(rope=ROPE, runs=MANY, mean=True, J=1, Jv=1, gaps=(0, 130), jumps=(100000, 9), lengths=(0, 300))),
-        Case(rope=ROPE, bits=8, lengths=(1, 300), gaps=(0, 130), jumps=(100000, 9)),
+        newest(Case(rope=ROPE, bits=8, lengths=(1, 300), gaps=(0, 130), jumps=(100000, 9))),
         slow(Case(rope=ROPE, bits=4, rank_k=40, lengths=(1, 300), gaps=(0, 130), jumps=(100000, 9))),
         slow(Case(rope=ROPE, bits=2, tiles=KIVI, lengths=(1100, 513), S=1100, gaps=(0, 600), jumps=(100000, 9))),
         slow(Case(rope=None, per_row=True, rank_k=16, dtype="bfloat16", lengths=(300, 5))),
@@ -76,7 +76,7 @@ def test_coefficients(case):
         slow(Case(rope=ROPE, own=2, bits=8, lengths=(1, 300))),
         slow(Case(rope=ROPE, own=8, J=8, Jv=4, N=32, K=16, lengths=(300, 2), dtype="bfloat16")),  # each for two heads
         slow(Case(rope=ROPE, own=16, J=1, Jv=1, N=16, K=16, lengths=(140,))),  # positions in two registers
-        dataclasses.replace(TURNED, runs=SOME, lengths=(0, 1, 256, 257, 600), S=600, per_row=True),
+        newest(dataclasses.replace(TURNED, runs=SOME, lengths=(0, 1, 256, 257, 600), S=600, per_row=True)),
         slow(dataclasses.replace(TURNED, runs=MANY, J=1, Jv=1, N=24, K=8, lengths=(300, 130), mean=False, dtype="bfloat16")),
         slow(dataclasses.replace(
             TURNED, rank_k=40, J=1, lengths=(900, 101), S=900, T=3, causal=True, window=400, rope=RopeSpec(500000.0, 48))),
@@ -89,7 +89,7 @@ def test_rotary(case):
 
 
 @pytest.mark.parametrize("options", [
-    {"lengths": ((5, 0, 130),)},
+    pytest.param({"lengths": ((5, 0, 130),)}, marks=pytest.mark.newest),
     pytest.param({"bits": 4}, marks=pytest.mark.slow),
     pytest.param({"bits": 2, "lengths": ((900, 3, 700), (1, 1500, 0)), "size": 1700}, marks=pytest.mark.slow),
     pytest.param({"bits": 8, "rank": 64}, marks=pytest.mark.slow),

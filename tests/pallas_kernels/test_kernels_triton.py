@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import softmax_attention
-from kernel_cases import SCALE, Case, check, make, make_owned, slow
+from kernel_cases import SCALE, Case, check, make, make_owned, newest, slow
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.rope import RopeSpec
@@ -37,20 +37,20 @@ def run(op, *args, **options):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(rank_k=38, rank_v=48),  # no power of two nor a sum of a few
+        newest(Case(rank_k=38, rank_v=48)),  # no power of two nor a sum of a few
         Case(rank_k=96, rank_v=16, dtype="bfloat16", S=256, lengths=(255, 256)),
         Case(rank_k=64, rank_v=128, dtype="float16", lengths=(300, 2), J=1),
         slow(Case(rank_k=128, rank_v=256, J=2, Jv=1, lengths=(130,))),
         slow(Case(rank_k=520, rank_v=608, J=1, Jv=1, lengths=(33,), dtype="bfloat16")),  # the last piece is half there
         Case(T=3, causal=True, window=70, lengths=(1, 2, 3, 100, 101, 300), rank_k=48),
         slow(Case(T=2, causal=True, gaps=(200, 7), jumps=(9, 2), lengths=(8, 199, 202))),
-        Case(bits=8, rank_k=64, rank_v=32, lengths=(0, 1, 128, 129, 300)),
+        newest(Case(bits=8, rank_k=64, rank_v=32, lengths=(0, 1, 128, 129, 300))),
         Case(S=1300, lengths=(1300, 513, 0), N=8),  # several splits
         Case(runs=SOME, lengths=(0, 1, 63, 64, 65, 300), dtype="float16"),
-        Case(runs=SOME, lengths=(20, 7), S=20, dtype="bfloat16"),  # fewer tokens than a tile has
+        newest(Case(runs=SOME, lengths=(20, 7), S=20, dtype="bfloat16")),  # fewer tokens than a tile has
         Case(runs=MANY, J=1, Jv=1, N=24, lengths=(300, 130), dtype="bfloat16"),  # more rows than a program has
         slow(Case(runs=(SOME[1], SOME[0]), T=3, causal=True, window=70, lengths=(1, 2, 101, 300), S=600, N=8, dtype="float16")),
-        Case(bits=2, tiles=KIVI, rank_k=40, rank_v=128, lengths=(0, 1, 33, 128, 161, 300)),
+        newest(Case(bits=2, tiles=KIVI, rank_k=40, rank_v=128, lengths=(0, 1, 33, 128, 161, 300))),
         slow(Case(bits=4, tiles=KIVI, rank_k=64, rank_v=40, lengths=(0, 127, 129), T=3, causal=True, window=70)),
         slow(Case(bits=8, tiles=(Tile(1, None), Tile(1, None)), rank_k=64, lengths=(1, 129), dtype="bfloat16")),
         slow(Case(bits=4, lengths=(0, 129, 300), rank_k=40, rank_v=160, J=1)),  # coefficients
@@ -68,14 +68,14 @@ def test_coefficients(case):
     "case",
     [
         slow(Case(rope=ROPE)),
-        Case(rope=ROPE, D=96, rank_k=48, gaps=(0, 128), jumps=(100000, 9), lengths=(128, 129, 300)),
+        newest(Case(rope=ROPE, D=96, rank_k=48, gaps=(0, 128), jumps=(100000, 9), lengths=(128, 129, 300))),
         Case(rope=LLAMA3, J=1, Jv=1, rank_k=96, rank_v=64, per_row=True, N=8, K=4, gaps=(64, 70), jumps=(7, 11)),
         Case(rope=ROPE, T=3, causal=True, window=90, lengths=(2, 101, 300), bits=8),
         Case(rope=ROPE, D=96, rank_k=20, mean=True, gaps=(0, 64), jumps=(100000, 9), lengths=(0, 64, 65, 300)),
         slow(Case(rope=None, per_row=True, mean=True, rank_k=20, lengths=(300, 5))),
         slow(Case(rope=None, per_row=True, rank_k=20, dtype="bfloat16", lengths=(300, 5))),
         slow(Case(rope=ROPE, D=128, rank_k=256, J=1, rank_v=384, Jv=1, lengths=(140,), dtype="bfloat16")),  # a joint basis, in pieces
-        Case(rope=LLAMA3, own=2, rank_k=20, mean=True, lengths=(0, 1, 129, 300)),
+        newest(Case(rope=LLAMA3, own=2, rank_k=20, mean=True, lengths=(0, 1, 129, 300))),
         Case(rope=ROPE, own=1, rank_k=20, D=96, mean=True, per_row=True, T=2, lengths=(0, 64, 65, 300)),
         slow(Case(rope=ROPE, own=2, bits=8, rank_k=64, lengths=(1, 300))),
         slow(Case(rope=ROPE, own=4, J=1, Jv=1, N=8, K=4, rank_k=96, lengths=(140, 2), dtype="bfloat16")),
@@ -95,7 +95,7 @@ TURNED = Case(turned=True, rope=ROPE, mean=True, runs=SOME, gaps=(0, 900), jumps
     "case",
     [
         dataclasses.replace(TURNED, lengths=(0, 1, 256, 257, 570, 600), S=600, per_row=True),
-        dataclasses.replace(TURNED, lengths=(20, 7), S=20, rope=LLAMA3, gaps=(0, 5000), jumps=(3000, 0)),
+        newest(dataclasses.replace(TURNED, lengths=(20, 7), S=20, rope=LLAMA3, gaps=(0, 5000), jumps=(3000, 0))),
         dataclasses.replace(TURNED, lengths=(300, 130), runs=MANY, J=1, Jv=1, N=24, K=8, mean=False, T=1),
         slow(dataclasses.replace(TURNED, lengths=(1500, 101), S=1500, T=3, causal=True, window=400, N=8, rope=LLAMA3)),
     ],
@@ -110,7 +110,7 @@ def test_keys_turned_by_their_place_in_a_tile(case):
     check(found, x.oracle, case.dtype)
 
 
-@pytest.mark.parametrize("bits", [None, 4, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bits", [pytest.param(None, marks=pytest.mark.newest), 4, pytest.param(2, marks=pytest.mark.slow)])
 def test_heads_of_unequal_budgets(bits):
     """Head after head in one buffer, with two slots that changed hands, or with tiles that begin with each head."""
     x = make_owned(bits=bits)

@@ -95,7 +95,8 @@ def case(size, window):
 
 
 @pytest.mark.parametrize("size, window, sinks", [
-    (513, None, None), (1100, None, None), (1100, 5, None), (1100, 600, None), (600, 300, (2.0, -1.0, 4.0, 0.5)),
+    (513, None, None), (1100, None, None), (1100, 5, None), (1100, 600, None),
+    pytest.param(600, 300, (2.0, -1.0, 4.0, 0.5), marks=pytest.mark.newest),
 ])
 def test_splash_attention_against_float64(size, window, sinks):
     given, oracle, lse = case(size, window)
@@ -107,6 +108,7 @@ def test_splash_attention_against_float64(size, window, sinks):
     np.testing.assert_allclose(np.asarray(found, np.float32), oracle, atol=0.03)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("backend, size, window", [("tpu", 600, None), ("tpu", 600, 300), ("triton", 600, None)])
 def test_a_chunk_on_an_accelerator_against_float64(backend, size, window):
     given, oracle, lse = case(size, window)

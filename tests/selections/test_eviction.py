@@ -295,7 +295,10 @@ def test_mistakes_are_named(text, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("spec", ["snapkv:budget=44,sinks=1", "adakv:budget=44", "pyramidkv:budget=40", "momentkv:budget=40"])
+@pytest.mark.parametrize("spec", [
+    "snapkv:budget=44,sinks=1", "momentkv:budget=40",
+    *(pytest.param(spec, marks=pytest.mark.slow) for spec in ("adakv:budget=44", "pyramidkv:budget=40")),
+])
 def test_a_prompt_shorter_than_the_window_votes_with_all_it_has(spec):
     """However it is padded."""
     found = []

@@ -52,7 +52,10 @@ CASES = [(spec, kind) for spec in RULES for kind in ("random", "giant", "constan
 WITH_SINKS = ("h2o:budget=20,recent=6,sinks=2+moments", "snapkv:budget=20,recent=6,sinks=3", "momentkv:budget=20,recent=6")
 
 
-@pytest.mark.parametrize("spec, kind", [*CASES, *((spec, "sinks") for spec in WITH_SINKS)])
+@pytest.mark.parametrize("spec, kind", [
+    *(case if case[1] == "random" or case[0] in WITH_SINKS else pytest.param(*case, marks=pytest.mark.slow) for case in CASES),
+    *((spec, "sinks") for spec in WITH_SINKS),
+])
 def test_selection_equals_the_simulation(spec, kind):
     stream = make_stream(kind, 88, seed=len(spec))
     positions, outs = simulate(RULES[spec], stream, 48, 8)

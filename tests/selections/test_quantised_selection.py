@@ -42,7 +42,7 @@ def prefilled(spec, config=PLAIN, lengths=LENGTHS, tokens=None, **options):
 @pytest.mark.parametrize("config, codec, rule, error", [
     (PLAIN, "kivi:bits=none", "snapkv:keep=1.0,recent=8,decoding=keep", 1e-4),
     (QWEN, "kivi:bits=none", "kvzip:keep=1.0,layers=uniform", 1e-4),
-    (PLAIN, "kivi:bits=8", "kvzip:keep=1.0,layers=uniform", 0.05),
+    pytest.param(PLAIN, "kivi:bits=8", "kvzip:keep=1.0,layers=uniform", 0.05, marks=pytest.mark.slow),
     (QWEN, "kivi:int8", "snapkv:keep=1.0,recent=8,decoding=keep", 0.05),
 ])
 def test_at_full_budget_only_the_codes_err(config, codec, rule, error):

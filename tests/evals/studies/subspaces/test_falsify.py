@@ -252,7 +252,7 @@ WIDE = dataclasses.replace(
 def test_counts_agree_with_the_compiler_and_the_accountant(monkeypatch, spec, within):
     """FLOPs within a tenth of XLA's `cost_analysis`, of unpacking and ranking, which it rewrites, within more; bytes are the
     accountant's, and no more than XLA moves. All tokens are one block: of a loop XLA counts one turn."""
-    monkeypatch.setattr("lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.reference.block_size", lambda size, codes: size)
+    monkeypatch.setattr("lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.reference.even_block", lambda size, *rest: size)
     monkeypatch.setattr("lowrank_kv_jax.pallas_kernels.chunked_attention.rebuilt.block_width", lambda size, *rest: size)
     method = parse_method(spec)
     cost = roofline.decode_cost(WIDE, method, 448, 2, "float32", "float32")
