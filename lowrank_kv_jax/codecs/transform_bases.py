@@ -13,7 +13,7 @@ from lowrank_kv_jax.estimators.bit_allocation import steps_of
 from lowrank_kv_jax.estimators.host_eigh import host_eigh
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.storage.basis import Scaled, project
-from lowrank_kv_jax.storage.directions import PRECISE, in_few_bits, widened
+from lowrank_kv_jax.storage.directions import PRECISE, HeldDirections, in_few_bits
 from lowrank_kv_jax.storage.water_filled import WidthRuns, components_of
 
 SIDES = ("k", "v")
@@ -87,27 +87,14 @@ class TransformBases(NamedTuple):
         return bases._replace(**{name: jnp.repeat(x[:, None], bases.layers, axis=1) for name, x in units.items()})
 
 
-class HeldDirections(NamedTuple):
-    """U of "k" or "v" as `TransformBases` holds it: a side's `k`, `k_coarse` and `k_unit`."""
-
-    fine: jax.Array
-    coarse: jax.Array | None
-    unit: jax.Array | None
-
-    def of_layer(self, layers: int, layer: int | jax.Array) -> "HeldDirections":
-        """Of one of so many layers, before they are widened."""
-        return jax.tree.map(lambda x: x.reshape(x.shape[0], layers, x.shape[1] // layers, x.shape[2])[:, layer], self)
-
-    def first(self, count: int) -> tuple[jax.Array, jax.Array | None]:
-        """So many columns `[J, W, count]`: int8 and their units float32 `[J, G, count]`, or floats and None."""
-        if self.unit is None:  # in a training
-            return self.fine[..., :count], None
-        return widened(self.fine, self.coarse, count), self.unit[..., :count].astype(jnp.float32)
-
-
 def held_directions(bases: TransformBases, side: str) -> HeldDirections:
-    """Those of "k" or "v"."""
-    return HeldDirections(*(getattr(bases, name) for name in (side, f"{side}_coarse", f"{side}_unit")))
+    """U of "k" or "v" as it is held."""
+    return HeldDirections(*(getattr(bases, name) for name in names_of(side)))
+
+
+def names_of(side: str) -> tuple[str, str, str]:
+    """Fields of `TransformBases` that hold `HeldDirections` of "k" or "v"."""
+    return side, f"{side}_coarse", f"{side}_unit"
 
 
 class Side(NamedTuple):
@@ -195,8 +182,8 @@ def group_bases(k: Side, v: Side, widths: Widths, joint: bool = False) -> Transf
         deviation = np.pad(np.sqrt(side.variances), more)
         floor = np.maximum(deviation.max(-1, keepdims=True) * LEAST, np.finfo(np.float32).tiny * 1e6)
         basis = np.pad(side.vectors, ((0, 0), *more))[..., :most]
-        coarse_from = max([1, *map(precise_of, runs)])  # no array is empty: XLA's compiler for GPUs crashes on one
-        precise = most if widths.layers == 1 else coarse_from
+        # of several layers one direction at least: XLA's compiler for GPUs crashes on an array of none
+        precise = most if widths.layers == 1 else max([1, *map(precise_of, runs)])
         arrays |= stored(name, basis, widths.layers, precise) if runs else {name: basis}
         arrays[f"{name}_scale"] = np.maximum(deviation, floor)[:, :most]
         arrays[f"{name}_mean"], arrays[f"{name}_weight"] = side.mean, side.weight
@@ -216,8 +203,7 @@ def precise_of(runs: WidthRuns) -> int:
 
 def stored(side: str, basis: np.ndarray, layers: int, precise: int) -> dict[str, np.ndarray | None]:
     """A basis `[J, W, R]` of "k" or "v" as `TransformBases` holds it, by name; so many columns in 8 bits."""
-    fine, coarse, unit = in_few_bits(basis, layers, precise)
-    return {side: fine, f"{side}_coarse": coarse if coarse.size else None, f"{side}_unit": unit}
+    return dict(zip(names_of(side), in_few_bits(basis, layers, precise), strict=True))
 
 
 # ---- as they are read

@@ -4,6 +4,8 @@ What a direction errs by is multiplied by its coefficient. One that is itself re
 variance, in one bit by a third; directions in 4 bits add one or two hundredths, and are half as many bytes.
 """
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,15 +18,39 @@ UNITS = np.geomspace(0.2, 0.8, 15)
 """What is tried as the unit of 4 bits, over the root mean square of what it counts."""
 
 
-def in_few_bits(basis: np.ndarray, parts: int, precise: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+class HeldDirections(NamedTuple):
+    """Directions `[J, W, R]`, NumPy's or JAX's arrays, or floats as they are (`fine` alone).
+
+    Attributes:
+        fine: int8 `[J, W, P]`, the first of them; all of them where they are floats.
+        coarse: the others, two columns a byte, int8 `[J, W, C]`: column i of n has the low half of byte i, or the high
+            half of byte i - C, C = ceil(n / 2). None where there are none.
+        unit: of all columns for each of G stretches of the width `[J, G, R]`: what `widened` makes of both is times that.
+    """
+
+    fine: Any
+    coarse: Any
+    unit: Any
+
+    def of_layer(self, layers: int, layer: int | jax.Array) -> "HeldDirections":
+        """Of one of so many layers, which share the width, before they are widened."""
+        return jax.tree.map(lambda x: x.reshape(x.shape[0], layers, x.shape[1] // layers, x.shape[2])[:, layer], self)
+
+    def first(self, count: int) -> tuple[jax.Array, jax.Array | None]:
+        """So many columns `[J, W, count]`: int8 and their units float32 `[J, G, count]`, or floats and None."""
+        if self.unit is None:  # in a training
+            return self.fine[..., :count], None
+        return widened(self.fine, self.coarse, count), self.unit[..., :count].astype(jnp.float32)
+
+
+def in_few_bits(basis: np.ndarray, parts: int, precise: int) -> HeldDirections:
     """Float `[J, W, R]` in codes whose unit each column has for each of `parts` stretches of the width.
 
     Args:
         precise: columns, the first ones, that have 8 bits.
 
     Returns:
-        Int8 `[J, W, precise]` and, two columns a byte, int8 `[J, W, C]`: column i of n has the low half of byte i, or the
-        high half of byte i - C, C = ceil(n / 2). And units float64 `[J, parts, R]` of what `widened` makes of both.
+        NumPy's arrays, units in float64.
     """
     split = basis.reshape(basis.shape[0], parts, -1, basis.shape[-1])
     fine, coarse = split[..., :precise], split[..., precise:]
@@ -34,7 +60,9 @@ def in_few_bits(basis: np.ndarray, parts: int, precise: int) -> tuple[np.ndarray
     coarse = np.clip(coarse, -8, 7).astype(np.int8)
     coarse = np.pad(coarse, ((0, 0), (0, 0), (0, coarse.shape[-1] % 2)))
     low, high = np.split(coarse, 2, axis=-1)
-    return fine.astype(np.int8), low & np.int8(15) | high << np.int8(4), np.concatenate([units[0], units[1] / 2], axis=-1)
+    packed = low & np.int8(15) | high << np.int8(4)
+    return HeldDirections(
+        fine.astype(np.int8), packed if packed.size else None, np.concatenate([units[0], units[1] / 2], axis=-1))
 
 
 def _units_of_4_bits(x: np.ndarray) -> np.ndarray:
