@@ -21,9 +21,11 @@ def expanded(path: str | os.PathLike) -> Path:
     """The path with its `~`; that of a user who is not there stays a name like any other.
 
     Raises:
-        ValueError: it holds a NUL, which no file can have in its name.
+        ValueError: it is empty, or holds a NUL, which no file can have in its name.
     """
     text = os.path.expanduser(os.fspath(path))
+    if not text:
+        raise ValueError("path='': must not be empty")
     if "\0" in text:
         raise ValueError(f"{text!r}: holds a NUL, which no path can")
     return Path(text)
@@ -106,6 +108,13 @@ def write_all(file: IO[bytes], data: bytes) -> None:
     left = memoryview(data)
     while left:
         left = left[file.write(left) :]
+
+
+def check_made(path: str | os.PathLike, mark: str) -> None:
+    """Raise ValueError where a file is there without the mark of what a command writes: it is somebody's, and stays."""
+    check_regular(path)
+    if expanded(path).exists() and (text := read_text(path)).strip() and mark not in text:
+        raise ValueError(f"{os.fspath(path)}: is there, and this command did not write it; give another name")
 
 
 def lock(descriptor: int, wait: bool = False) -> bool:

@@ -38,27 +38,35 @@ class Checkpoint:
 
 
 def check_tensors(checkpoint: Checkpoint):
-    """Raise one ValueError that lists every missing, extra or misshapen tensor."""
+    """Raise one ValueError that lists missing, extra and misshapen tensors, the first `LISTED` of each."""
     present, infos = checkpoint.tensors, stored_arrays(checkpoint.config)
     count = sum(info.shape[0] if info.stacked else 1 for info in infos)
     if count > 4 * len(present) + 1000:  # of layers times experts a damaged config may ask for more than can be listed
         raise ValueError(f"{checkpoint.source}: its config asks for {count} tensors, and there are {len(present)}")
     expected = {name: info for info in infos for name in info.names(checkpoint.naming)}
-    problems = [
-        f"missing: {name} {info.tensor_shape}" for name, info in expected.items() if name not in present
-    ]
-    problems += [
+    missing = [f"missing: {name} {info.tensor_shape}" for name, info in expected.items() if name not in present]
+    extra = [
         f"extra: {name} {present[name].shape}"
         for name in present
         if name not in expected and not _redundant(name, checkpoint.config)
     ]
-    problems += [
+    misshapen = [
         f"misshapen: {name} is {present[name].shape}, the config asks for {info.tensor_shape}"
         for name, info in expected.items()
         if name in present and present[name].shape != info.tensor_shape
     ]
+    problems = [line for found in (missing, extra, misshapen) for line in _first(found)]
     if problems:
         raise ValueError(f"{checkpoint.source}: tensors do not fit the config\n  " + "\n  ".join(problems))
+
+
+LISTED = 8
+"""Tensors of a kind: a name that all lack, or one shape too many, would be hundreds of lines."""
+
+
+def _first(lines: list[str]) -> list[str]:
+    more = len(lines) - LISTED
+    return lines if more <= 1 else [*lines[:LISTED], f"and {more} more {lines[0].partition(':')[0]}"]
 
 
 def _redundant(name: str, config: ModelConfig) -> bool:

@@ -68,6 +68,9 @@ _TURN_ENDS = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", 
 def _hf_config(file: GgufFile) -> dict[str, Any]:
     """The metadata in the spelling of an HF config."""
     metadata, tensors = file.metadata, file.tensors
+    if (parts := metadata.get("split.count", 1)) > 1:
+        raise ValueError(f"{file.path}: split.count={parts}: must be 1; this is a part of a model, which "
+                         "`llama-gguf-split --merge` makes one file of")
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ValueError(

@@ -97,7 +97,9 @@ def stages_for(tile_bytes: int) -> int:
     return min(most, 2 + -(-IN_FLIGHT // tile_bytes))
 
 
-def packed_heads(stored: int, q_heads: int, queries: int, columns: Callable[[int], int], added: bool = False) -> int:
+def packed_heads(
+    stored: int, q_heads: int, queries: int, columns: Callable[[int], int], added: bool = False, groups: int = 1
+) -> int:
     """Heads that programs over packed tokens serve, a multiple of the `stored` ones: as few as rows and registers allow,
     since all programs of a stored head unpack the same tokens.
 
@@ -105,11 +107,13 @@ def packed_heads(stored: int, q_heads: int, queries: int, columns: Callable[[int
         q_heads, queries: N and T.
         columns: of the values, of programs of so many warps.
         added: whether each slot's logits are added to.
+        groups: in which queries lie; a program has several of them, or a part of one.
 
     Raises:
         Unsupported: none are few enough.
     """
-    able = [heads for heads in range(stored, q_heads + 1, stored) if q_heads % heads == 0]
+    able = [heads for heads in range(stored, q_heads + 1, stored)
+            if q_heads % heads == 0 and (groups % heads == 0 or heads % groups == 0)]
     few = [heads for heads in able if queries * q_heads // heads <= PACKED_ROWS]
     if not few:
         raise Unsupported(f"more than {PACKED_ROWS} query rows (queries x query heads) a kv head over packed tokens")

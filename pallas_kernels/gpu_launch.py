@@ -9,9 +9,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import Limits
 from lowrank_kv_jax.pallas_kernels.packing import Packed, merge_splits
+
+SIGNED = 2**31
+"""Numbers that 32 signed bits tell. Pallas counts in 64 from 2^32 *bytes* on: what has two bytes and more is safe."""
 
 Operand = tuple[jax.Array, pl.BlockSpec]
 """An array, and what a program reads of it."""
@@ -59,9 +63,17 @@ def row_spec(x: jax.Array) -> pl.BlockSpec:
 
 
 def by_head(packed: Packed, *arrays: Any) -> list[Operand]:
-    """Of arrays `[B', J, ..]`, None left out, the row and head that serve a program's."""
+    """Of arrays `[B', J, ..]`, None left out, the row and head that serve a program's.
+
+    Raises:
+        Unsupported: bytes whose numbers 32 bits cannot tell.
+    """
     rows, heads = packed.q.shape[:2]
-    return [(x, _head_spec(x, rows, heads)) for x in arrays if x is not None]
+    found = [x for x in arrays if x is not None]
+    if wide := [x.size for x in found if x.dtype.itemsize == 1 and SIGNED < x.size <= 2 * SIGNED]:
+        raise Unsupported(f"{wide[0]} bytes of codes, which Pallas would count in 32 bits; must be at most {SIGNED}, or "
+                          f"above {2 * SIGNED}")
+    return [(x, _head_spec(x, rows, heads)) for x in found]
 
 
 def _head_spec(x: jax.Array, rows: int, heads: int) -> pl.BlockSpec:

@@ -24,6 +24,8 @@ OTHERS = 99 * KIB  # of the consumers' GPUs since 8.6
 
 
 BETWEEN_LAYOUTS = 44  # vectors of a head that rebuilt keys and turned queries need on their way between layouts, at most
+HALF = 2  # bytes of a weight that a product takes
+FEWEST_PACKED = 2  # stages over packed codes
 WGMMA_ROWS = 64  # from so many query rows on, products are asynchronous: their operands have one buffer more
 
 
@@ -63,6 +65,29 @@ def rotary_grid(grid: Grid, keys: Stored, values: Stored, query_bytes: int, head
     return _fitting(grid, keys, values, lambda some: _tiles(some, keys, values, multiplied) + beside, **last)
 
 
+def packed_grid_there(grid: Grid, keys: Stored, values: Stored, token_bytes: int, query_bytes: int = 0) -> Grid:
+    """The grid of a kernel over packed codes, with fewer stages where there is too little room for them.
+
+    Its compiler decides what waits in shared memory: this is what it asks for at most.
+
+    Args:
+        grid, keys, values: as above.
+        token_bytes: that are copied of a token.
+        query_bytes: of the queries that come with each tile.
+
+    Raises:
+        Unsupported: the GPU has too little for that.
+    """
+
+    def needed(some: Grid) -> int:
+        return some.stages * (some.tile * token_bytes + query_bytes) + some.rows * some.tile * HALF
+
+    while grid.stages > FEWEST_PACKED and needed(grid) > there():
+        grid = dataclasses.replace(grid, stages=grid.stages - 1)
+    _check(keys, values, needed(grid))
+    return grid
+
+
 def _multiplied(grid: Grid, *stored: Stored) -> tuple[Stored, ...]:
     """Those that products read where they lie; codes are widened in registers first."""
     return tuple(x for x in stored if grid.rows >= WGMMA_ROWS and x.scales is None)
@@ -80,18 +105,18 @@ def _token_bytes(stored: Stored) -> int:
 
 def _fitting(grid: Grid, keys: Stored, values: Stored, needed: Callable[[Grid], int], **last: int) -> Grid:
     """Fewer stages while one tile is under way beside that which is multiplied; then the `last` fields of a grid."""
-    while grid.stages > LEAST_STAGES and needed(grid) > _there():
+    while grid.stages > LEAST_STAGES and needed(grid) > there():
         grid = dataclasses.replace(grid, stages=grid.stages - 1)
-    if needed(grid) > _there():
+    if needed(grid) > there():
         grid = dataclasses.replace(grid, **last)
     _check(keys, values, needed(grid))
     return grid
 
 
 def _check(keys: Stored, values: Stored, needed: int) -> None:
-    if needed > (there := _there()):
+    if needed > (most := there()):
         raise Unsupported(f"keys of rank {keys.codes.shape[-1]} and values of rank {values.codes.shape[-1]} need "
-                          f"{needed} bytes of shared memory, the GPU has {there}")
+                          f"{needed} bytes of shared memory, the GPU has {most}")
 
 
 def _columns(stored: Stored) -> int:
@@ -99,7 +124,7 @@ def _columns(stored: Stored) -> int:
     return sum(size for _, size in columns(stored.codes.shape[-1]))
 
 
-def _there() -> int:
+def there() -> int:
     """Bytes of the GPU at hand, of an H100 or H200 where there is none."""
     capability = getattr(jax.devices()[0], "compute_capability", "9.0")
     return OF_CAPABILITY.get(capability, OTHERS)

@@ -115,11 +115,11 @@ def _round_up(tokens: int, step: int) -> int:
     return -(-tokens // step) * step
 
 
-def check_lengths(lengths: Sequence[int], longest: int) -> None:
+def check_lengths(lengths: Sequence[int], longest: int, name: str = "length") -> None:
     """Raise ValueError for the first length beyond the model's context, before samples of it are made."""
     for length in lengths:
         if length > longest:
-            raise ValueError(f"length={length}: is more than the model's context of {longest} tokens")
+            raise ValueError(f"{name}={length}: is more than the model's context of {longest} tokens")
 
 
 def _check(question: Question, head: Sequence[int], tail: Sequence[int], longest: int) -> None:

@@ -10,7 +10,7 @@ from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.layout import DEFAULT_BLOCK
 from lowrank_kv_jax.methods import REGISTRY
-from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.methods.parse import parse_method, spell_method
 from lowrank_kv_jax.saving.kept_bases import KeptBases
 from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
 
@@ -28,13 +28,19 @@ def parse_methods(specs: Sequence[str] | None) -> dict[str, Part]:
     defaults.
 
     Raises:
-        ValueError: an unknown or malformed spec (see `parse_method`), or one that is given twice.
+        ValueError: an unknown or malformed spec (see `parse_method`), or a method that is given twice, spelled alike or
+            not.
     """
     specs = list(SHORTLIST if specs is None else specs)
     specs = ["full", *sorted(set(REGISTRY) - {"full"})] if specs == ["all"] else specs
     if len(set(specs)) < len(specs):
         raise ValueError(f"methods {specs}: each may be given once")
-    return {spec: parse_method(spec) for spec in specs}
+    methods, spelled = {spec: parse_method(spec) for spec in specs}, {}
+    for spec, method in methods.items():
+        other = spelled.setdefault(spell_method(method), spec)
+        if other != spec:
+            raise ValueError(f"methods {other!r} and {spec!r}: are one method, give it once")
+    return methods
 
 
 def check_methods(model: Any, methods: Mapping[str, Part], command: str) -> None:
@@ -59,6 +65,7 @@ def bases_of(
         dtype: of the bases, by default that of caches.
     """
     dtype = default_cache_dtype() if dtype is None else dtype
+    length = min(length, model.config.context)
     kept = KeptBases(model, corpus, {"length": length, "windows": windows, "seed": seed}, dtype)
     calibrated = {spec: method for spec, method in methods.items() if method.calibrated}
     bases: dict[str, Any] = {spec: kept.find(method) for spec, method in calibrated.items()}

@@ -15,8 +15,9 @@ import numpy as np
 from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
 from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.evals.asking.ask import Asker
-from lowrank_kv_jax.evals.asking.batches import make_batches, one_shape
+from lowrank_kv_jax.evals.asking.batches import check_lengths, make_batches, one_shape
 from lowrank_kv_jax.evals.asking.methods import bases_of, calibration_settings, check_methods, own_block
+from lowrank_kv_jax.evals.asking.prompts import Question
 from lowrank_kv_jax.evals.needle.grid import make_question
 from lowrank_kv_jax.evals.needle.samples import RESERVE
 from lowrank_kv_jax.evals.perplexity.score import Perplexity, score_many
@@ -141,6 +142,8 @@ def compare(
     """
     _check(model, methods, settings)
     corpus = load_corpus(settings.calibrate)
+    questions = {length: _questions(model, settings, length) for length in settings.lengths}
+    texts, timed = _texts(model, settings)
     bases = bases_of(
         model, methods, corpus, length=max(settings.lengths), windows=settings.calibration_windows,
         seed=settings.seed, dtype=settings.dtype, progress=progress,
@@ -150,9 +153,9 @@ def compare(
     results = {spec: Result(spec, method) for spec, method in methods.items()}
     asker = Asker(model, bases, settings.dtype, prefill_chunk=settings.prefill_chunk)
     for length in settings.lengths:
-        _needles(asker, results, settings, length, on_step)
-    _perplexities(model, results, bases, settings, on_step)
-    timings = _timings(model, methods, bases, settings, on_step)
+        _needles(asker, results, settings, questions[length], on_step)
+    _perplexities(model, results, bases, texts, settings, on_step)
+    timings = _timings(model, methods, bases, timed, settings, on_step)
     for spec, result in results.items():
         result.timing = timings[spec]
     return list(results.values())
@@ -193,18 +196,31 @@ def _round_work(length: int) -> float:
 
 
 def _check(model: Any, methods: Mapping[str, Part], settings: Settings) -> None:
-    lengths = (*settings.lengths, settings.length_timed)
-    if max(lengths) > model.config.context:
-        raise ValueError(f"lengths={lengths}: the model's context is {model.config.context} tokens")
     check_methods(model, methods, "compare")
+    check_lengths(settings.lengths, model.config.context, "lengths")
+    check_lengths([settings.length_timed], model.config.context, "timed_length")
 
 
-def _needles(asker: Asker, results: dict[str, Result], settings: Settings, length: int, on_step: Step) -> None:
-    tokenizer, longest = asker.model.tokenizer, asker.model.config.context
-    questions = [
-        make_question(tokenizer, length, settings.seed, index, new_tokens=settings.new_tokens, reserve=RESERVE)
+def _questions(model: Any, settings: Settings, length: int) -> list[Question]:
+    """The needles of a length."""
+    return [
+        make_question(model.tokenizer, length, settings.seed, index, new_tokens=settings.new_tokens, reserve=RESERVE)
         for index in range(settings.samples)
     ]
+
+
+def _texts(model: Any, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens that are compressed and scored, and those of the prompt that is timed."""
+    texts, context = load_corpus(settings.text).texts, model.config.context
+    size = min(settings.prefix(context) + settings.scored, context)
+    scored = token_windows(model.tokenizer, texts, size, settings.windows, settings.seed)
+    return scored, token_windows(model.tokenizer, texts, settings.length_timed - settings.steps, 1, settings.seed)
+
+
+def _needles(
+    asker: Asker, results: dict[str, Result], settings: Settings, questions: Sequence[Question], on_step: Step
+) -> None:
+    tokenizer, longest, length = asker.model.tokenizer, asker.model.config.context, questions[0].length
     rows = min(settings.rows, settings.samples)
     methods = {spec: result.method for spec, result in results.items()}
 
@@ -221,11 +237,10 @@ def _needles(asker: Asker, results: dict[str, Result], settings: Settings, lengt
             result.scores.setdefault(length, []).append(100 * reply.question.score(reply.text))
 
 
-def _perplexities(model, results: dict[str, Result], bases, settings: Settings, on_step: Step) -> None:
+def _perplexities(
+    model: Any, results: dict[str, Result], bases, tokens: np.ndarray, settings: Settings, on_step: Step
+) -> None:
     prefix = settings.prefix(model.config.context)
-    texts = load_corpus(settings.text).texts
-    size = min(prefix + settings.scored, model.config.context)
-    tokens = token_windows(model.tokenizer, texts, size, settings.windows, settings.seed)
     methods = {spec: result.method for spec, result in results.items()}
     found = score_many(model, methods, tokens, prefix, bases=bases, dtype=settings.dtype,
                        prefill_chunk=settings.prefill_chunk)
@@ -235,10 +250,8 @@ def _perplexities(model, results: dict[str, Result], bases, settings: Settings, 
         on_step(f"text {scored.spec}", _SCORE_WORK)
 
 
-def _timings(model, methods, bases, settings: Settings, on_step: Step) -> dict[str, Timing]:
+def _timings(model, methods, bases, tokens: np.ndarray, settings: Settings, on_step: Step) -> dict[str, Timing]:
     length, dtype = settings.length_timed, settings.cache_dtype_timed
-    texts = load_corpus(settings.text).texts
-    tokens = token_windows(model.tokenizer, texts, length - settings.steps, 1, settings.seed)
     contenders = {
         spec: CacheContender(model, method, bases.get(spec), tokens, settings.steps, dtype=dtype,
                              chunk=settings.prefill_chunk)

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from lowrank_kv_jax.checks.json_objects import parse_json
+from lowrank_kv_jax.evals.asking.task_files import task_file
 from lowrank_kv_jax.evals.results.fields import check_choice, check_text, check_texts, wrong
-from lowrank_kv_jax.files import expanded
 
 TASKS = ("piqa", "arc_easy", "arc_challenge", "winogrande", "hellaswag")
 """The five sets of the papers, in the form of lm-eval's own tasks; `configs/NAME.yaml` reads NAME.jsonl."""
@@ -62,10 +62,7 @@ def _config(name: str, data: Path) -> dict[str, Any]:
 
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}: files are read for {', '.join(TASKS)}")
-    path = expanded(data) / f"{name}.jsonl"
-    if not path.is_file():
-        held = sorted(file.stem for file in expanded(data).glob("*.jsonl"))
-        raise FileNotFoundError(f"{data}: has no {name}.jsonl, but {', '.join(held) or 'no such file at all'}")
+    path = task_file(data, name)
     check_lines(path, name)
     config = yaml.safe_load((Path(__file__).parent / "configs" / f"{name}.yaml").read_text(encoding="utf-8"))
     return config | {"dataset_kwargs": {"data_files": {"test": str(path.resolve())}}}

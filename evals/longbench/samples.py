@@ -9,6 +9,7 @@ from typing import Any
 
 from lowrank_kv_jax.checks.extras import check_extra
 from lowrank_kv_jax.checks.json_objects import parse_json
+from lowrank_kv_jax.evals.asking.task_files import task_file
 from lowrank_kv_jax.evals.longbench.tasks import find_task
 from lowrank_kv_jax.evals.results.fields import check_texts, wrong
 from lowrank_kv_jax.files import expanded
@@ -62,11 +63,7 @@ def load_samples(task: str, data: str | os.PathLike | None = None,
         return read_lines(task, _hub_lines(task), f"{HUB}, {task}", samples)
     folder = expanded(data)
     if folder.is_dir():
-        path = folder / f"{task}.jsonl"
-        if not path.is_file():
-            held = sorted(path.stem for path in folder.glob("*.jsonl"))
-            raise FileNotFoundError(f"{folder}: has no {task}.jsonl, but "
-                                    f"{', '.join(held) or 'no such file at all'}")
+        path = task_file(folder, task)
         with open(path, "rb") as file:  # decoded line by line, so that bytes which are no UTF-8 are found there
             return read_lines(task, file, str(path), samples)
     name = os.fspath(data)

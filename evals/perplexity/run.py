@@ -99,7 +99,7 @@ def evaluate_perplexity(
 
     Returns:
         One record for each window and method, with `nll` (in nats, the sum over `scored_tokens`),
-        `perplexity` and, where the full cache was scored in the same run, `divergence` (see `divergence`, nats, the mean
+        `perplexity` and, where `full` is among the methods, `divergence` (see `divergence`, nats, the mean
         over scored tokens); `ttft_s` is the prefill's, whose logits predict the first token, and `scored_tokens_per_s`
         counts all rows of the batch.
 
@@ -123,6 +123,8 @@ def evaluate_perplexity(
     }
     run = _Run(model, f"perplexity-{mode}", length, conditions)
     known = {} if json is None else finished(json, run.wanted(methods, cut))
+    if _full(methods):  # else left from a run without it, which had nothing to compare with: scored once more
+        known = {key: own for key, own in known.items() if own["nll"] is None or own.get("divergence") is not None}
     batches = [(batch, left) for batch in _batches(cut, rows) if (left := run.left(methods, batch, known))]
     if batches:
         needed = {spec: m for spec, m in methods.items() if any(spec in left for _, left in batches)}
@@ -179,7 +181,9 @@ class _Run:
                 for window in windows for spec, method in methods.items()}
 
     def left(self, methods, batch: Sequence[Window], known) -> dict[str, Part]:
-        return {spec: m for spec, m in methods.items() if any(self.key(spec, w) not in known for w in batch)}
+        """The methods that a batch still needs, and the full cache, which their predictions are compared with."""
+        left = {spec: m for spec, m in methods.items() if any(self.key(spec, w) not in known for w in batch)}
+        return _full(methods) | left if left else {}
 
     def score(self, batch, methods, bases, rows, dtype, mesh, bar) -> Iterator[dict[str, Any]]:
         model = self.model
@@ -213,6 +217,10 @@ class _Run:
         twice = any(method.rereads for method in methods.values())
         alone = known and (each or methods[spec].rereads == twice and not methods[spec].attends_codes)
         return {"ttft_s": clock.alone(spec) if alone else None, "scored_tokens_per_s": rate if known else None}
+
+
+def _full(methods: Mapping[str, Part]) -> dict[str, Part]:
+    return {spec: method for spec, method in methods.items() if method.name == "full"}
 
 
 def _digest(window: Window) -> str:

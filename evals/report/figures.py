@@ -139,6 +139,8 @@ def _perplexity(plt, section: PerplexitySection):
                if entry.bytes_per_token is not None and math.isfinite(entry.perplexity.mean)]
     if not entries:
         return None
+    from matplotlib.ticker import LogFormatter
+
     figure, axis = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
     for number, entry in enumerate(entries):
         mean, error = entry.perplexity, None
@@ -147,6 +149,8 @@ def _perplexity(plt, section: PerplexitySection):
         axis.errorbar((entry.bytes_per_token or 0) / 1024, mean.mean, error, **_style(number, entry.method),
                       markersize=8, alpha=0.85, capsize=3, linestyle="none", label=entry.method)
     axis.set(xlabel="cache, KiB per token", ylabel="perplexity", yscale="log")
+    for formatted in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+        formatted(LogFormatter(labelOnlyBase=False))  # 6.64, where methods are close, and not 6.64 x 10^0
     axis.set_title(section.title, fontsize=8)
     axis.set_xlim(left=0)
     axis.grid(alpha=0.3, which="both")

@@ -129,8 +129,9 @@ def check_appendable(path: str | os.PathLike) -> None:
     if not expanded(path).exists():
         return
     lines = [line for line in read_text(path).split("\n") if line.strip()]
-    known = any("command" in (_record(line) or ()) for line in lines)
-    if lines and not known and not lines[-1].startswith('{"command"'):  # a first record that was cut off
+    known = any({"command", "versions"} <= (_record(line) or {}).keys() for line in lines)  # of `make_record`
+    cut = lines and lines[-1].startswith('{"command"') and _record(lines[-1]) is None  # the first, of a killed run
+    if lines and not known and not cut:
         raise ValueError(f"{os.fspath(path)}: holds no records of this program; give another file")
 
 

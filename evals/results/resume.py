@@ -12,7 +12,7 @@ from lowrank_kv_jax.files import expanded
 Key = tuple[Any, ...]
 
 KEY = ("command", "fingerprint", "method", "task", "length", "index", "protocol", "seed")
-"""The fields of a record that name it: a file holds each at most once."""
+"""The fields of a record that name it: of several in a file, the last counts."""
 
 
 def key_of(record: Mapping[str, Any]) -> Key:
@@ -45,7 +45,7 @@ def finished(path: str | os.PathLike, wanted: Mapping[Key, Mapping[str, Any]]) -
         if differ:
             raise ValueError(f"{path} holds results of another run ({'; '.join(differ)}): give another file")
         _check_result(path, record)
-        found.setdefault(key, record)
+        found[key] = record
     return found
 
 

@@ -52,6 +52,7 @@ def evaluate_retention(
         check_int(name, value, least)
     check_int("turns", turns, 1, MOST_NEEDLES)
     check_lengths(lengths, model.config.context)
+    check_lengths(after if "distance" in modes else (), model.config.context, "after")
     after = list(dict.fromkeys(after))
     text = between or load_corpus("pydoc:second")
     ids = model.tokenizer("\n\n".join(text.texts), verbose=False).input_ids if "distance" in modes else []

@@ -11,6 +11,7 @@ from lowrank_kv_jax.calibration.corpus import Corpus
 from lowrank_kv_jax.evals.asking.batches import check_lengths
 from lowrank_kv_jax.evals.asking.prompts import Question
 from lowrank_kv_jax.evals.asking.suite import Suite, evaluate_calibrated
+from lowrank_kv_jax.evals.asking.task_files import task_file
 from lowrank_kv_jax.evals.ruler.generate import SEED, generate
 from lowrank_kv_jax.evals.ruler.haystack import load_haystack
 from lowrank_kv_jax.evals.ruler.qa import QuestionSet, load_questions
@@ -138,11 +139,7 @@ def read_samples(
     drawn = []
     for length, place in folders:
         for name in tasks:
-            if not (place / f"{name}.jsonl").is_file():
-                held = sorted(path.stem for path in place.glob("*.jsonl"))
-                raise FileNotFoundError(f"{place}: has no {name}.jsonl, but "
-                                        f"{', '.join(held) or 'no such file at all'}")
-            found = load_task(place / f"{name}.jsonl", length=None if numbered else length)
+            found = load_task(task_file(place, name), length=None if numbered else length)
             label = length if length is not None else max(sample.length or 0 for sample in found)
             drawn += [(label, sample) for sample in found[:samples]]
     return drawn

@@ -76,16 +76,21 @@ def bench_serve(
     Raises:
         ValueError: contexts beyond the model's context, a budget that holds no row, an answer that failed.
     """
+    _check_context(model, lengths, new_tokens)  # before contexts of that length are made
     stream = make_stream(model.tokenizer, requests, lengths, asked, seed)
     room = room_for(stream, new_tokens)
-    if lengths[1] + room > model.config.context:
-        raise ValueError(f"lengths={lengths[0]} {lengths[1]}: with questions and answers more than the model's context "
-                         f"of {model.config.context} tokens")
+    _check_context(model, lengths, room)
     bases = bases_of(model, methods, load_corpus(corpus), seed=seed, dtype=cache_dtype)
     sizes = {"memory": memory, "prompt": lengths[1], "room": room, "prefixes": prefixes,
              "dtype": cache_dtype}
     return [serve(model, spec, Engine(model, method, bases=bases.get(spec), **sizes), stream, new_tokens, bases.get(spec),
                   on_answer) for spec, method in methods.items()]
+
+
+def _check_context(model: Any, lengths: tuple[int, int], room: int) -> None:
+    if lengths[1] + room > model.config.context:
+        raise ValueError(f"lengths={lengths[0]} {lengths[1]}: with questions and answers more than the model's context "
+                         f"of {model.config.context} tokens")
 
 
 def serve(

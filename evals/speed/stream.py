@@ -42,13 +42,14 @@ def make_stream(tokenizer: Any, requests: int, lengths: tuple[int, int], asked: 
     rng, stream = random.Random(f"serve {seed}"), []
     while len(stream) < requests:
         for needles in (asked, *(1,) * asked):
-            stream += _of_one_context(tokenizer, rng.randint(least, most), needles, rng)
+            stream += _of_one_context(tokenizer, lengths, needles, rng)
     stream = stream[:requests]
     rng.shuffle(stream)
     return stream
 
 
-def _of_one_context(tokenizer: Any, length: int, needles: int, rng: random.Random) -> list[Asked]:
+def _of_one_context(tokenizer: Any, lengths: tuple[int, int], needles: int, rng: random.Random) -> list[Asked]:
+    length = rng.randint(*lengths)
     names = rng.sample([f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS], needles)
     values = {key: str(rng.randint(10**6, 10**7 - 1)) for key in names}
     places = [rng.random() for _ in names]
@@ -60,21 +61,21 @@ def _of_one_context(tokenizer: Any, length: int, needles: int, rng: random.Rando
         return tuple(tokenizer("\n".join([INSTRUCTION, *lines, ""])).input_ids)
 
     context = _longest(ids, length)
+    if len(context) > length:
+        raise ValueError(f"lengths={lengths[0]} {lengths[1]}: too few tokens, the needles of a context alone take "
+                         f"{len(context)}")
     questions = [QUESTION.format(key=key) + ANSWER_PREFIX.format(key=key) for key in names]
     tails = (tuple(tokenizer(text, add_special_tokens=False).input_ids) for text in questions)
     return [Asked(context, tail, values[key], needles > 1) for key, tail in zip(names, tails, strict=True)]
 
 
 def _longest(ids: Any, length: int) -> Ids:
-    """The ids of as many sentences as fit."""
+    """The ids of as many sentences as fit; where not even the needles do, of these."""
     none, ten = len(ids(0)), len(ids(10))
     sentences = max((length - none) * 10 // max(ten - none, 1), 0)
     while sentences and len(ids(sentences)) > length:
         sentences -= 1
-    found = ids(sentences)
-    if len(found) > length:
-        raise ValueError(f"lengths: {length} tokens are too few, the needles alone take {len(found)}")
-    return found
+    return ids(sentences)
 
 
 def room_for(stream: Sequence[Asked], new_tokens: int) -> int:

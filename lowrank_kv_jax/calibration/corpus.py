@@ -191,7 +191,8 @@ def token_windows(
         raise ValueError(f"length={length}: no room behind the token that opens a sequence")
     ids = np.concatenate([_encode(tokenizer, text) for text in texts] or [np.zeros(0, np.int32)])
     if len(ids) < body:
-        raise ValueError(f"the corpus has {len(ids)} tokens; one window needs {body}")
+        most = len(ids) + len(opening)
+        raise ValueError(f"length={length}: must be at most {most}, as the corpus has {len(ids)} tokens")
     count = min(count, len(ids) // body)
     slot = len(ids) // count
     shift = int(np.random.default_rng(seed).integers(0, slot - body + 1))

@@ -36,7 +36,8 @@ def collect_votes(model: Any, tokens: np.ndarray, progress: bool = False) -> np.
     longest = config.context // 2 if config.context < 2 * CHUNK else config.context - CHUNK
     tokens = np.asarray(tokens, np.int32)[:, : min(LENGTH, longest)]
     if tokens.shape[1] <= SINKS:
-        raise ValueError(f"windows of {tokens.shape[1]} tokens: the first {SINKS} are not counted")
+        raise ValueError(f"length={tokens.shape[1]}: must be at least {SINKS + 1}, as the first {SINKS} tokens of a "
+                         "window are not counted")
     lengths = jnp.asarray([tokens.shape[1]], jnp.int32)
     above, counted = np.zeros((config.num_layers, len(EDGES))), 0
     with ProgressBar("second reading", len(tokens) * config.num_layers, progress) as bar:

@@ -51,7 +51,8 @@ def collect_sensitivity(model: Any, tokens: np.ndarray, progress: bool = False) 
     config = model.config
     length = min(LENGTH, tokens.shape[1])
     if length <= SINKS + RECENT:
-        raise ValueError(f"windows of {length} tokens: the first {SINKS} and last {RECENT} are not counted")
+        raise ValueError(f"length={length}: must be at least {SINKS + RECENT + 1}, as the first {SINKS} and last "
+                         f"{RECENT} tokens of a window are not counted")
     texts = spread(tokens, length, TEXTS)
     total: dict[str, Any] = {}
     with ProgressBar("sensitivity", len(texts), progress) as bar:

@@ -107,7 +107,17 @@ class Parser(argparse.ArgumentParser):
         first = args[0].split("=")[0] if args else ""
         if first.startswith("-") and not any(known.startswith(first) for known in ("--", *self._option_string_actions)):
             self.error(f"unrecognized arguments: {args[0]}")
-        return super().parse_args(args, namespace)
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self._of_command(found).error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found
+
+    def _of_command(self, found: argparse.Namespace) -> "Parser":
+        """That of the command whose arguments these are, whose help knows what there is."""
+        parser = self
+        while below := next((a for a in parser._actions if isinstance(a, argparse._SubParsersAction)), None):
+            parser = below.choices[getattr(found, below.dest)]
+        return parser
 
     def error(self, message: str) -> NoReturn:
         """Raise ValueError."""

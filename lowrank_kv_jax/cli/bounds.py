@@ -24,7 +24,7 @@ _LEAST = {
     **dict.fromkeys(("samples", "windows", "fewshot"), -math.inf),
 }
 """Of integers, if not 1; where some commands take 0, each says so itself."""
-_SHARES = ("rank", "ranks", "energy", "top_p")
+_SHARES = ("latents", "rank", "ranks", "energy", "top_p")
 _PATHS = ("json", "plot", "markdown", "out", "data", "folder", "bases", "model", "prompt_file", "squad", "hotpotqa",
           "corpus", "text", "calibrate", "haystack", "between", "test")
 
@@ -47,6 +47,6 @@ def _check(name: str, option: str, value: Any) -> None:
         least = 0 if isinstance(value, float) else _LEAST.get(name, 1)
         check_number(option, value, least, _MOST.get(name, MOST), sign="")
     if isinstance(value, float) and name in _SHARES and not 0 < value <= 1:
-        raise ValueError(f"{option}{value}: must lie in (0, 1]")
+        raise ValueError(f"{option}{value}: must lie in (0, 1], a share")
     if isinstance(value, float) and name == "ratios" and not value > 0:
         raise ValueError(f"{option}{value}: must be above 0")

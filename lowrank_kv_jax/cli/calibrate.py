@@ -4,7 +4,7 @@ import argparse
 
 import numpy as np
 
-from lowrank_kv_jax.cli.options import add_model_options
+from lowrank_kv_jax.cli.options import WINDOW, add_model_options
 from lowrank_kv_jax.method.group import GroupBases
 from lowrank_kv_jax.storage.cache_dtype import CACHE_DTYPES, default_cache_dtype
 
@@ -19,7 +19,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--corpus", nargs="+", default=None, metavar="TEXT",
                         help="text files, built-in names (pydoc, python) or hub datasets (organisation/name"
                              "[:config[:split]]); by default pydoc, Python's own language reference")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a window (%(default)s)")
+    parser.add_argument("--length", type=int,
+                        help=f"tokens of a window ({WINDOW}, or the model's context if that is less)")
     parser.add_argument("--windows", type=int, default=4, help="windows, evenly spaced (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="shifts the windows (%(default)s)")
     parser.add_argument("--bases-dtype", default=default_cache_dtype(), choices=CACHE_DTYPES,
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.calibration.calibrate import calibrate
     from lowrank_kv_jax.calibration.corpus import load_corpus
     from lowrank_kv_jax.calibration.refine import check_refinable
-    from lowrank_kv_jax.cli.options import check_numbers, load_from
+    from lowrank_kv_jax.cli.options import check_numbers, load_from, window_length
     from lowrank_kv_jax.evals.results.records import check_writable
     from lowrank_kv_jax.files import expanded
     from lowrank_kv_jax.methods.parse import parse_method, spell_method
@@ -67,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
     corpus = load_corpus(args.corpus)
     model = load_from(args)
     method.validate(model.config.attention)
-    settings = {"length": args.length, "windows": args.windows, "seed": args.seed, "refine": args.refine}
+    length = window_length(args, model)
+    settings = {"length": length, "windows": args.windows, "seed": args.seed, "refine": args.refine}
     if "fisher" in method.reads:
         settings |= {"fisher_length": args.fisher_length, "fisher_sequences": args.fisher_sequences}
     bases = calibrate(

@@ -34,7 +34,9 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--timed-length", type=int, metavar="N",
                         help="tokens of the prompt that is timed; by default the shortest length")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds (%(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="append one JSON object for each method and task")
+    parser.add_argument("--json", metavar="FILE",
+                        help="append one JSON object for each method and sample, at the end: each holds the method's "
+                             "times, which are measured last")
     parser.add_argument("--plot", metavar="PNG", help="draw quality against bytes")
     parser.set_defaults(run=run)
     return parser

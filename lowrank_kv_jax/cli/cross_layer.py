@@ -27,7 +27,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--energy", type=float, default=0.95, help="share that ranks must keep (%(default)s)")
     parser.add_argument("--latents", type=float, metavar="R",
                         help="instead of the analyses: how alike adjacent layers are to MiniCache, as keys, values, and "
-                             "coefficients of R of their columns")
+                             "coefficients of a share R of their columns")
     parser.add_argument("--costs", nargs="*", metavar="SPEC",
                         help="also show prompt lengths from which these methods pay, time of the fit at prefill and of "
                              "decoding against its floor; without a SPEC, those of a few xkv configurations")
@@ -59,9 +59,10 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: as `load_model`, `load_corpus`, `analyse`, `pair_similarity`, `parse_method`.
     """
     from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
-    from lowrank_kv_jax.cli.options import check_numbers, check_outputs
+    from lowrank_kv_jax.cli.options import check_context, check_numbers, check_outputs
     from lowrank_kv_jax.evals.asking.methods import check_methods, parse_methods
     from lowrank_kv_jax.evals.studies.cross_layer.analysis import analyse
+    from lowrank_kv_jax.evals.studies.cross_layer.cost import STEPS
     from lowrank_kv_jax.models.load import load_model
 
     least = dict.fromkeys(("length", "groups", "cost_length", "quality", "sides", "samples", "windows", "rounds"), 1)
@@ -70,10 +71,12 @@ def run(args: argparse.Namespace) -> int:
     costs = {} if args.costs is None else parse_methods(args.costs or COST_METHODS)
     parse_methods(args.methods or ())
     model = load_model(args.model)
+    check_context(args, model, quality=0, sides=0)
     if args.quality or args.sides:
         return _quality(args, model)
     corpus = load_corpus(args.text)
     check_methods(model, costs, "cross-layer")
+    check_context(args, model, length=0, **({"cost_length": STEPS} if costs and args.latents is None else {}))
     tokens = token_windows(model.tokenizer, corpus.texts, args.length, 1, args.seed)[0]
     if args.latents is not None:
         return _latents(args, model, tokens, corpus.name)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lowrank_kv_jax.cli.diagnose_tables import print_diagnostics
-from lowrank_kv_jax.cli.options import add_model_options, append_records
+from lowrank_kv_jax.cli.options import WINDOW, add_model_options, append_records
 
 HELP = "how compressible the cache is, and how bases follow a shift of the text"
 TABLES = ("adaptation", "rest", "forgetting", "compressibility", "spectra")
@@ -29,7 +29,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--refreshes", nargs="+", type=int, default=[0, 16, 32, 64, 96], metavar="N",
                         help="forgetting: after which refreshes of 32 tokens of the last text to look, behind half a"
                              " window of the first; those beyond the model's context are left out (%(default)s)")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a window (%(default)s)")
+    parser.add_argument("--length", type=int,
+                        help=f"tokens of a window ({WINDOW}, or the model's context if that is less)")
     parser.add_argument("--windows", type=int, default=4, help="windows to calibrate on (%(default)s)")
     parser.add_argument("--test-windows", type=int, default=1, help="windows of each text (%(default)s)")
     parser.add_argument("--refine", type=int, default=100, metavar="STEPS",
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.calibration.calibrate import collect_moments
     from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
     from lowrank_kv_jax.calibration.refine import check_refinable
-    from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
+    from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from, window_length
     from lowrank_kv_jax.evals.asking.methods import parse_methods
     from lowrank_kv_jax.evals.studies.bases import adapting, diagnostics, forgetting, refinement
 
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     sources = args.test or HELD_OUT[1]
     tests = dict(zip(_labels(sources), map(load_corpus, sources), strict=True))
     model = load_from(args)
-    length = min(args.length, model.config.context)
+    length = window_length(args, model)
     half = max(1, length // 2)
     most = (model.config.context - half) // forgetting.BLOCK
     refreshes = [n for n in args.refreshes if n <= most]
@@ -105,14 +106,14 @@ def run(args: argparse.Namespace) -> int:
             lambda: diagnostics.compressibility_table(model, calibration, windows, args.layers, progress=True),
         "spectra": lambda: diagnostics.spectra_table(model, calibration),
         REFINEMENT: lambda: refinement.refinement_table(
-            model, corpus, windows, methods, args.refine, length=args.length, windows=args.windows, seed=args.seed,
+            model, corpus, windows, methods, args.refine, length=length, windows=args.windows, seed=args.seed,
             progress=True,
         ),
     }
     found = {task: make() for task, make in makers.items() if task in args.tables}
     print_diagnostics("+".join(_labels(corpus.name.split("+"))), f"{first}, then {last}", found)
     for task, rows in found.items():
-        append_records(args, "diagnose", rows, model=model.name, task=task, length=args.length,
+        append_records(args, "diagnose", rows, model=model.name, task=task, length=length,
                        samples=args.test_windows, seed=args.seed, calibration=corpus.name,
                        calibration_sha256=corpus.sha256)
     if args.plot:

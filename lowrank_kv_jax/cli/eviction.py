@@ -58,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
                                  samples=args.samples, seed=args.seed)
     check_numbers(args, evictions=1, timed_length=1, timed_budget=1, rounds=1, seed=0)
     check_outputs(args)
+    _check_methods(args)
     model = load_from(args)
+    _check_lengths(args, model, settings)
     if "error" in args.studies:
         _errors(args, model, settings)
     if "precision" in args.studies:
@@ -75,6 +77,42 @@ def run(args: argparse.Namespace) -> int:
         _tasks(args, model, settings)
     print(device_line())
     return 0
+
+
+def _check_methods(args) -> None:
+    """Refuse now a budget or a task that a later study would, after others have measured for minutes."""
+    from lowrank_kv_jax.evals.asking.methods import parse_methods
+    from lowrank_kv_jax.evals.longbench.tasks import find_task
+    from lowrank_kv_jax.evals.ruler.tasks import expand_tasks
+    from lowrank_kv_jax.evals.studies.eviction.run import ablation_specs, error_specs
+    from lowrank_kv_jax.evals.studies.eviction.speed import timed_specs
+    from lowrank_kv_jax.evals.studies.eviction.tasks import specs_of
+
+    specs = {
+        "error": error_specs(args.budgets), "ablation": [s for budget in args.budgets for s in ablation_specs(budget)],
+        "bytes": [f"momentkv:budget={budget}" for budget in args.budgets], "speed": timed_specs(args.timed_budget),
+        "tasks": specs_of(args.budgets),
+    }
+    for study in args.studies:
+        parse_methods(list(dict.fromkeys(specs.get(study, ()))))
+    if "tasks" in args.studies and args.longbench is None:
+        expand_tasks(args.tasks)
+    elif "tasks" in args.studies:
+        for name in args.tasks:
+            find_task(name)
+
+
+def _check_lengths(args, model, settings) -> None:
+    """The same of lengths beyond the model's context."""
+    from lowrank_kv_jax.cli.options import check_context
+    from lowrank_kv_jax.evals.studies.eviction.run import SCORED
+    from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK
+
+    behind = {"error": DEFAULT_BLOCK, "precision": 0, "tasks": 0, **dict.fromkeys(SCORED, settings.scored)}
+    for study in args.studies:
+        check_context(args, model, **({"timed_length": 0} if study == "speed" else {"length": behind[study]}))
+    if "speed" in args.studies and args.timed_length <= 2 * DEFAULT_BLOCK:
+        raise ValueError(f"--timed-length {args.timed_length}: must be above the {2 * DEFAULT_BLOCK} decode steps")
 
 
 def _errors(args, model, settings) -> None:

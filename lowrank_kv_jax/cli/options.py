@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-PLOT_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".pdf", ".svg", ".eps")
-"""Of files that matplotlib draws without a display, and without LaTeX."""
+WINDOW = 2048
+"""Tokens of a window that is calibrated on, where the context holds so many and `--length` was not given."""
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +38,33 @@ def check_numbers(args: argparse.Namespace, **least: int) -> None:
         for value in given if isinstance(given, list) else [given]:
             if value is not None and value < bound:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least {bound}")
+
+
+def check_context(args: argparse.Namespace, model: Any, **behind: int) -> None:
+    """Refuse options that name more tokens than the model's context holds with those that follow them, before anything is
+    measured.
+
+    Raises:
+        ValueError: the first one that does; options that were not given pass.
+    """
+    context = model.config.context
+    for name, further in behind.items():
+        given = getattr(args, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and value + further > context:
+                room = f" less {further} that follow" if further else ""
+                raise ValueError(f"--{name.replace('_', '-')} {value}: must be at most {context - further}, the model's "
+                                 f"context of {context} tokens{room}")
+
+
+def window_length(args: argparse.Namespace, model: Any) -> int:
+    """Tokens of a window: those of `--length`, which the model's context must hold, or by default `WINDOW`, if it does.
+
+    Raises:
+        ValueError: as `check_context`.
+    """
+    check_context(args, model, length=0)
+    return args.length or min(WINDOW, model.config.context)
 
 
 def check_outputs(args: argparse.Namespace) -> None:
@@ -80,16 +107,19 @@ def check_plot(path: str | os.PathLike, option: str = "--plot") -> None:
     """Refuse what no figure can be saved to, in the words of `option`.
 
     Raises:
-        ValueError: not one of `PLOT_SUFFIXES`, or matplotlib is not installed; OSError: the file cannot be written.
+        ValueError: none of `FORMATS`, something else of this name, or matplotlib is not installed; OSError: the file
+            cannot be written.
     """
     from lowrank_kv_jax.checks.extras import check_extra
+    from lowrank_kv_jax.evals.results.figure_file import FORMATS, check_figure
     from lowrank_kv_jax.evals.results.records import check_writable
 
     suffix = Path(path).suffix
-    if suffix.lower() not in PLOT_SUFFIXES:
+    if suffix.lower() not in FORMATS:
         raise ValueError(f"{option} {os.fspath(path)}: no figure has the suffix {suffix!r}, allowed are "
-                         f"{' '.join(PLOT_SUFFIXES)}")
+                         f"{' '.join(FORMATS)}")
     check_extra("matplotlib", f"{option} {os.fspath(path)}")
+    check_figure(path)
     check_writable(path)
 
 

@@ -54,11 +54,13 @@ MADE_HERE = "<!-- lowrank-kv report -->"
 
 def _check_folder(path: str) -> None:
     """Raise ValueError where the report cannot be written, or would replace files that are no report's."""
-    from lowrank_kv_jax.files import expanded, read_text
+    from lowrank_kv_jax.evals.results.figure_file import check_figure
+    from lowrank_kv_jax.files import check_made, expanded
 
     out = expanded(path)
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {path}: is no directory")
     for name in ("report.md", "report.html"):
-        if (out / name).exists() and MADE_HERE not in read_text(out / name):
-            raise ValueError(f"--out {path}: holds a {name} that `report` did not write; give another directory")
+        check_made(out / name, MADE_HERE)
+    for figure in sorted(out.glob("[0-9]*-*.png")):  # named as those of a report
+        check_figure(figure)

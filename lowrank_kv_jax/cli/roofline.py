@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: an unknown device, lengths beyond the model's context, methods that do not suit it.
     """
-    from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
+    from lowrank_kv_jax.cli.options import check_context, check_numbers, check_outputs, load_from
     from lowrank_kv_jax.evals.asking.methods import parse_methods
     from lowrank_kv_jax.evals.speed import roofline
     from lowrank_kv_jax.methods.parse import parse_method
@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     check_outputs(args)
     methods = parse_methods(args.methods)
     model = load_from(args)
+    check_context(args, model, lengths=0)
     lines, rows = [], []
     for length in args.lengths:
         full = roofline.decode_cost(model.config, parse_method("full"), length, args.batch).seconds(roof)

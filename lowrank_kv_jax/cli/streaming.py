@@ -6,6 +6,7 @@ from typing import Any
 
 from lowrank_kv_jax.cli.options import add_model_options
 from lowrank_kv_jax.cli.streaming_analyses import (
+    DRAWN,
     add_analysis_options,
     append,
     figure_of,
@@ -14,6 +15,7 @@ from lowrank_kv_jax.cli.streaming_analyses import (
     run_learning,
     run_prefill,
     run_spread,
+    texts_of,
 )
 from lowrank_kv_jax.cli.tables import print_table
 
@@ -75,19 +77,26 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_model` and the evaluations.
     """
-    from lowrank_kv_jax.cli.options import check_numbers, check_outputs, device_line, load_from
+    from lowrank_kv_jax.cli.options import check_numbers, check_outputs, check_plot, device_line, load_from
     from lowrank_kv_jax.evals.asking.methods import parse_methods
     from lowrank_kv_jax.evals.studies.streaming.quality import Settings
 
     settings = Settings(tuple(args.ranks), args.context, args.scored, args.windows, samples=args.samples, seed=args.seed)
     check_numbers(args, bands=1, timed_length=1, rounds=1, seed=0, text_length=2, iterations=1, steps=1)
     check_outputs(args)
+    for study in set(DRAWN).intersection(args.studies if args.plot else ()):
+        check_plot(figure_of(args, study))
     parse_methods(args.methods or ())
+    if set(args.studies) == {"stream"}:
+        _stream(args)
+        return 0
+    if {"quality", "spread"} & set(args.studies):
+        _tasks(args)
+    model = load_from(args)
+    _check_lengths(args, model)
+    texts, pair = texts_of(args, model), _compared(args, model) if "fisher" in args.studies else []
     if "stream" in args.studies:
         _stream(args)
-    if args.studies == ["stream"]:
-        return 0
-    model = load_from(args)
     for study in ("quality", "ablation"):
         if study in args.studies:
             _scores(args, model, settings, study)
@@ -96,11 +105,11 @@ def run(args: argparse.Namespace) -> int:
     if "reconstruction" in args.studies:
         _reconstruction(args, model, settings)
     if "distributions" in args.studies:
-        run_distributions(args, model, settings)
+        run_distributions(args, model, settings, texts)
     if "columns" in args.studies:
-        run_columns(args, model, settings)
+        run_columns(args, model, settings, texts)
     if "fisher" in args.studies:
-        _fisher(args, model)
+        _fisher(args, model, pair)
     if "prefill" in args.studies:
         run_prefill(args, model)
     if "learning" in args.studies:
@@ -109,6 +118,21 @@ def run(args: argparse.Namespace) -> int:
         _speed(args, model)
     print(device_line())
     return 0
+
+
+def _check_lengths(args, model) -> None:
+    """Refuse now what a later study would, after others have measured for minutes."""
+    from lowrank_kv_jax.cli.options import check_context
+    from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK
+
+    scored, analysed = {"context": args.scored}, {"text_length": 0}
+    needs = {
+        "quality": scored, "ablation": scored, "spread": scored, "distributions": analysed, "columns": analysed,
+        "prefill": {"timed_length": DEFAULT_BLOCK}, "learning": {"timed_length": DEFAULT_BLOCK},
+        "speed": {"timed_length": 2 * DEFAULT_BLOCK},
+    }
+    for study in args.studies:
+        check_context(args, model, **needs.get(study, {}))
 
 
 def _stream(args) -> None:
@@ -211,15 +235,21 @@ def _reconstruction(args, model, settings) -> None:
     append(args, "hidden", 2048, [{"spec": "streamingkv", **dataclasses.asdict(row)} for row in hidden])
 
 
-def _fisher(args, model) -> None:
+def _compared(args, model) -> list[Any]:
+    """Tokens of each of --corpora."""
     from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
-    from lowrank_kv_jax.calibration.fisher import FisherSample, collect_fisher
+    from lowrank_kv_jax.calibration.fisher import FisherSample
+
+    length = min(FisherSample().length, model.config.context)
+    return [token_windows(model.tokenizer, load_corpus(name).texts, length, 4 * args.windows, args.seed)
+            for name in args.corpora]
+
+
+def _fisher(args, model, tokens) -> None:
+    from lowrank_kv_jax.calibration.fisher import collect_fisher
     from lowrank_kv_jax.evals.studies.streaming.fisher_overlap import fisher_overlap, plot_overlap
 
-    pair, length = [], min(FisherSample().length, model.config.context)
-    for name in args.corpora:
-        tokens = token_windows(model.tokenizer, load_corpus(name).texts, length, 4 * args.windows, args.seed)
-        pair.append(collect_fisher(model, tokens, progress=True))
+    pair = [collect_fisher(model, own, progress=True) for own in tokens]
     overlap = fisher_overlap(model, pair[0], pair[1], args.bands)
     print_table(f"Fisher overlap of {args.corpora[0]} and {args.corpora[1]}, means over layers",
                 ("projection", *(f"band {i + 1}" for i in range(args.bands))),
@@ -232,7 +262,7 @@ def _fisher(args, model) -> None:
         path = figure_of(args, "fisher")
         plot_overlap(path, overlap, f"{model.name}: {args.corpora[0]} and {args.corpora[1]}")
         print(f"drew {path}")
-    append(args, "fisher-overlap", length,
+    append(args, "fisher-overlap", tokens[0].shape[1],
            [{"spec": "palu", "side": side, "overlap": rows.tolist(), "corpora": args.corpora}
             for side, rows in overlap.items()])
 

@@ -40,9 +40,18 @@ def figure_of(args: argparse.Namespace, study: str) -> str:
     return str(path.with_name(f"{path.stem}-{study}{path.suffix}"))
 
 
-def _fitted(args, model, settings):
-    """Methods, their bases, and a prompt of each text."""
+def texts_of(args: argparse.Namespace, model: Any) -> dict[str, Any]:
+    """A prompt of each of --texts, if a study reads them."""
     from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
+
+    read = {"distributions", "columns"} & set(args.studies)
+    return {name: token_windows(model.tokenizer, load_corpus(name).texts, args.text_length, 1, args.seed)
+            for name in (args.texts if read else ())}
+
+
+def _fitted(args, model, settings, texts):
+    """Methods, their bases, and the texts."""
+    from lowrank_kv_jax.calibration.corpus import load_corpus
     from lowrank_kv_jax.evals.asking.methods import bases_of, parse_methods
     from lowrank_kv_jax.evals.studies.streaming.hyperparameters import printed_base
     from lowrank_kv_jax.evals.studies.streaming.quality import ENDS
@@ -51,16 +60,14 @@ def _fitted(args, model, settings):
     rank = min(settings.ranks)
     methods = parse_methods(args.methods or [f"palu:rank={rank},{ENDS}", printed_base(rank),
                                              f"streamingkv:rank={rank},{ENDS}"])
-    texts = {name: token_windows(model.tokenizer, load_corpus(name).texts, args.text_length, 1, args.seed)
-             for name in args.texts}
     return methods, bases_of(model, methods, load_corpus(CALIBRATE), seed=args.seed, dtype="float32"), texts
 
 
-def run_distributions(args: argparse.Namespace, model: Any, settings: Any) -> None:
+def run_distributions(args: argparse.Namespace, model: Any, settings: Any, texts: Mapping[str, Any]) -> None:
     """Figures 1, 7 and 8."""
     from lowrank_kv_jax.evals.studies.streaming import distributions as study
 
-    rows = study.distributions(model, *_fitted(args, model, settings), progress=True)
+    rows = study.distributions(model, *_fitted(args, model, settings, texts), progress=True)
     layer = study.shown_layer(model.config.num_layers)
     names = [f"{100 * q:.0f}%" for q in study.QUANTILES]
     for shown, title in ((layer, f"layer {layer + 1} of {model.config.num_layers}"), (-1, "all layers")):
@@ -73,11 +80,11 @@ def run_distributions(args: argparse.Namespace, model: Any, settings: Any) -> No
            [{**dataclasses.asdict(row), "quantiles": study.QUANTILES} for row in rows])
 
 
-def run_columns(args: argparse.Namespace, model: Any, settings: Any) -> None:
+def run_columns(args: argparse.Namespace, model: Any, settings: Any, texts: Mapping[str, Any]) -> None:
     """Figures 5b and 5c."""
     from lowrank_kv_jax.evals.studies.streaming import columns as study
 
-    rows = study.columns(model, *_fitted(args, model, settings), progress=True)
+    rows = study.columns(model, *_fitted(args, model, settings, texts), progress=True)
     shares, grouped = (0.125, 0.25, 0.5, 0.75, 1.0), {}
     for row in rows:
         grouped.setdefault((row.spec, row.text, row.side), []).append(row)

@@ -12,6 +12,7 @@ from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.codecs.component_bits import by_component, check_widths, mean_bits
 from lowrank_kv_jax.codecs.frame import Frame
 from lowrank_kv_jax.codecs.lowrank import LowRank
+from lowrank_kv_jax.codecs.principal import check_shapes
 from lowrank_kv_jax.codecs.widths import Widths, with_restored_widths, with_saved_widths
 from lowrank_kv_jax.estimators.moments import Fisher, Moments, head_blocks
 from lowrank_kv_jax.estimators.rank import rank_for_energy
@@ -127,6 +128,7 @@ class GroupedProjections(LowRank):
         return spec.kv_heads // self.group_of(spec)
 
     def check_bases(self, spec, bases):
+        check_shapes(self, spec, bases, any_rank=self.by_fisher)
         if bases is not None:
             check_widths(self, bases, mean_bits(self.bits))
 

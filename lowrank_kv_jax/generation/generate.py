@@ -341,10 +341,7 @@ def _first_turn(
     if batch is not None and count > batch:
         raise ValueError(f"batch={batch}: there are {count} prompts; it must be at least that")
     longest = config.context - max_new_tokens
-    if longest < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: must be at most {config.context - 1}, the context of the "
-                         f"model, {config.context} tokens, less one of the prompt")
-    if capacity is not None:
+    if capacity is not None and longest > 0:
         needed = max(map(len, rows)) + max_new_tokens - 1  # the last token drawn is not cached
         if needed > capacity and capacity < config.context:
             raise ValueError(f"capacity={capacity}: the longest prompt and max_new_tokens={max_new_tokens} need {needed}")

@@ -77,7 +77,10 @@ def rows_of_ids(name: str, rows: Any) -> list[list[int]]:
 
 
 def check_lengths(rows: Sequence[Sequence[int]], longest: int, max_new_tokens: int, context: int) -> None:
-    """Raise ValueError, with what helps, where a prompt has more than `longest` tokens."""
+    """Raise ValueError, with what helps, where a prompt has more than `longest` tokens, or no prompt fits."""
+    if max_new_tokens >= context:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: must be at most {context - 1}, the context of the model, "
+                         f"{context} tokens, less one of the prompt")
     lengths = [len(row) for row in rows]
     row = int(np.argmax(lengths))
     if lengths[row] > longest:

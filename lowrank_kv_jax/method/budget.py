@@ -14,7 +14,7 @@ from lowrank_kv_jax.method.group import GroupBases, GroupState, Look
 from lowrank_kv_jax.method.layout import Layout
 from lowrank_kv_jax.method.selection import Selection
 from lowrank_kv_jax.storage import backend
-from lowrank_kv_jax.storage.positions import PerHead
+from lowrank_kv_jax.storage.positions import PerHead, owner_dtype
 
 OF_THE_CACHE = 12  # bytes of a row that belong to no group: length, limit and pending
 TILE = 128  # slots by which the bytes of quantised storage grow at the least
@@ -31,9 +31,8 @@ class Room(NamedTuple):
 
     def nowhere(self, layout: Layout) -> PerHead:
         """Positions of tokens that are still to come."""
-        shape = (layout.batch, self.buffers, self.slots)
-        return PerHead(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.int8) if self.packed else None,
-                       layout.spec.kv_heads)
+        shape, heads = (layout.batch, self.buffers, self.slots), layout.spec.kv_heads
+        return PerHead(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, owner_dtype(heads)) if self.packed else None, heads)
 
 
 def selected_tokens(rule: Selection, layout: Layout, ends: Ends, tokens: int, layers: Sequence[Any]) -> int:
@@ -77,10 +76,18 @@ def tokens_for_bytes(
             total += one + slope * -(-(selected_tokens(rule, row, ends, tokens, group) - 1) // step)
         return total
 
+    def held(tokens: int) -> int:
+        """What `spent` foretells, but for slots that long stores round up."""
+        each = (selected_tokens(rule, row, ends, tokens, group) for row, group in zip(rows, groups, strict=True))
+        return OF_THE_CACHE + sum(_bytes(machine, row, look, len(group), own, traced_for)
+                                  for row, look, group, own in zip(rows, looks, groups, each, strict=True))
+
     low, high = 0, max(rows[0].capacity - ends.sinks - ends.recent, 1)
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if spent(middle) <= budget else (low, middle - 1)
+    while low and (total := held(low)) > budget:
+        low -= max((total - budget) * low // total, 1)
     if low == 0:
         raise ValueError(f"budget_bytes={budget}: must be at least {spent(1)}, which sinks, recent tokens, room for a "
                          "block, statistics and one token a layer take")
@@ -94,11 +101,17 @@ def _costs(machine: Any, row: Layout, look: Look, layers: int, traced_for: str) 
     Args:
         traced_for: the backend, on which shapes may depend.
     """
-
-    def state(codec: Any, tokens: int) -> GroupState:
-        return machine.empty(row, GroupBases(codec, (None,) * layers), tokens)
-
-    codec = jax.tree.unflatten(*look)
-    one, two, later = (state_bytes(jax.eval_shape(functools.partial(state, tokens=n), codec)) for n in (1, 2, 1 + TILE))
+    one, two, later = (_bytes(machine, row, look, layers, tokens, traced_for) for tokens in (1, 2, 1 + TILE))
     step = 1 if (two - one) * TILE == later - one else TILE
     return one, (later - one) * step // TILE, step
+
+
+@functools.lru_cache(maxsize=1024)
+def _bytes(machine: Any, row: Layout, look: Look, layers: int, tokens: int, traced_for: str) -> int:
+    """Of a group of so many layers with so many selected tokens; `traced_for` as in `_costs`."""
+    del traced_for
+
+    def state(codec: Any) -> GroupState:
+        return machine.empty(row, GroupBases(codec, (None,) * layers), tokens)
+
+    return state_bytes(jax.eval_shape(state, jax.tree.unflatten(*look)))

@@ -16,11 +16,11 @@ from lowrank_kv_jax.method.choice import take_slots as take_slots
 from lowrank_kv_jax.method.head_budgets import HeadShares, head_budgets
 from lowrank_kv_jax.segments.coded import owned_rows as owned_rows
 from lowrank_kv_jax.storage.cache_dtype import narrow
-from lowrank_kv_jax.storage.positions import PerHead
+from lowrank_kv_jax.storage.positions import PerHead, owner_dtype
 
 
 class Candidates(NamedTuple):
-    """position int32, votes float32, valid bool `[B, J, S]`; owner int8 `[B, 1, S]` or None."""
+    """position int32, votes float32, valid bool `[B, J, S]`; owner `[B, 1, S]` of `owner_dtype`, or None."""
 
     position: jax.Array
     votes: jax.Array
@@ -67,7 +67,7 @@ def pack(x: jax.Array) -> jax.Array:
 def arrange(room: Room, position: jax.Array, votes: jax.Array, valid: jax.Array) -> Candidates:
     """Candidates in the buffers of `room`, from `[B, K, S]` of each head; votes of a unit are those of its heads."""
     if room.packed:
-        owner = jnp.broadcast_to(jnp.arange(votes.shape[1], dtype=jnp.int8)[:, None], votes.shape)
+        owner = jnp.broadcast_to(jnp.arange(votes.shape[1], dtype=owner_dtype(votes.shape[1]))[:, None], votes.shape)
         return Candidates(pack(position), pack(votes), pack(valid), pack(owner))
     each = votes.shape[1] // room.buffers
     votes = votes.reshape(votes.shape[0], room.buffers, each, -1).sum(2) if each > 1 else votes

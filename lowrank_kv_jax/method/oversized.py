@@ -5,7 +5,7 @@ from typing import Any
 
 from lowrank_kv_jax.method.layout import Layout
 
-FIELDS = ("sinks", "recent", "page", "group", "chunk", "kernel", "recompress")
+FIELDS = ("sinks", "recent", "page", "rebuild_block", "group", "chunk", "kernel", "recompress")
 """Of the parts of a method: buffers, or work, grow with them however small the cache is."""
 FREE = 2**16
 """What may be asked for in any cache: some presets are meant for longer prompts than they meet."""

@@ -32,6 +32,11 @@ FORMAT = 3
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 """Dtypes of the floating arrays that are saved."""
 
+_ONE_AT_A_TIME = threading.Lock()
+"""What saves: Orbax' saves of several threads take each other's unfinished folders for their own, whatever the place."""
+_UNREADABLE = "[" if os.sep == "\\" else "[\\"
+"""Characters of a path that Orbax, which looks for what it wrote by a pattern, would not find again."""
+
 _FIELDS = {"format": int, "kind": str, "arrays": str, "files": dict, "sha256": str}
 _ARRAYS = re.compile(r"arrays-[0-9a-f]{16}")
 _OURS = re.compile(_ARRAYS.pattern + r"(\..*)?|" + re.escape(f".{METADATA}.") + r"[0-9a-f]{16}\.writing")
@@ -50,7 +55,7 @@ def save_arrays(
         block: bytes that are coded on their own, at most; by default an array at once.
 
     Raises:
-        FileExistsError: `path` holds something else (see `check_replaceable`).
+        FileExistsError, ValueError: `path` holds something else, or cannot be read again (see `check_replaceable`).
         OSError: it cannot be written; what was saved there before is as it was.
     """
     import orbax.checkpoint as ocp
@@ -64,9 +69,12 @@ def save_arrays(
         name = f"arrays-{secrets.token_hex(8)}"
         try:
             _delete_unnamed(path)
-            with _failing_by_name(path), ocp.StandardCheckpointer() as checkpointer:
+            with _ONE_AT_A_TIME, _failing_by_name(path), ocp.StandardCheckpointer() as checkpointer:
                 coding = ocp.SaveArgs(chunk_byte_size=block)
                 checkpointer.save(path / name, dict(arrays), save_args=dict.fromkeys(arrays, coding))
+                checkpointer.wait_until_finished()
+                if checkpointer.metadata(path / name).item_metadata is None:  # it may leave a part and say nothing
+                    raise OSError("what Orbax wrote cannot be read")
             versions = {package: version(package) for package in ("jax", "orbax-checkpoint")}
             files = {file: _digest(path / name / file, sync=True) for file in _files(path / name)}
             description = {"format": FORMAT, "kind": kind, "versions": versions, "arrays": name, "files": files}
@@ -84,8 +92,13 @@ def check_replaceable(path: str | Path, kind: str) -> None:
     """Raise FileExistsError where `path` holds anything but a save of this kind, or what a killed one left.
 
     A save of another kind, files that no save of this library made, links and damage are never deleted.
+
+    Raises:
+        ValueError: the path has a character with which Orbax reads nothing that it wrote.
     """
     path = behind_links(path)
+    if wrong := [letter for letter in _UNREADABLE if letter in str(path)]:
+        raise ValueError(f"{path}: has {wrong[0]!r}, with which Orbax cannot read what it wrote; choose another place")
     if not path.exists():
         return
     if not path.is_dir():

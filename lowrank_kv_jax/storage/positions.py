@@ -1,5 +1,7 @@
 """Original token positions of a segment: as runs of consecutive tokens, or one by one where each head kept its own."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Int, Int32
@@ -73,14 +75,19 @@ class Runs:
     of_device = from_slot
 
 
+def owner_dtype(kv_heads: int) -> Any:
+    """Of the numbers of so many kv heads, a byte each where that holds them."""
+    return jnp.int8 if kv_heads <= 128 else jnp.int16
+
+
 @state
 class PerHead:
     """Positions of tokens that each head selected for itself.
 
     Attributes:
         position: int32 `[B, J, S]`.
-        owner: int8 `[B, 1, S]`, the kv head to which a slot belongs where the tokens of all heads lie packed in one
-            buffer (J = 1); None where every head has a buffer of its own, or all heads share their tokens.
+        owner: `[B, 1, S]` of `owner_dtype`, the kv head to which a slot belongs where the tokens of all heads lie packed
+            in one buffer (J = 1); None where every head has a buffer of its own, or all heads share their tokens.
         kv_heads: K.
     """
 
@@ -108,5 +115,5 @@ class PerHead:
         """Which query heads read `slots` `[S]`: bool `[B, 1, 1, N, S]`, or None where all do."""
         if self.owner is None:
             return None
-        reader = jnp.arange(q_heads, dtype=jnp.int8) // (q_heads // self.kv_heads)
+        reader = (jnp.arange(q_heads) // (q_heads // self.kv_heads)).astype(self.owner.dtype)
         return jnp.take(self.owner, slots, axis=2)[:, :, None, None] == reader[:, None]

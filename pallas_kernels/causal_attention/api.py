@@ -2,7 +2,7 @@
 
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ from jaxtyping import Float
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels import dispatch
+from lowrank_kv_jax.pallas_kernels.over_mesh import QUERIES, cut, local
 from lowrank_kv_jax.storage.block_reads import BLOCK
 
 KERNELS = {"triton": "gpu_cudnn", "mosaic_gpu": "gpu_cudnn", "tpu": "tpu_splash"}
@@ -43,8 +44,10 @@ def causal_attention(
     Raises:
         ValueError: an unknown backend. A case that the backend's kernel does not cover runs on XLA, with a warning.
     """
-    rest = {"k": k, "v": v, "sink_logits": sink_logits, "scale": scale, "window": window}
-    return _run("causal_attention", KERNELS, q, cap, backend, **rest)
+    arguments = {"q": q, "k": k, "v": v, "sink_logits": sink_logits, "scale": scale, "window": window}
+    attend = functools.partial(_implementation, op="causal_attention", **arguments)
+    return _run("causal_attention", {name: functools.partial(attend, module) for name, module in KERNELS.items()},
+                functools.partial(attend, "reference", cap=cap), q.shape[1], cap, backend)
 
 
 def causal_partial(
@@ -58,21 +61,26 @@ def causal_partial(
     Returns:
         Partial, float32: out `[B, T, N, Dv]`, by a kernel of an accelerator rounded to the dtype of `q` before.
     """
-    return _run("causal_partial", PARTIALS, q, cap, backend, k=k, v=v, scale=scale, window=window)
+    arrays = {"q": q, "k": k, "v": v}
+    attend = functools.partial(_implementation, op="causal_partial", scale=scale, window=window)
+
+    def specs():
+        return {name: cut(x, QUERIES) for name, x in arrays.items()}
+
+    kernels = {name: local(functools.partial(attend, module), specs, arrays) for name, module in PARTIALS.items()}
+    return _run("causal_partial", kernels, functools.partial(attend, "reference", cap=cap, **arrays), q.shape[1], cap,
+                backend)
 
 
 def _run(
-    op: str, modules: Mapping[str, str], q: jax.Array, cap: float | None, backend: str | None, **arguments: Any
+    op: str, kernels: Mapping[str, Callable[..., Any]], reference: Callable[[], Any], tokens: int, cap: float | None,
+    backend: str | None,
 ) -> Any:
-    attend = functools.partial(_implementation, op=op, q=q, **arguments)
-    reference = functools.partial(attend, "reference", cap=cap)
-    if q.shape[1] <= BLOCK:  # one block of XLA's: nothing that grows, and nothing for a kernel to save
+    if tokens <= BLOCK:  # one block of XLA's: nothing that grows, and nothing for a kernel to save
         dispatch.choose(backend)
         return reference()
-    kernels = {name: functools.partial(attend, module) for name, module in modules.items()}
-    if cap is not None:
-        kernels = dispatch.without_kernels(kernels, "logits that are capped")
-    return dispatch.run(op, backend, kernels, reference)
+    return dispatch.run(
+        op, backend, kernels if cap is None else dispatch.without_kernels(kernels, "logits that are capped"), reference)
 
 
 def _implementation(module: str, op: str, **arguments: Any) -> Any:

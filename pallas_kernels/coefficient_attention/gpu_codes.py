@@ -28,6 +28,7 @@ from lowrank_kv_jax.pallas_kernels.gpu_packed import (
     spread_queries,
     windows_of,
 )
+from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import packed_grid_there
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     load_ranges,
     online_softmax,
@@ -89,10 +90,12 @@ def attend_folded(
 
     batch, queries, q_heads = folded.largest.shape
     more = folded.added is not None
-    heads = packed_heads(stored, q_heads, queries, columns, more)
+    heads = packed_heads(stored, q_heads, queries, columns, more, folded.numbers.shape[0])
     packed = pack(folded.largest[..., None], heads, begin, end)
     rows = packed.q.shape[2]
     grid = packed_grid(rows, batch * heads, size, columns, token_bytes, more)
+    told = 0 if folded.tokens is None else grid.rows * folded.numbers.shape[-1] * folded.numbers.dtype.itemsize
+    grid = packed_grid_there(grid, keys, values, token_bytes(grid.warps), told)
     above = by_program(folded.above[..., None], heads)[..., 0]
     added = by_program(folded.added[:, None], heads)[:, :, 0] if more else None
     head = None if owner is None else numbers_of_heads(batch, owner)

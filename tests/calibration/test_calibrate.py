@@ -151,7 +151,7 @@ def test_windows_open_like_a_sequence_where_the_tokenizer_does():
 
 
 def test_a_corpus_too_short_for_one_window_says_how_many_tokens_it_has():
-    with pytest.raises(ValueError, match="has 10 tokens; one window needs 64"):
+    with pytest.raises(ValueError, match="length=64: must be at most 10, as the corpus has 10 tokens"):
         token_windows(Characters(), ["short text"], 64, 4)
 
 
@@ -263,6 +263,20 @@ def test_the_command_saves_what_load_bases_reads(tmp_path, monkeypatch, capsys):
     args = parser.parse_args([*common, "--method", "full"])
     with pytest.raises(ValueError, match="nothing from calibration"):
         args.run(args)
+
+
+def test_the_length_that_is_saved_is_the_one_that_was_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("lowrank_kv_jax.cli.options.load_from", lambda args: model())
+    (tmp_path / "foxes.txt").write_text(TEXT * 20)
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    given = ["calibrate", "--method", "ojakv:rank=4", "--corpus", str(tmp_path / "foxes.txt"), "--windows", "1", "--out",
+             str(tmp_path / "out")]
+    args = parser.parse_args([*given, "--length", "513"])
+    with pytest.raises(ValueError, match="^--length 513: must be at most 512, the model's context of 512 tokens"):
+        args.run(args)
+    args = parser.parse_args(given)
+    assert args.run(args) == 0 and describe_bases(tmp_path / "out")["settings"]["length"] == 512
 
 
 def test_windows_that_are_done_outlive_a_save_that_fails(tmp_path, monkeypatch):

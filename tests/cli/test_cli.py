@@ -14,7 +14,7 @@ import lowrank_kv_jax
 from lowrank_kv_jax.cli import COMMANDS, main
 from lowrank_kv_jax.cli.compilation_cache import enable_compilation_cache
 from lowrank_kv_jax.cli.generate import _Stream
-from lowrank_kv_jax.cli.options import PLOT_SUFFIXES
+from lowrank_kv_jax.evals.results.figure_file import FORMATS, new_figure, save_figure
 from lowrank_kv_jax.evals.results.records import check_writable
 from lowrank_kv_jax.method import Fault
 from lowrank_kv_jax.methods import REGISTRY
@@ -107,10 +107,15 @@ def test_plots_are_refused_before_anything_is_measured(capsys, tmp_path, command
     assert not list(tmp_path.iterdir())
 
 
-def test_every_suffix_that_is_allowed_can_be_drawn():
-    from matplotlib.figure import Figure
-
-    assert {suffix[1:] for suffix in PLOT_SUFFIXES} <= set(Figure().canvas.get_supported_filetypes())
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_figure_replaces_one_of_its_format_and_nothing_else(suffix, tmp_path):
+    path, figure = tmp_path / f"figure{suffix}", new_figure(figsize=(1, 1))
+    for _ in range(2):
+        save_figure(figure, path, 50)
+    path.write_text("some text")
+    with pytest.raises(ValueError, match=f"figure{suffix}: is there and no {suffix[1:].upper()} file; give another name"):
+        save_figure(figure, path, 50)
+    assert path.read_text() == "some text"
 
 
 def test_checked_files_are_as_they_were(tmp_path):
@@ -239,7 +244,7 @@ print(main(["methods", "plot"]), main(["methods"]))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of file sizes are of POSIX")
 def test_a_full_disk_names_the_file_and_leaves_no_half_of_one(tmp_path):
-    (tmp_path / "x.png").write_bytes(b"old")
+    (tmp_path / "x.png").write_bytes(b"\x89PNG\r\n\x1a\nold")
     (tmp_path / "x.jsonl").write_text('{"a": 1}\n')
     done = subprocess.run([sys.executable, "-B", "-c", FULL_DISK], capture_output=True, text=True, cwd=tmp_path,
                           env=os.environ | {"PYTHONPATH": str(ROOT)})
@@ -247,7 +252,7 @@ def test_a_full_disk_names_the_file_and_leaves_no_half_of_one(tmp_path):
     png, jsonl = done.stderr.splitlines()
     assert png.endswith("x.png: File too large") and jsonl == "lowrank-kv: error: x.jsonl: File too large"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.jsonl", "x.png"]
-    assert (tmp_path / "x.png").read_bytes() == b"old" and (tmp_path / "x.jsonl").read_text() == '{"a": 1}\n'
+    assert (tmp_path / "x.png").read_bytes().endswith(b"old") and (tmp_path / "x.jsonl").read_text() == '{"a": 1}\n'
 
 
 def test_too_many_new_tokens_say_how_many_may_be():

@@ -168,6 +168,8 @@ def test_ids_outside_of_the_vocabulary_are_nan_or_refused():
         ("ojakv:rank=6", "ojakv:rank=2", r"bases.k has 1 heads of \[32, 2\]; ojakv .* takes 1 of \[32, 6\]: calibrate for it"),
         ("static-pca-h:rank=6,heads=joint", "static-pca-h:rank=6", r"takes 1 of \[32, 6\]"),
         ("static-pca-h:rank=6", "eigenattention:rank=6", "bases.k has 1 heads"),
+        ("palu:rank=4", "palu:rank=6", r"bases.k has 1 heads of \[32, 6\]; palu .* takes 1 of \[32, 4\]: calibrate for it"),
+        ("streamingkv:rank=4,head_group=1", "palu:rank=4", r"takes 4 of \[8, 4\]"),
         ("static-pca-h:rank=6+snapkv:keep=0.5", "static-pca-h:rank=5", r"takes 4 of \[8, 6\]"),
     ],
 )

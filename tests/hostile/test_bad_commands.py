@@ -16,6 +16,8 @@ TABLE = (  # arguments, where {d} is a directory with the files of `place`, and 
     ("--import", "--import '': expected the name of a module"),
     ("--import no_such_module methods", "--import no_such_module: ModuleNotFoundError"),
     ("eval", "required: BENCHMARK"),
+    ("inspect --prompt a b", "unrecognized arguments: b; see `lowrank-kv inspect --help`"),
+    ("eval needle --nothing 1", "unrecognized arguments: --nothing 1; see `lowrank-kv eval needle --help`"),
     ("eval nothing", "invalid choice: 'nothing'"),
     ("bench", "required: KIND"),
     ("methods nothing", "unknown method 'nothing'"),
@@ -80,6 +82,7 @@ TABLE = (  # arguments, where {d} is a directory with the files of `place`, and 
     ("streaming --scored 1", "scored=1: must be at least 2"),
     ("streaming --samples -1", "samples=-1: must be at least 0"),
     ("cross-layer --energy 2", "--energy 2.0: must lie in (0, 1]"),
+    ("cross-layer --latents 99999", "--latents 99999.0: must lie in (0, 1], a share"),
     ("cross-layer --ratios 0", "--ratios 0.0: must be above 0"),
     ("cross-layer --costs nothing", "unknown method 'nothing'"),
     ("estimators --page 600 --length 2048", "--page 600: must lie in 1..512, a quarter of --length"),
@@ -156,7 +159,12 @@ TABLE = (  # arguments, where {d} is a directory with the files of `place`, and 
     ("report {d}/score.jsonl --tasks nothing", "no record has the task 'nothing', only t"),
     ("report {d}/score.jsonl --out ''", "--out '': must be a path that is not empty"),
     ("report {d}/score.jsonl --out {d}/empty.txt", "empty.txt: is no directory"),
-    ("report {d}/score.jsonl --out {d}/own", "own: holds a report.md that `report` did not write"),
+    ("report {d}/score.jsonl --out {d}/own", "own/report.md: is there, and this command did not write it"),
+    ("report {d}/score.jsonl --out {d}/drawn", "drawn/1-pareto.png: is there and no PNG file; give another name"),
+    ("compare --plot {d}/photo.png", "photo.png: is there and no PNG file; give another name"),
+    ("inspect --prompt x --out {d}/photo.png", "photo.png: is there and no PNG file; give another name"),
+    ("eval leaderboard --json {d}/new.jsonl --markdown {d}/notes.md", "notes.md: is there, and this command did not write it"),
+    ("compare --json {d}/foreign.jsonl", "foreign.jsonl: holds no records of this program; give another file"),
     ("compare --json {d}/deep.json", "deep.json: holds no records of this program; give another file"),
     ("compare --json {d}/new.png --plot {d}/new.png", "--json and --plot are one file"),
     ("eval leaderboard --json {d}/score.jsonl --markdown {d}/score.jsonl", "--json and --markdown are one file"),
@@ -183,6 +191,11 @@ def place(tmp_path_factory):
     (path / "deep.json").write_text("[" * 100_000)
     (path / "score.jsonl").write_text('{"command": "c", "model": "m", "method": "full", "task": "t", "score": 1}\n')
     (path / "folder.png").mkdir()
+    (path / "photo.png").write_text("JFIF")
+    (path / "notes.md").write_text("mine")
+    (path / "foreign.jsonl").write_text('{"command": "ls", "rc": 0}\n')
+    (path / "drawn").mkdir()
+    (path / "drawn" / "1-pareto.png").write_text("JFIF")
     (path / "own").mkdir()
     (path / "own" / "report.md").write_text("mine")
     (path / "hf").mkdir()

@@ -65,6 +65,11 @@ def test_a_report_takes_perplexities_without_bytes(change, tmp_path, capsys):
     assert "ojakv" in capsys.readouterr().out
 
 
+def test_a_first_record_that_was_cut_off_keeps_no_run_from_going_on(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"command": "eval')
+    assert finished(tmp_path / "x.jsonl", {}) == {}
+
+
 @pytest.mark.parametrize("change, words", (
     ({"score": None}, "has neither a score nor a likelihood"), ({"score": "x"}, "score='x': must be a number of at most 1e+15"),
     ({"score": 10**400}, "must be a number of at most 1e+15"), ({"cache_bytes": []}, "cache_bytes=[]: must be a number"),
@@ -72,7 +77,7 @@ def test_a_report_takes_perplexities_without_bytes(change, tmp_path, capsys):
     ({"style": "chat"}, "style was 'chat' and is now 'base'"), ({"style": ["x"] * 9999}, "style was ['x', 'x'"),
 ))
 def test_a_run_is_not_resumed_from_damage(change, words, tmp_path):
-    record = dict.fromkeys(KEY) | {"method": "full", "task": "t", "index": 0, "score": 1.0, "style": "base"} | change
+    record = dict.fromkeys((*KEY, "versions")) | {"method": "full", "task": "t", "index": 0, "score": 1.0, "style": "base"} | change
     (tmp_path / "x.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(record | {"index": [0]}) + "\n")
     key = tuple(record[field] for field in KEY)
     refused(lambda: finished(tmp_path / "x.jsonl", {key: {"style": "base"}}), "x.jsonl", words)

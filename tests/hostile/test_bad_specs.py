@@ -57,6 +57,8 @@ TABLE = (
     ("transform:bits=3,smaller=8", "bits=3.0, smaller=8.0: give exactly one of them"),
     ("transform:bits_k=3,bits_v=2,smaller=8", "bits_k=3.0, smaller=8.0: give exactly one of them"),
     ("static-pca:rank=8,energy=0.9", "rank=8, energy=0.9: give exactly one of them"),
+    ("ojakv:energy=0.9,rank=0.5", "rank=0.5, energy=0.9: give exactly one of them"),  # the default, but given
+    ("transform:smaller=8,bits=2", "bits=2.0, smaller=8.0: give exactly one of them"),
     ("xkv:rank=8,smaller=4", "rank=8, smaller=4.0: give exactly one of them"),
     ("xkv:smaller=0", "smaller=0.0: must be a positive number"),
     ("xkv:ratio=-1", "ratio=-1.0: must be a positive number"),

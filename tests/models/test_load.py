@@ -114,6 +114,10 @@ def test_every_tensor_that_does_not_fit_is_listed(tmp_path):
         "misshapen: model.layers.0.self_attn.k_proj.weight is (48, 48), the config asks for (24, 48)",
     ):
         assert line in str(error.value)
+    with pytest.raises(ValueError) as error:
+        models.load_model(write_directory(tmp_path / "other", "llama2", {f"net.{k}": x for k, x in tensors.items()}))
+    lines = str(error.value).splitlines()
+    assert len(lines) == 1 + 2 * 9 and lines[9].endswith(" more missing") and lines[-1].endswith(" more extra")
 
 
 @pytest.mark.parametrize("cut", [4, 300, -1])

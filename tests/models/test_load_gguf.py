@@ -196,6 +196,7 @@ def test_tensors_that_do_not_fit_are_listed_by_their_gguf_names(tmp_path):
         ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type 'yarn' is not supported"),
         ({"llama.rope.dimension_count": 6}, "rope.dimension_count is 6, it must equal the head_dim of 12"),
         ({"llama.block_count_limit": True}, "llama.block_count_limit=True"),
+        ({"split.count": 2}, "split.count=2: must be 1; this is a part of a model"),
     ],
 )
 def test_metadata_that_the_decoder_does_not_honour(tmp_path, keys, message):

@@ -1,8 +1,10 @@
 """Who runs an op, what falls back to XLA, and what XLA makes of it on a CPU."""
 
+import contextlib
 import dataclasses
 import functools
 import re
+import types
 import warnings
 
 import jax
@@ -13,9 +15,11 @@ from kernel_cases import Case, check, lanes, make
 
 from lowrank_kv_jax.attention.partial import AttnPartial, merge
 from lowrank_kv_jax.attention.rope import RopeSpec
-from lowrank_kv_jax.pallas_kernels import dispatch
+from lowrank_kv_jax.pallas_kernels import dispatch, gpu_shared_memory
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
-from lowrank_kv_jax.pallas_kernels.packing import EMPTY, columns, merge_splits
+from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid
+from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head
+from lowrank_kv_jax.pallas_kernels.packing import EMPTY, Stored, columns, merge_splits
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import reference, rotary_coefficient_attention, tiles
 from lowrank_kv_jax.storage import block_reads
 from lowrank_kv_jax.storage.basis import expand_values, fold_query
@@ -166,6 +170,23 @@ def test_on_an_accelerator_xla_attends_to_all_slots_at_once(monkeypatch, case):
     for bound in ("AT_ONCE", "A_TURN"):
         monkeypatch.setattr(block_reads, bound, 1300)
     assert loops(x.q, x.options["q_positions"]) == 1
+
+
+@pytest.mark.parametrize("heads, told", [(8, False), (9, True), (16, True), (17, False)])
+def test_bytes_that_pallas_would_count_in_32_signed_bits_are_xlas(heads, told):
+    codes = jax.ShapeDtypeStruct((4, heads, 2**20, 64), jnp.uint8)
+    packed = types.SimpleNamespace(q=jax.ShapeDtypeStruct((4, heads, 16, 64), jnp.bfloat16))
+    with pytest.raises(dispatch.Unsupported, match="in 32 bits") if told else contextlib.nullcontext():
+        by_head(packed, codes, None, jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16))
+
+
+def test_packed_codes_have_fewer_stages_where_shared_memory_is_small(monkeypatch):
+    grid, stored = Grid(16, 64, 33, 3, 4), Stored(jax.ShapeDtypeStruct((1, 1, 64, 152), jnp.uint8), None)
+    assert gpu_shared_memory.packed_grid_there(grid, stored, stored, 448, 30720) == grid
+    monkeypatch.setattr(gpu_shared_memory, "there", lambda: gpu_shared_memory.OTHERS)
+    assert gpu_shared_memory.packed_grid_there(grid, stored, stored, 528).stages == 2
+    with pytest.raises(dispatch.Unsupported, match="bytes of shared memory, the GPU has 101376"):
+        gpu_shared_memory.packed_grid_there(grid, stored, stored, 448, 30720)
 
 
 def test_columns_cover_a_width_once():

@@ -97,6 +97,7 @@ TURNED = Case(turned=True, rope=ROPE, mean=True, runs=SOME, gaps=(0, 900), jumps
         dataclasses.replace(TURNED, lengths=(0, 1, 256, 257, 570, 600), S=600, per_row=True),
         newest(dataclasses.replace(TURNED, lengths=(20, 7), S=20, rope=LLAMA3, gaps=(0, 5000), jumps=(3000, 0))),
         dataclasses.replace(TURNED, lengths=(300, 130), runs=MANY, J=1, Jv=1, N=24, K=8, mean=False, T=1),
+        dataclasses.replace(TURNED, lengths=(300,), runs=MANY, J=1, Jv=1, N=12, K=2, T=3, causal=True, mean=False),
         slow(dataclasses.replace(TURNED, lengths=(1500, 101), S=1500, T=3, causal=True, window=400, N=8, rope=LLAMA3)),
     ],
     ids=str,

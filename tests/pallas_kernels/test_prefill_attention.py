@@ -18,6 +18,7 @@ from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.parameters import param_table
 from lowrank_kv_jax.pallas_kernels import dispatch
 from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention, causal_partial
+from lowrank_kv_jax.storage.over_tokens import over_mesh
 
 TOKENS = 4096  # more squared than any activation of the model below has numbers
 N, K, D, SCALE = 4, 2, 8, 0.35
@@ -141,3 +142,25 @@ def test_what_triton_does_not_cover_of_a_chunk_is_the_loop_over_blocks(window, d
     with pytest.warns(RuntimeWarning, match=f"causal_partial runs on XLA instead of triton: .*{reason}"):
         found = causal_partial(q, k, v, scale=SCALE, window=window, backend="triton")
     np.testing.assert_array_equal(found.out, causal_partial(q, k, v, scale=SCALE, window=window, backend="xla").out)
+
+
+def partial_of(heads, dim):
+    """The program for a chunk of 600 tokens as a GPU has it."""
+    q, k, v = (jax.ShapeDtypeStruct((1, 600, n, dim), jnp.bfloat16) for n in heads)
+    return jax.make_jaxpr(functools.partial(causal_partial, scale=SCALE, window=None, backend="triton"))(q, k, v).jaxpr
+
+
+@pytest.mark.parametrize("dim, kernels", [(256, True), (512, False), (576, False)])
+def test_heads_too_wide_for_shared_memory_are_told_before_a_compiler_meets_them(dim, kernels):
+    dispatch.warn_anew()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        program = partial_of((4, 1, 1), dim)
+    assert any(e.primitive.name == "pallas_call" for e in equations(program)) == kernels
+    assert [f"heads of {dim} channels need" in str(x.message) for x in said] == [True] * (not kernels)
+
+
+def test_each_device_reads_a_chunk_for_its_own_heads():
+    with over_mesh(jax.sharding.AbstractMesh((4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))):
+        (kernel,) = (e for e in equations(partial_of((8, 4, 4), D)) if e.primitive.name == "pallas_call")
+    assert {x.aval.shape[-2] for x in kernel.invars} == {2}

@@ -1,5 +1,6 @@
 """What saving leaves on the disk: never over what is not its own, never half, and nothing through a planted link."""
 
+import concurrent.futures
 import os
 import random
 import stat
@@ -104,6 +105,35 @@ def test_calibrate_refuses_before_it_loads_a_model(tmp_path, capsys, monkeypatch
     (out / "NOTES.md").write_text("mine")
     assert main(["calibrate", "--method", "ojakv", "--out", str(out)]) == 2
     assert "NOTES.md" in capsys.readouterr().err and (out / "NOTES.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ("talk[1]", "a]b", "[exp]/talk", "a\\b"))
+def test_a_place_that_cannot_be_read_again_is_refused_and_others_serve(tmp_path, name):
+    if "[" in name or "\\" in name:
+        with pytest.raises(ValueError, match="with which Orbax cannot read what it wrote; choose another place"):
+            save(tmp_path / name)
+        assert names(tmp_path) == []
+    else:
+        save(tmp_path / name)
+        assert load(tmp_path / name) == 1.0
+
+
+def test_what_cannot_be_read_again_is_no_save(saved, tmp_path, monkeypatch):
+    own = copy(saved, tmp_path)
+    before = names(tmp_path)
+    monkeypatch.setattr(checkpoint, "_UNREADABLE", "")
+    hidden = tmp_path / "[1]"
+    own.rename(hidden)
+    with pytest.raises(OSError, match="what Orbax wrote cannot be read"):
+        save(hidden, 2.0)
+    hidden.rename(own)
+    assert names(tmp_path) == before and load(own) == 1.0
+
+
+def test_threads_save_to_places_of_their_own(tmp_path):
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda i: save(tmp_path / str(i % 4), float(i)), range(4)))
+    assert [load(tmp_path / str(i)) for i in range(4)] == [0.0, 1.0, 2.0, 3.0]
 
 
 # ---- links --------------------------------------------------------------------------------------------------------

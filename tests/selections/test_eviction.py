@@ -208,6 +208,15 @@ def test_budget_in_bytes_is_kept_and_used(spec, budget):
     assert spent <= budget and budget - spent < (20 + 20) * 2 * heads
 
 
+@pytest.mark.parametrize("spec", ("adakv", "momentkv", "adakv:decoding=code", "snapkv", "single-svd:rank=0.5+adakv"))
+@pytest.mark.parametrize("budget", (2_300_001, 2_621_440))
+def test_budget_in_bytes_is_kept_by_stores_whose_slots_are_rounded_up(spec, budget):
+    layout = Layout(PLAIN.attention, 1, 12_000, 12_100, 16, "bfloat16")
+    method = parse_method(f"{spec}{',' if ':' in spec.split('+')[-1] else ':'}budget_bytes={budget}")
+    spent = cache_bytes(abstract_cache(method, layout)).total
+    assert 0.97 * budget < spent <= budget
+
+
 @pytest.mark.parametrize("spec", ("transform:bits=3,rope=post,heads=per_head,sinks=1,recent=4+pyramidkv", "transform:bits=1.5,group=3,sinks=1,recent=4+pyramidkv",
                                   "transform:bits=3,sinks=1,recent=4+snapkv"))
 def test_layers_of_different_widths_share_a_budget_in_bytes(spec):

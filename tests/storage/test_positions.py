@@ -19,7 +19,7 @@ from lowrank_kv_jax.method import REGISTRY, Layout, Place
 from lowrank_kv_jax.methods import machine_of
 from lowrank_kv_jax.segments import exact as exact_tokens
 from lowrank_kv_jax.storage.block_reads import slice_block
-from lowrank_kv_jax.storage.positions import Runs
+from lowrank_kv_jax.storage.positions import PerHead, Runs, owner_dtype
 
 B, D = 2, 2
 SPEC = AttentionSpec(
@@ -190,3 +190,11 @@ def test_a_slice_of_a_segment_keeps_its_positions():
     for begin, end in [(0, 2), (2, 9), (1, 4), (4, 5)]:
         piece = exact_tokens.part(segment, begin, end)
         assert [stored(piece, b, read) for b in range(B)] == [stored(segment, b)[begin:end] for b in range(B)]
+
+
+@pytest.mark.parametrize("kv_heads, group", [(8, 29), (1, 136), (130, 1)])
+def test_every_query_head_reads_the_slots_of_its_kv_head(kv_heads, group):
+    """More heads of either kind than eight bits tell."""
+    owner = jnp.arange(kv_heads, dtype=owner_dtype(kv_heads))[None, None]
+    seen = PerHead(jnp.zeros((1, 1, kv_heads), jnp.int32), owner, kv_heads).owned(jnp.arange(kv_heads), kv_heads * group)
+    np.testing.assert_array_equal(seen[0, 0, 0], np.repeat(np.eye(kv_heads, dtype=bool), group, axis=0))

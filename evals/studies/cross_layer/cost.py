@@ -20,6 +20,8 @@ from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
 
 LONGEST = 1 << 17
+STEPS = 16
+"""Decode steps of a timed round."""
 FULL, LAYERS = "full cache", "layers alone"
 
 
@@ -117,7 +119,7 @@ def tokens_attended(method: Part, length: int) -> int:
 
 
 def measure_costs(
-    model: Any, methods: Mapping[str, Part], length: int, steps: int = 16, rounds: int = 3,
+    model: Any, methods: Mapping[str, Part], length: int, steps: int = STEPS, rounds: int = 3,
     dtype: str | None = None,
 ) -> dict[str, Cost]:
     """Time prefill and decoding of cross-layer methods on random tokens, the full cache beside them.

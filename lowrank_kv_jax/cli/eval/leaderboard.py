@@ -31,6 +31,10 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     return parser
 
 
+MADE_HERE = "<!-- lowrank-kv leaderboard -->"
+"""In the file that the command writes, so that it replaces nothing else."""
+
+
 def run(args: argparse.Namespace) -> int:
     """Evaluate what is missing and print the table.
 
@@ -44,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.evals.compare.leaderboard import leaderboard_table, method_specs, peer_specs, run_leaderboard
     from lowrank_kv_jax.evals.peers.kvpress_presses import parse_press, require_kvpress
     from lowrank_kv_jax.evals.ruler import check_seed, expand_tasks
-    from lowrank_kv_jax.files import write_text
+    from lowrank_kv_jax.files import check_made, write_text
 
     expand_tasks(args.tasks)
     if args.presses and not args.peer:
@@ -52,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     check_numbers(args, lengths=1, samples=1)
     check_seed(args.seed)
     check_outputs(args)
+    if args.markdown:
+        check_made(args.markdown, MADE_HERE)
     if args.methods == ["none"] and not args.peer:
         raise ValueError("--methods none: without --peer nothing is left to evaluate")
     peers = (args.presses or peer_specs()) if args.peer else []
@@ -69,5 +75,5 @@ def run(args: argparse.Namespace) -> int:
     table = leaderboard_table(args.json, args.tasks, model.fingerprint, args.seed)
     print(table)
     if args.markdown:
-        write_text(args.markdown, table)
+        write_text(args.markdown, f"{MADE_HERE}\n\n{table}")
     return 0

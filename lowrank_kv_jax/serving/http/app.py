@@ -143,7 +143,7 @@ class Api:
         drawing = {**asked.drawing}
         if drawing["seed"] is None:
             drawing["seed"] = secrets.randbelow(MOST_SEED + 1)
-        tokens = self._room if asked.tokens is None else asked.tokens
+        tokens = asked.tokens or min(asked.tokens_by_default or self._room, self._room)
         try:
             wanted = Wanted(prompt, prefix, max_new_tokens=tokens, stop=asked.stop, **drawing)
             return self._thread.submit(wanted, tell)
@@ -235,6 +235,7 @@ def _named(line: str, asked: Asked) -> Refusal:
     for own, shown in names.items():
         line = line.replace(own, shown)
     field = line.split("=")[0].split(" ")[0]
+    line += " (by default)" if asked.tokens is None and field == asked.tokens_field else ""
     long = field == asked.tokens_field or "tokens: this engine takes" in line
     return Refusal(400, line, param=field, code="context_length_exceeded" if long else "invalid_value")
 

@@ -44,7 +44,8 @@ class Asked:
     Attributes:
         prompt: a text, ids, or the turns of a chat.
         prefix: a text before the prompt that is compressed on its own.
-        tokens: of the answer at most; None: what there is room for.
+        tokens: of the answer at most; None: nothing is said of it.
+        tokens_by_default: then, where there is room for them; None: what there is room for.
         tokens_field: the field that says so.
         drawing: temperature, top_k, top_p and seed (None: any), as of `Request`.
         stop: texts.
@@ -55,6 +56,7 @@ class Asked:
     prompt: str | tuple[int, ...] | Turns
     prefix: str | None
     tokens: int | None
+    tokens_by_default: int | None
     tokens_field: str
     drawing: dict[str, Any]
     stop: tuple[str, ...]
@@ -90,8 +92,8 @@ def read_asked(body: Any, name: str, chat: bool) -> Asked:
         raise _wrong("stream_options", f"stream_options={short(options)}: allowed with stream=true only")
     return Asked(
         _turns(body) if chat else _prompt(body), None if chat else _text("prefix", _get(body, "prefix", str)),
-        _number(body, field, None if chat else COMPLETION_TOKENS, 1, whole=True), field,
-        _drawing(body), _stops(body), stream, _get(options, "include_usage", bool) or False,
+        _number(body, field, None, 1, whole=True), None if chat else COMPLETION_TOKENS, field, _drawing(body),
+        _stops(body), stream, _get(options, "include_usage", bool) or False,
     )
 
 

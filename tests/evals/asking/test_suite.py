@@ -419,6 +419,9 @@ def test_ruler_from_files(files, tmp_path):
         ruler.evaluate_ruler(Loaded(), only, ["vt"], [64], data=files)
     with pytest.raises(FileNotFoundError, match="has no fwe.jsonl, but vt"):
         ruler.evaluate_ruler(Loaded(), only, ["fwe"], data=files)
+    (files / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="empty: has no vt.jsonl, nor any other .jsonl file"):
+        ruler.evaluate_ruler(Loaded(), only, ["vt"], data=files / "empty")
     with pytest.raises(FileNotFoundError, match="no such folder"):
         ruler.evaluate_ruler(Loaded(), only, ["vt"], data=files / "none")
 

@@ -381,12 +381,28 @@ def test_compare_refuses_what_cannot_be(model):
         Settings(prefill_chunk=0)
     with pytest.raises(ValueError, match="each may be given once"):
         parse_methods(["full", "full"])
-    with pytest.raises(ValueError, match="context is 2048"):
-        compare(model, parse_methods(["full"]), Settings(lengths=(4096,)))
+    with pytest.raises(ValueError, match="^methods 'kivi:bits=4' and 'kivi:bits=4,': are one method, give it once"):
+        parse_methods(["kivi:bits=4", "full", "kivi:bits=4,"])
+    for lengths, named in (({"lengths": (1000, 4096)}, "lengths=4096"),
+                           ({"lengths": (1000,), "timed_length": 4096}, "timed_length=4096")):
+        with pytest.raises(ValueError, match=f"^{named}: is more than the model's context of 2048 tokens"):
+            compare(model, parse_methods(["full"]), Settings(**lengths))
     with pytest.raises(ValueError, match="single-svd:rank=999: rank=999"):
         compare(model, parse_methods(["single-svd:rank=999"]), Settings(lengths=(1000,)))
     with pytest.raises(ValueError, match="samples=0"):
         Settings(samples=0)
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"text": "none.txt"}, "corpus 'none.txt': no such file"),
+    ({"lengths": (1000, 300)}, "length=300: the shortest niah_single_1 sample takes"),
+])
+def test_compare_refuses_before_it_measures(model, settings, message):
+    def measured(name: str, done: float) -> None:
+        raise AssertionError(name)
+
+    with pytest.raises((ValueError, OSError), match=message):
+        compare(model, parse_methods(["full"]), Settings(**{"lengths": (1000,), "samples": 1, **settings}), measured)
 
 
 def test_all_methods_have_defaults_to_compare():

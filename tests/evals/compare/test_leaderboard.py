@@ -48,6 +48,11 @@ def test_it_goes_on_and_prints_a_table(tmp_path, monkeypatch):
     assert [row[0] for row in cells(table)] == ["`full`", "`streamingllm:keep=0.5`", "`kvpress/snapkv:2x`"]
     assert "| nominal | stored, 1024 | bases apart, 1024 | niah_single_1, 1024 |" in table and "1 at 1024 tokens" in table
     assert all(row[4] for row in cells(table)) and not any(row[4] for row in cells(leaderboard_table(path)))
+    monkeypatch.setattr("lowrank_kv_jax.cli.options.load_from", lambda args: model)
+    command = ["eval", "leaderboard", "--json", str(path), "--methods", *methods, "--tasks", "niah_single_1", "--lengths",
+               "1024", "--samples", "1", "--markdown", str(tmp_path / "table.md")]
+    assert main(command) == main(command) == 0  # its own table is replaced
+    assert (tmp_path / "table.md").read_text().endswith(f"-->\n\n{table}")
 
 
 def test_the_table_holds_this_run_only(tmp_path):

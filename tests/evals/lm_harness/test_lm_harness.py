@@ -199,6 +199,8 @@ def test_bad_files_and_arguments_are_named(files):
 
     with pytest.raises(FileNotFoundError, match="has no hellaswag.jsonl, but piqa, winogrande"):
         load_tasks(["hellaswag"], files, None, 0)
+    with pytest.raises(FileNotFoundError, match="none: no such folder"):
+        load_tasks(["piqa"], files / "none", None, 0)
     with pytest.raises(ValueError, match="unknown task 'copa': files are read for piqa"):
         load_tasks(["copa"], files, None, 0)
     (files / "piqa.jsonl").write_text('{"goal": "x", "sol1": "y"\n')

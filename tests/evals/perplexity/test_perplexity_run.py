@@ -87,6 +87,25 @@ def test_divergence_needs_the_full_cache_in_the_run():
     assert nats(streaming) == [None]
 
 
+def test_divergence_is_not_lost_when_a_run_goes_on(tmp_path):
+    path, (full, other) = tmp_path / "r.jsonl", TWO
+
+    def run(*specs):
+        methods = {spec: TWO[spec] for spec in specs}
+        return evaluate_perplexity(Loaded(), methods, TEXT, "stream", 64, 48, 2, dtype="float32", rows=2, json=path)
+
+    assert {r["divergence"] for r in run(other)} == {None}
+    run(full)
+    records = run(full, other)
+    exact, apart = (mean_divergence(records, spec) or 0.0 for spec in (full, other))
+    assert exact < 1e-6 < apart
+    lines = path.read_text()
+    assert len(lines.splitlines()) == 6  # the full cache's once, the other's twice: the last counts
+    assert run(full, other) == records and path.read_text() == lines
+    path.write_text("".join(line for line in lines.splitlines(True) if f'"{other}"' not in line))
+    assert [r["divergence"] for r in run(full, other)] == [r["divergence"] for r in records]
+
+
 def test_what_no_float_holds_is_infinite():
     assert total_perplexity([{"method": "full", "nll": 1e4, "scored_tokens": 10}], "full") == float("inf")
 

@@ -10,10 +10,11 @@ from scipy.stats import wilcoxon
 from lowrank_kv_jax.cli import main
 from lowrank_kv_jax.evals.report import draw_figures, markdown, read_report, read_sections, statistics
 from lowrank_kv_jax.evals.report.by_length import bytes_by_length, quality_by_length
-from lowrank_kv_jax.evals.report.figures import _far_apart, _settings
+from lowrank_kv_jax.evals.report.figures import _far_apart, _perplexity, _settings
 from lowrank_kv_jax.evals.report.markdown import cells
 from lowrank_kv_jax.evals.report.statistics import EXACT, Interval, wilcoxon_p
 from lowrank_kv_jax.evals.report.times import times_by_rows
+from lowrank_kv_jax.evals.results.figure_file import pyplot
 from lowrank_kv_jax.evals.results.records import read_records
 
 
@@ -84,6 +85,15 @@ def test_a_window_that_diverged_is_infinite(write, tmp_path):
     assert draw_figures([section], tmp_path)[section.title]
     section, = read_report([path], "bad")
     assert section.entries[0].difference == Interval(-math.inf) and section.entries[2].difference is None
+
+
+def test_close_perplexities_are_told_in_plain_numbers(write):
+    section, = read_report([write(window(), window("close", nll=32.3))])
+    figure = _perplexity(pyplot(), section)
+    figure.canvas.draw()
+    axis, (low, high) = figure.axes[0].yaxis, figure.axes[0].get_ylim()
+    shown = [tick.get_text() for tick in axis.get_ticklabels(which="both") if low < tick.get_position()[1] < high]
+    assert len(shown) > 2 and all(low < float(text) < high for text in shown)
 
 
 def test_records_of_an_older_compare_are_left_out(write, capsys):

@@ -98,6 +98,7 @@ def test_numbers_that_cannot_be(loaded):
     for given, words in (({"turns": 0}, "turns=0: must be at least 1"), ({"after": (-1,)}, "after=-1: must be at least 0"),
                          ({"modes": ("all",)}, "modes=('all',): allowed are shared, turns, distance"),
                          ({"modes": ()}, "allowed are"), ({"lengths": (5000,)}, "length=5000: is more than the model's context"),
+                         ({"after": (0, 10**8)}, "after=100000000: is more than the model's context of 4096 tokens"),
                          ({"lengths": (4000,), "samples": 1}, "are more than the model's context of 4096")):
         with pytest.raises(ValueError) as caught:
             evaluate_retention(loaded, full, **given)

@@ -66,7 +66,8 @@ def test_what_changes_nothing_is_taken():
     for chat in (False, True):
         asked = read_asked(body(chat, **idle), "tiny", chat)
         assert asked == read_asked(body(chat), "tiny", chat) and asked.drawing == {"temperature": 1.0, "top_p": 1, "top_k": None, "seed": None}
-        assert (asked.tokens, asked.stream, asked.usage, asked.stop) == (None if chat else 16, False, False, ())
+        assert (asked.tokens, asked.stream, asked.usage, asked.stop) == (None, False, False, ())
+        assert asked.tokens_by_default == (None if chat else 16)
 
 
 class Pieces:

@@ -139,6 +139,7 @@ def refused(call, kind, status, *words):
     ({"n": 2}, "n=2: must be null or 1"), ({"prompt": "x" * 65}, "prompt: has 65 tokens, must be at most 64 (--prompt)"),
     ({"prompt": ""}, "prompt='': must be a text that is not empty"), ({"prompt": [64]}, "holds id 64: ids lie in 0..63"),
     ({"prompt": "xx", "max_tokens": 500}, "max_tokens=500: with 2 tokens before them 501 must fit; a row takes 160 (--room)"),
+    ({"prompt": "x" * 140, "extra_body": {"prefix": "y" * 10}}, "165 must fit; a row takes 160 (--room) (by default)"),
     ({"top_p": 0}, "top_p=0: must lie in (0, 1]"), ({"temperature": 1e-30}, "temperature=1e-30: must be 0, which is greedy"),
     ({"stream": True, "max_tokens": 500}, "max_tokens=500: with 8 tokens"),
 ))

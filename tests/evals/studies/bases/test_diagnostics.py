@@ -200,6 +200,9 @@ def test_the_command_measures_prints_and_records(tmp_path, monkeypatch, capsys):
         "--methods", "ojakv:rank=4", "--length", "48", "--windows", "2", "--layers", "2", "--refreshes", "0", "2", "9999",
         "--json", str(tmp_path / "out.jsonl"), "--plot", str(tmp_path / "out.png"),
     ])
+    too_long = parser.parse_args(["diagnose", "--length", "999"])
+    with pytest.raises(ValueError, match="^--length 999: must be at most 512, the model's context of 512 tokens"):
+        too_long.run(too_long)
     assert args.run(args) == 0
     assert "ojakv:rank=4" in capsys.readouterr().out
     records = read_records(tmp_path / "out.jsonl")

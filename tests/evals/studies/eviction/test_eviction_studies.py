@@ -174,6 +174,22 @@ def test_mistakes_are_named(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words, message", [
+    ("error speed --length 128 --budgets 48 --timed-length 600", "--timed-length 600: must be at most 512, the model's context"),
+    ("error speed --length 128 --budgets 48 --timed-length 64", "--timed-length 64: must be above the 64 decode steps"),
+    ("error ablation --length 500 --budgets 48", "--length 500: must be at most 480, the model's context of 512 tokens less 32"),
+    ("precision ablation --length 128 --budgets 8", "budget=8: must exceed sinks + recent"),
+    ("error speed --length 128 --budgets 48 --timed-budget 8", "budget=8: must exceed sinks + recent"),
+    ("error tasks --length 128 --budgets 48 --tasks nothing", "unknown RULER task 'nothing'"),
+    ("error tasks --length 128 --budgets 48 --longbench x --tasks nothing", "unknown LongBench task 'nothing'"),
+])
+def test_mistakes_are_told_before_anything_is_measured(words, message, monkeypatch, capsys):
+    monkeypatch.setattr(options, "load_from", lambda args: Loaded())
+    assert main(["eviction", "--windows", "1", "--studies", *words.split()]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and message in shown.err
+
+
 @pytest.mark.parametrize("specs, options, message", [
     (["ojakv"], {}, "need calibrated bases"), (["full"], {"steps": 33}, "steps=33"), (["full"], {"length": 600}, "length=600"),
 ])

@@ -10,6 +10,7 @@ from lowrank_kv_jax.evals.studies.streaming import quality
 from lowrank_kv_jax.evals.studies.streaming.quality import Score
 
 OWN = ["palu:rank=0.5", "streamingkv:rank=0.5,alpha=0.5"]
+SHORT = ["--context", "64", "--scored", "32"]
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_the_spread_is_of_the_grid_that_was_given(tiny, tmp_path, capsys, monkey
         return {spec: Score(spec, {}, {task: [2.0 - 0.01 * i] for task in tasks}, {}, {}, 1.0) for i, spec in enumerate(specs)}
 
     monkeypatch.setattr(quality, "scores", scores)
-    (found,) = streaming(tmp_path, "--studies", "spread", "--ranks", "0.5", "--tasks", "code", "--etas", "1e-5", "--alphas",
+    (found,) = streaming(tmp_path, "--studies", "spread", *SHORT, "--ranks", "0.5", "--tasks", "code", "--etas", "1e-5", "--alphas",
                          "0.1", "0.2", "--iterations", "2", "--steps", "10", "32", "--prefill", "compressed")
     assert len(asked) == 5 and all("prefill=compressed" in spec for spec in asked)
     assert (found["settings"], found["least"], found["most"]) == (4, pytest.approx(0.01), pytest.approx(0.04))
@@ -78,10 +79,10 @@ def test_ablations_attend_as_asked(tiny, tmp_path, monkeypatch):
         return {spec: Score(spec, dict.fromkeys(tasks, 1.0), {task: [0.0] for task in tasks}, {}, {}, 1.0) for spec in specs}
 
     monkeypatch.setattr(quality, "scores", scores)
-    assert main(["streaming", "--studies", "ablation", "--prefill", "compressed"]) == 0
+    assert main(["streaming", "--studies", "ablation", *SHORT, "--prefill", "compressed"]) == 0
     assert asked[0] == "full" and all(spec.endswith("prefill=compressed") for spec in asked[1:]) and len(asked) > 20
     asked.clear()
-    assert main(["streaming", "--studies", "ablation", "--methods", *OWN]) == 0
+    assert main(["streaming", "--studies", "ablation", *SHORT, "--methods", *OWN]) == 0
     assert asked == ["full", *OWN]
 
 
@@ -94,7 +95,25 @@ def test_adjacent_layers_are_printed(tiny, tmp_path, capsys):
     assert tasks[0] == "adjacent keys as cached" and len(tasks) == 5
 
 
+@pytest.mark.parametrize("words, message", [
+    ("streaming --studies stream columns --text-length 48 --texts none.txt", "corpus 'none.txt': no such file"),
+    ("streaming --studies stream columns --text-length 600", "--text-length 600: must be at most 512, the model's context"),
+    ("streaming --studies stream fisher --corpora none.txt pydoc", "corpus 'none.txt': no such file"),
+    ("streaming --studies stream quality --context 500 --scored 20", "--context 500: must be at most 492, the model's context"),
+    ("streaming --studies stream spread --tasks nothing", "task='nothing': allowed are prose"),
+    ("streaming --studies stream speed --timed-length 99999999", "--timed-length 99999999: must be at most 448, the model's"),
+    ("cross-layer --length 64 --groups 1 --costs xkv:group=1 --cost-length 500", "--cost-length 500: must be at most 496, the model's context of 512"),
+    ("roofline --lengths 64 99999999", "--lengths 99999999: must be at most 512, the model's context of 512 tokens"),
+    ("cross-layer --quality 64 600", "--quality 600: must be at most 512, the model's context of 512 tokens"),
+])
+def test_mistakes_are_told_before_anything_is_measured(tiny, words, message, capsys):
+    assert main(words.split()) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and message in shown.err
+
+
 def test_texts_that_are_too_short_are_refused(tiny, tmp_path, capsys):
     (tmp_path / "short").write_text("short")
-    assert main(["streaming", "--studies", "columns", "--texts", str(tmp_path / "short"), "--methods", "palu:rank=0.5"]) == 2
-    assert "the corpus has 5 tokens; one window needs 2048" in capsys.readouterr().err
+    assert main(["streaming", "--studies", "columns", "--texts", str(tmp_path / "short"), "--methods", "palu:rank=0.5",
+                 "--text-length", "48"]) == 2
+    assert "length=48: must be at most 5, as the corpus has 5 tokens" in capsys.readouterr().err
