@@ -5,6 +5,7 @@ from typing import Any
 
 from lowrank_kv_jax.calibration.calibrate import fit_bases, moments_for, serve
 from lowrank_kv_jax.calibration.corpus import Corpus, token_windows
+from lowrank_kv_jax.checks.models import weights_dtype
 from lowrank_kv_jax.estimators.host_eigh import remembering
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.method import Part
@@ -86,7 +87,7 @@ def moments_of(
 ) -> Moments:
     """What the fits of these methods read; an evaluation asks again and again, for the same text."""
     tokens = token_windows(model.tokenizer, corpus.texts, min(length, model.config.context), windows, seed)
-    key = model.fingerprint, corpus.sha256, tokens.shape, seed
+    key = model.fingerprint, weights_dtype(model), corpus.sha256, tokens.shape, seed
     moments = _LAST.get(key)
     if moments is None or not all(serve(moments, method, model.config.attention) for method in methods.values()):
         moments = moments_for(model, list(methods.values()), tokens, progress, seed=seed)

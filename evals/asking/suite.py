@@ -11,6 +11,7 @@ from typing import Any
 
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus
 from lowrank_kv_jax.checks.bounds import check_int
+from lowrank_kv_jax.checks.models import weights_dtype
 from lowrank_kv_jax.evals.asking.ask import Asker, Reply
 from lowrank_kv_jax.evals.asking.batches import SHAPES, Batch, make_batches
 from lowrank_kv_jax.evals.asking.methods import bases_of, calibration_settings, check_methods, conditions_of
@@ -76,11 +77,13 @@ class Suite:
     def cache_dtype(self) -> str:
         return self.dtype or default_cache_dtype()
 
-    def conditions(self, method: Part | None) -> dict[str, Any]:
-        """What a record of a method holds beside its key; records of other conditions are not this run's."""
-        shapes = None if self.shapes == "few" else self.shapes
-        return {"style": self.style, "cache_dtype": self.cache_dtype, "prefill_chunk": self.prefill_chunk,
-                "shapes": shapes, **conditions_of({**self.settings, "block": self.block}, method)}
+    def conditions(self, model: Any, method: Part | None) -> dict[str, Any]:
+        """What a record of a method holds beside its key; records of other conditions are not this run's. The weights of
+        a peer, whose method is None, are float32."""
+        shapes, weights = None if self.shapes == "few" else self.shapes, weights_dtype(model) if method else "float32"
+        return {"style": self.style, "weights_dtype": weights, "cache_dtype": self.cache_dtype,
+                "prefill_chunk": self.prefill_chunk, "shapes": shapes,
+                **conditions_of({**self.settings, "block": self.block}, method)}
 
     def batches(self, model: Any, multiple: int = 1) -> list[Batch]:
         """Of its questions, in rows of a `multiple`.
@@ -97,7 +100,7 @@ class Suite:
 
     def wanted(self, model: Any, methods: Mapping[str, Part | None]) -> dict[Key, dict[str, Any]]:
         """The keys of this run's records, and what each of these must hold; a method of a peer is None."""
-        return {self.key(model, spec, question): self.conditions(method) | {"prompt_sha256": question.sha256}
+        return {self.key(model, spec, question): self.conditions(model, method) | {"prompt_sha256": question.sha256}
                 for question in self.questions for spec, method in methods.items()}
 
 
@@ -192,5 +195,5 @@ def _record(model: Any, suite: Suite, method: Part, reply: Reply) -> dict[str, A
         suite.command, model=model.name, fingerprint=model.fingerprint, method=reply.spec, task=question.task,
         length=question.length, index=question.index, samples=1, seed=suite.seed, protocol=suite.protocol,
         score=100 * question.score(reply.text), prediction=reply.text, **size_fields(reply.size), **reply.figures,
-        **suite.conditions(method), prompt_sha256=question.sha256, **question.details,
+        **suite.conditions(model, method), prompt_sha256=question.sha256, **question.details,
     )

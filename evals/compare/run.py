@@ -14,6 +14,7 @@ import numpy as np
 
 from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
 from lowrank_kv_jax.checks.bounds import check_int
+from lowrank_kv_jax.checks.models import weights_dtype
 from lowrank_kv_jax.evals.asking.ask import Asker
 from lowrank_kv_jax.evals.asking.batches import check_lengths, make_batches, one_shape
 from lowrank_kv_jax.evals.asking.methods import bases_of, calibration_settings, check_methods, own_block
@@ -270,7 +271,8 @@ def records(model: Any, results: Sequence[Result], settings: Settings) -> list[d
     corpus, prefix = load_corpus(settings.text), settings.prefix(model.config.context)
     common = {
         "model": model.name, "fingerprint": model.fingerprint, "seed": settings.seed, "protocol": PROTOCOL,
-        "cache_dtype": settings.dtype, "timed_cache_dtype": settings.cache_dtype_timed,
+        "weights_dtype": weights_dtype(model), "cache_dtype": settings.dtype,
+        "timed_cache_dtype": settings.cache_dtype_timed,
         "timed_length": settings.length_timed, "prefill_chunk": settings.prefill_chunk,
     }
     fitted_to = load_corpus(settings.calibrate)

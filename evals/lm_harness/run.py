@@ -12,6 +12,7 @@ import numpy as np
 
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus
 from lowrank_kv_jax.checks.extras import check_extra
+from lowrank_kv_jax.checks.models import weights_dtype
 from lowrank_kv_jax.evals.asking.methods import bases_of, calibration_settings, check_methods, conditions_of
 from lowrank_kv_jax.evals.lm_harness.tasks import TASKS, load_tasks
 from lowrank_kv_jax.evals.results.records import append_record, make_record
@@ -54,8 +55,8 @@ def evaluate_lm_eval(
     loaded = load_tasks(tasks, None if data is None else Path(data), fewshot, seed)
     documents = {name: list(task.eval_docs)[:samples] for name, task in loaded.items()}
     corpus, dtype = calibrate or load_corpus("pydoc:first"), dtype or default_cache_dtype()
-    conditions = {"fewshot": fewshot, "fewshot_drawn_for": CHUNK if fewshot else None, "cache_dtype": dtype,
-                  "prefill_chunk": prefill_chunk,
+    conditions = {"fewshot": fewshot, "fewshot_drawn_for": CHUNK if fewshot else None,
+                  "weights_dtype": weights_dtype(model), "cache_dtype": dtype, "prefill_chunk": prefill_chunk,
                   **calibration_settings(corpus, methods)}
     wanted: dict[Key, dict[str, Any]] = {
         _key(model, spec, task, index, seed): conditions_of(conditions, method) | {"document_sha256": _digest(document)}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus, token_windows
+from lowrank_kv_jax.checks.models import weights_dtype
 from lowrank_kv_jax.evals.asking.methods import bases_of, calibration_settings, check_methods, conditions_of
 from lowrank_kv_jax.evals.outputs.errors import layout_of_text, output_errors
 from lowrank_kv_jax.evals.results.records import append_record, make_record
@@ -51,8 +52,8 @@ def evaluate_outputs(
     text, corpus = text or load_corpus("pydoc:second"), calibrate or load_corpus("pydoc:first")
     dtype = dtype or default_cache_dtype()
     cut = token_windows(model.tokenizer, text.texts, length, windows, seed)
-    settings = {"queries": queries, "cache_dtype": dtype, "text": {"name": text.name, "sha256": text.sha256},
-                **calibration_settings(corpus, methods)}
+    settings = {"queries": queries, "weights_dtype": weights_dtype(model), "cache_dtype": dtype,
+                "text": {"name": text.name, "sha256": text.sha256}, **calibration_settings(corpus, methods)}
     conditions = {spec: conditions_of(settings, method) for spec, method in methods.items()}
     digests = [hashlib.sha256(np.ascontiguousarray(window).tobytes()).hexdigest() for window in cut]
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus
 from lowrank_kv_jax.checks.bounds import check_int
+from lowrank_kv_jax.checks.models import weights_dtype
 from lowrank_kv_jax.evals.asking.clock import PrefillClock
 from lowrank_kv_jax.evals.asking.methods import bases_of, calibration_settings, check_methods, conditions_of
 from lowrank_kv_jax.evals.perplexity.score import score_many
@@ -118,8 +119,8 @@ def evaluate_perplexity(
         cut = cut_windows(ids, mode, length, step)[:windows]
     corpus, dtype = calibrate or load_corpus("pydoc:first"), dtype or default_cache_dtype()
     conditions = {
-        "step": step, "cache_dtype": dtype, "prefill_chunk": prefill_chunk, "block": block,
-        "text": {"name": text.name, "sha256": text.sha256}, **calibration_settings(corpus, methods),
+        "step": step, "weights_dtype": weights_dtype(model), "cache_dtype": dtype, "prefill_chunk": prefill_chunk,
+        "block": block, "text": {"name": text.name, "sha256": text.sha256}, **calibration_settings(corpus, methods),
     }
     run = _Run(model, f"perplexity-{mode}", length, conditions)
     known = {} if json is None else finished(json, run.wanted(methods, cut))

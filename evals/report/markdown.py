@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from lowrank_kv_jax.evals.report.perplexities import PerplexityEntry, PerplexitySection
 from lowrank_kv_jax.evals.report.sections import Entry, Section
-from lowrank_kv_jax.evals.report.statistics import Interval
+from lowrank_kv_jax.evals.report.statistics import FEW, Interval
 from lowrank_kv_jax.evals.ruler.tasks import RULER_6
 
 
@@ -34,15 +34,20 @@ def legend(section: Section | PerplexitySection) -> str:
         tokens = max(sum(count for _, count in entry.windows.values()) for entry in section.entries)
         windows = max(len(entry.windows) for entry in section.entries)
         text = f"{tokens} tokens scored in {windows} windows. {SIZES} Brackets: 95% bootstrap intervals over windows"
+        text += _too_narrow(windows)
         if any(math.isinf(entry.perplexity.mean) for entry in section.entries):
             text += "; inf: a window diverged"
     else:
         several = "s" if len(section.tasks) > 1 else ""
         text = (f"{section.samples} samples in {len(section.tasks)} task{several}. {SIZES} Scores 0-100; brackets: "
-                "95% bootstrap intervals")
+                f"95% bootstrap intervals{_too_narrow(section.samples)}")
     if section.baseline is None:
         return text + "."
     return text + f", paired for the difference to {section.baseline}; p: Wilcoxon signed-rank test."
+
+
+def _too_narrow(samples: int) -> str:
+    return f", too narrow of so few ({samples})" if samples < FEW else ""
 
 
 def _perplexity_cells(section: PerplexitySection) -> tuple[list[str], list[list[str]]]:

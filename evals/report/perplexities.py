@@ -11,7 +11,7 @@ from lowrank_kv_jax.evals.report.results import Conditions, Record, conditions_o
 from lowrank_kv_jax.evals.report.statistics import Interval, ratio_interval, wilcoxon_p
 from lowrank_kv_jax.evals.results.summary import mean_smaller
 
-FIELDS = ("fingerprint", "cache_dtype", "prefill_chunk", "block")
+FIELDS = ("fingerprint", "weights_dtype", "cache_dtype", "prefill_chunk", "block")
 """Those of `results.CONDITIONS` that records of likelihoods have."""
 
 

@@ -14,8 +14,8 @@ Record = Mapping[str, Any]
 Conditions = tuple[tuple[str, str], ...]
 
 CONDITIONS = (
-    "fingerprint", "style", "cache_dtype", "haystack", "source", "fewshot", "prefill_chunk", "shapes", "block", "turns",
-    "between",
+    "fingerprint", "style", "weights_dtype", "cache_dtype", "haystack", "source", "fewshot", "prefill_chunk", "shapes",
+    "block", "turns", "between",
 )
 """Fields that results share where they can be compared; those of `_OWN` are none, they are each method's own."""
 

@@ -11,6 +11,11 @@ RESAMPLES, CONFIDENCE = 2000, 0.95
 EXACT = 300  # changed samples up to which the distribution is computed: with n of them, n (n + 1) values n times
 
 
+FEW = 8
+"""Samples below which the bootstrap's intervals are too narrow: of 2 they hold the mean half of the time, of 4 in four of
+five, of 8 in seven of eight times."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Interval:
     """A mean with its bootstrap interval; the bounds are None where nothing can be drawn again."""

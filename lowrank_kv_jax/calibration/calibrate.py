@@ -24,7 +24,7 @@ from lowrank_kv_jax.calibration.sampled import sampled_windows
 from lowrank_kv_jax.calibration.sensitivity import collect_sensitivity
 from lowrank_kv_jax.calibration.taps import checked_windows, iterate_taps
 from lowrank_kv_jax.checks.bounds import check_int
-from lowrank_kv_jax.checks.models import check_model
+from lowrank_kv_jax.checks.models import check_model, weights_dtype
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.methods.group_bases import check_ropes
@@ -202,8 +202,8 @@ def serve(moments: Moments, method: Part, spec: AttentionSpec) -> bool:
 def _checkpoints(
     model: Any, method: Part, tokens: np.ndarray, seed: int, prefix: str | os.PathLike | None, fisher: FisherSample
 ):
-    key: dict[str, Any] = {"fingerprint": getattr(model, "fingerprint", None), "shape": list(tokens.shape),
-           "sha256": hashlib.sha256(np.ascontiguousarray(tokens).tobytes()).hexdigest()}
+    key: dict[str, Any] = {"fingerprint": getattr(model, "fingerprint", None), "weights": weights_dtype(model),
+           "shape": list(tokens.shape), "sha256": hashlib.sha256(np.ascontiguousarray(tokens).tobytes()).hexdigest()}
     if groups := groups_read(model.config.attention, method):
         key["groups"] = [list(group) for group in groups]
     if by_values := groups_read_by_values(model.config.attention, method):

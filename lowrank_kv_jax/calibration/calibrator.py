@@ -20,6 +20,7 @@ from lowrank_kv_jax.estimators.moments import (
     layer_moments,
     moments_across,
     moments_by_values,
+    whole_moments,
 )
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.filling import checked_lengths
@@ -34,7 +35,7 @@ _moments_across, _moments_by_values = jax.jit(moments_across), jax.jit(moments_b
 class Calibrator:
     """Sums what a decoder of your own shows of texts; `bases` fits methods to the sums.
 
-    Products of one text are taken in float32 on the device, texts are summed in float64 on the host.
+    Products of one text are taken in float32 on the device, around its mean; texts are summed in float64 on the host.
 
     Args:
         spec: the decoder's attention.
@@ -88,7 +89,8 @@ class Calibrator:
                 positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
                 counts = checked_lengths(lengths, batch, width)
                 valid, in_rows = positions < counts[:, None], to_host(counts).tolist()
-            for name, product in _layer_moments(spec, own._replace(x=None, reread=None), positions, valid).items():
+            found = _layer_moments(spec, own._replace(x=None, reread=None), positions, valid)
+            for name, product in whole_moments(found).items():
                 layers.setdefault(name, []).append(_finite(product, name, layer))
             if own.reread is not None:
                 above.append(votes_above(own, in_rows, layer))
@@ -97,7 +99,7 @@ class Calibrator:
                                         (self.by_values, _moments_by_values, _by_values_name)):
                 for group in (one for one in groups if one[-1] == layer):
                     for name, product in sums(recent[-len(group):], valid).items():
-                        others[named(group, name)] = _finite(product, name, layer)
+                        others[named(group, name)] = _finite(product.whole()[0], name, layer)
         if count != self.spec.num_layers:
             raise ValueError(f"taps of {count} layers: this decoder has num_layers={self.spec.num_layers}")
         self._check_votes(len(above))
@@ -166,9 +168,7 @@ def _by_values_name(group: tuple[int, ...], name: str) -> str:
     return f"{name} by v of layers {group[0]} to {group[-1]}"
 
 
-def _finite(product: jax.Array, name: str, layer: int) -> np.ndarray:
-    """Float64 on the host."""
-    found = to_host(product).astype(np.float64)
+def _finite(found: np.ndarray, name: str, layer: int) -> np.ndarray:
     if not np.isfinite(found).all():
         raise ValueError(f"calibration: the second moments of tap {name!r} in layer {layer} are not finite; "
                          "the weights or the activations hold NaN, or they overflow")

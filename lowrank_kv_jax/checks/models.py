@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax
+
 from lowrank_kv_jax.checks.shown import short
 
 
@@ -11,3 +13,9 @@ def check_model(model: Any, *needed: str) -> None:
     if missing:
         raise ValueError(f"model={short(model)}: has no {', '.join(missing)}; must be what `load_model` returned, or an "
                          "object with these")
+
+
+def weights_dtype(model: Any) -> str | None:
+    """The dtype of its largest array, by name: its fingerprint says nothing of it. None where `params` holds none."""
+    arrays = [x for x in jax.tree.leaves(getattr(model, "params", None)) if hasattr(x, "dtype")]
+    return max(arrays, key=lambda x: x.size).dtype.name if arrays else None

@@ -65,11 +65,13 @@ class FrequentDirections(SizedEstimator):
             raise ValueError(f"subsample={self.subsample!r}: must be an int of at least 1")
 
     def init(self, lead, width, start=None):
-        rows = jnp.zeros((*lead, self.size, width), jnp.float32)
-        if start is not None:
-            moment = start_moment(jnp.broadcast_to(start, (*lead, *start.shape[-2:])))
-            rows, _ = leading_rows(moment, self.size, shrink=False)
-        return Sketch(rows, jnp.zeros(lead, jnp.float32))
+        if start is None:
+            return Sketch(jnp.zeros((*lead, self.size, width), jnp.float32), jnp.zeros(lead, jnp.float32))
+        moment = start_moment(jnp.broadcast_to(start, (*lead, *start.shape[-2:])))
+        rows, lost = leading_rows(moment, self.size, shrink=False)
+        if start.shape[-1] > self.size:  # directions that have no row lose as much as the first of them
+            _, lost = leading_rows(moment, self.size, shrink=True)
+        return Sketch(rows, lost)
 
     def update(self, learned, x, weight=None):
         x, weight = check_batch(x, weight)

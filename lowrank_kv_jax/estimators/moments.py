@@ -1,17 +1,20 @@
 """Second moments of a model's activations: all that calibration keeps of a corpus."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Float32, Int
+from jaxtyping import Bool, Float, Int
 
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
 from lowrank_kv_jax.estimators.rank_for_output import OutputErrors
 from lowrank_kv_jax.storage import precise
+from lowrank_kv_jax.storage.sharding import to_host
+
+SIDES = ("k", "k_pre", "v")
 
 
 class Fisher(NamedTuple):
@@ -175,10 +178,36 @@ def head_blocks(matrices: Float[np.ndarray, "L W W"], heads: int) -> Float[np.nd
     return np.moveaxis(np.diagonal(blocks, axis1=1, axis2=3), -1, 1)
 
 
+class Products(NamedTuple):
+    """Sums of x y^T over tokens, float32, around a shift of each factor: products of means a hundred times the deviations
+    would leave float32 no digit for these.
+
+    Attributes:
+        rest: sum of (x - a)(y - b)^T, `[W, V]`.
+        a, b: the shifts, means as float32 tells them, `[W]`, `[V]`.
+        rest_a, rest_b: sums of x - a and of y - b.
+        tokens: float32.
+    """
+
+    rest: jax.Array
+    a: jax.Array
+    b: jax.Array
+    rest_a: jax.Array
+    rest_b: jax.Array
+    tokens: jax.Array
+
+    def whole(self) -> tuple[np.ndarray, np.ndarray]:
+        """Sums of x y^T `[W, V]` and of x `[W]`, float64 on the host."""
+        rest, a, b, rest_a, rest_b, tokens = (to_host(x).astype(np.float64) for x in self)
+        sums = tokens * a + rest_a
+        return rest + np.outer(a, rest_b) + np.outer(sums, b), sums
+
+
 def layer_moments(
     spec: AttentionSpec, taps: Taps, positions: Int[jax.Array, "B T"], valid: Bool[jax.Array, "B T"]
-) -> dict[str, Float32[jax.Array, "..."]]:
-    """Sums of tokens and of their outer products of one layer over the valid tokens, float32.
+) -> dict[str, Any]:
+    """Outer products of the tokens of one layer over the valid ones: `Products` of keys and values, float32
+    `[K, D, D]` of queries.
 
     Args:
         taps: of T tokens, `[B, T, ...]`.
@@ -189,48 +218,52 @@ def layer_moments(
     if spec.rope is not None:
         cos, sin = rope_angles(spec.rope, positions[:, :, None])
         q_pre = rotate(taps.q, cos, -sin)
-    keep = valid[:, :, None].astype(jnp.float32)
-
-    def wide(x):
-        x = x.reshape(*x.shape[:2], -1).astype(jnp.float32) * keep
-        return x.reshape(-1, x.shape[-1])
-
-    def joint(x):
-        return _products(wide(x), wide(x))
 
     def queries(q):
-        q = q.reshape(*q.shape[:2], spec.kv_heads, spec.group_size, spec.head_dim).astype(jnp.float32)
-        q = (q * keep[..., None, None]).transpose(2, 0, 1, 3, 4).reshape(spec.kv_heads, -1, spec.head_dim)
+        q = jnp.where(valid[:, :, None, None], q, 0).astype(jnp.float32)
+        q = q.reshape(*q.shape[:2], spec.kv_heads, spec.group_size, spec.head_dim)
+        q = q.transpose(2, 0, 1, 3, 4).reshape(spec.kv_heads, -1, spec.head_dim)
         return precise.matmul(q.swapaxes(1, 2), q)
 
-    return {
-        "k": joint(taps.k), "k_pre": joint(taps.k_pre), "v": joint(taps.v),
-        "q": queries(taps.q), "q_pre": queries(q_pre),
-        "k_sum": wide(taps.k).sum(0), "k_pre_sum": wide(taps.k_pre).sum(0), "v_sum": wide(taps.v).sum(0),
-    }
+    def joint(name):
+        own = _shifted([taps], name, valid)
+        return _products(own, own, valid)
+
+    return {**{name: joint(name) for name in SIDES}, "q": queries(taps.q), "q_pre": queries(q_pre)}
 
 
-def moments_across(
-    taps: Sequence[Taps], valid: Bool[jax.Array, "B T"]
-) -> dict[str, Float32[jax.Array, "GW GW"]]:
-    """`Across` of layers over the valid tokens of their taps `[B, T, ...]`, float32; valid bool `[B, T]`."""
-    found = ((name, _side_by_side(taps, name, valid)) for name in Across._fields)
-    return {name: _products(x, x) for name, x in found}
+def moments_across(taps: Sequence[Taps], valid: Bool[jax.Array, "B T"]) -> dict[str, Products]:
+    """`Across` of layers over the valid tokens of their taps `[B, T, ...]`; valid bool `[B, T]`."""
+    found = ((name, _shifted(taps, name, valid)) for name in Across._fields)
+    return {name: _products(x, x, valid) for name, x in found}
 
 
-def moments_by_values(
-    taps: Sequence[Taps], valid: Bool[jax.Array, "B T"]
-) -> dict[str, Float32[jax.Array, "GW GW"]]:
+def moments_by_values(taps: Sequence[Taps], valid: Bool[jax.Array, "B T"]) -> dict[str, Products]:
     """`KeysByValues` of layers, otherwise as `moments_across`."""
-    values = _side_by_side(taps, "v", valid)
-    return {name: _products(_side_by_side(taps, name, valid), values) for name in KeysByValues._fields}
+    values = _shifted(taps, "v", valid)
+    return {name: _products(_shifted(taps, name, valid), values, valid) for name in KeysByValues._fields}
 
 
-def _side_by_side(taps: Sequence[Taps], name: str, valid: jax.Array) -> jax.Array:
-    """The valid tokens of a tap of several layers, float32 `[B * T, G * W]`; zeros in the place of others."""
+def whole_moments(found: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Float64 on the host of `layer_moments`, and the sums of its tokens themselves."""
+    whole = {}
+    for name, product in found.items():
+        if isinstance(product, Products):
+            whole[name], whole[f"{name}_sum"] = product.whole()
+        else:
+            whole[name] = to_host(product).astype(np.float64)
+    return whole
+
+
+def _shifted(taps: Sequence[Taps], name: str, valid: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The valid tokens of a tap of several layers less their mean, float32 `[B * T, G * W]`, zeros in the place of the
+    others; and that mean `[G * W]`."""
     parts = [jnp.where(valid[:, :, None, None], getattr(own, name), 0).astype(jnp.float32) for own in taps]
-    return jnp.concatenate([x.reshape(x.shape[0] * x.shape[1], -1) for x in parts], axis=-1)
+    x = jnp.concatenate([x.reshape(x.shape[0] * x.shape[1], -1) for x in parts], axis=-1)
+    mean = x.sum(0) / jnp.maximum(valid.sum(), 1)
+    return jnp.where(valid.reshape(-1, 1), x - mean, 0), mean
 
 
-def _products(x: jax.Array, y: jax.Array) -> jax.Array:
-    return precise.matmul(x.T, y)
+def _products(x: tuple[jax.Array, jax.Array], y: tuple[jax.Array, jax.Array], valid: jax.Array) -> Products:
+    (x, a), (y, b) = x, y
+    return Products(precise.matmul(x.T, y), a, b, x.sum(0), y.sum(0), valid.sum(dtype=jnp.float32))

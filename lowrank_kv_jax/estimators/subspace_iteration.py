@@ -38,8 +38,9 @@ def leading_subspace(
     """An orthonormal basis of (nearly) the principal subspace of a second moment, leading directions first.
 
     Small or nearly full problems are decomposed exactly. Otherwise the residual energy tr(M) - tr(U^T M U)
-    is within 1.01 times the optimum (Eckart and Young) plus 1e-6 tr(M), also where M has a lower rank than
-    asked for: what is missing is filled with arbitrary orthonormal directions.
+    is within 1.01 times the optimum (Eckart and Young) plus 1e-6 tr(M) where eigenvalues fall, and within 1.04 where
+    those behind the rank are all nearly as large as those before it, also where M has a lower rank than asked for: what
+    is missing is filled with arbitrary orthonormal directions.
 
     Args:
         moment: symmetric positive semidefinite float32 `[..., W, W]`.

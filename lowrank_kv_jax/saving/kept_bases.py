@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.calibration.corpus import Corpus
+from lowrank_kv_jax.checks.models import weights_dtype
 from lowrank_kv_jax.files import user_cache_directory
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.methods.compose import machine_of
@@ -71,8 +72,9 @@ class KeptBases:
 
     def _path(self, method: Part) -> Path:
         spec = self._model.config.attention
-        key = {"fingerprint": self._model.fingerprint, "corpus": self._corpus.sha256, "settings": self._settings,
-               "dtype": self._dtype, "fit": method.fit_key(spec), "sources": _sources()}
+        key = {"fingerprint": self._model.fingerprint, "weights": weights_dtype(self._model),
+               "corpus": self._corpus.sha256, "settings": self._settings, "dtype": self._dtype,
+               "fit": method.fit_key(spec), "sources": _sources()}
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         return user_cache_directory() / "bases" / digest[:32]
 

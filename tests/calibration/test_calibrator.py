@@ -9,6 +9,7 @@ from helpers import PLAIN
 from suites import Loaded
 
 import lowrank_kv_jax as lkv
+from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.calibration.calibrate import moments_for
 from lowrank_kv_jax.calibration.corpus import token_windows
 from lowrank_kv_jax.calibration.layer_votes import EDGES
@@ -53,6 +54,26 @@ def test_padding_does_not_count_and_layers_are_taken_together():
         np.testing.assert_allclose(moments.between(name, (0, 1)), sum(x.T @ x for x in pairs), rtol=1e-4, atol=1e-4)
     q = sum(np.einsum("tkgd,tkge->kde", x, x) for x in (counted(text[1].q).reshape(-1, 4, 2, 8) for text in texts))
     np.testing.assert_allclose(moments.q[1], q, rtol=1e-4, atol=1e-4)
+
+
+def test_deviations_beside_large_means_keep_their_digits_and_padding_may_be_nan():
+    """As keys with biases have them: products of the tokens themselves leave float32 none of the small deviations."""
+    rng, spec = np.random.default_rng(0), dataclasses.replace(SPEC, num_layers=2, windows=(None, None))
+    deviations = np.geomspace(1, 0.01, spec.head_dim * spec.kv_heads).reshape(spec.kv_heads, -1)
+    texts = [[300 + rng.normal(size=(2, LENGTH, spec.kv_heads, spec.head_dim)) * deviations for _ in range(2)] for _ in range(2)]
+    calibrator = lkv.Calibrator(spec, groups=[(0, 1)], by_values=[(0, 1)])
+    valid = np.arange(LENGTH)[:, None, None] < np.asarray(COUNTS)[:, None, None, None]
+    for text in texts:
+        kv = [jnp.asarray(np.where(valid, x, np.nan), jnp.float32) for x in text]
+        q = jnp.where(valid, jnp.ones((2, LENGTH, spec.q_heads, spec.head_dim)), jnp.nan)
+        calibrator.add([Taps(q, x, x, x, None) for x in kv], np.asarray(COUNTS))
+    moments = calibrator.moments()
+    tokens = np.concatenate([np.concatenate([counted(jnp.asarray(x, jnp.float32)) for x in text], axis=1) for text in texts])
+    wanted = np.cov(tokens.T, bias=True)
+    mean = moments.mean("k").ravel()
+    for sums in (moments.between("k", (0, 1)), moments.by_values("k_pre", (0, 1))):
+        np.testing.assert_allclose(sums / moments.tokens - np.outer(mean, mean), wanted, rtol=1e-3, atol=1e-8)
+    np.testing.assert_allclose(moments.k[1], moments.between("k", (0, 1))[32:, 32:], rtol=1e-12)
 
 
 def test_bases_are_the_methods_and_of_half_split_channels():

@@ -71,6 +71,14 @@ def test_the_fit_is_within_a_percent_of_the_best_there_is(kind, rank):
     assert lost <= 1.01 * best + 1e-6 * energy
 
 
+@pytest.mark.parametrize("behind", [0.7, 0.8, 0.9])
+def test_the_fit_is_within_four_percent_where_what_is_left_out_is_as_large(behind):
+    values = np.where(np.arange(320) < 128, 1.0, behind)
+    q = np.linalg.qr(np.random.default_rng(0).normal(size=(320, 320)))[0]
+    u = np.asarray(subspace(jnp.asarray((q * values) @ q.T, jnp.float32), 128), np.float64)
+    assert values.sum() - np.sum((q.T @ u) ** 2 * values[:, None]) <= 1.04 * values[128:].sum()
+
+
 @pytest.mark.parametrize("width", [6, 7])
 def test_the_moment_of_wide_tokens(width):
     x = np.random.default_rng(0).normal(size=(2, 9, 1, width)).astype(np.float32)

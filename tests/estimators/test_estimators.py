@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from lowrank_kv_jax.cli import estimators as command
 from lowrank_kv_jax.estimators import ESTIMATORS, make_estimator
+from lowrank_kv_jax.estimators.estimator import start_moment
 from lowrank_kv_jax.estimators.gha import gha_update, start_columns
 from lowrank_kv_jax.estimators.svd import principal_subspace
 from lowrank_kv_jax.evals.results.records import read_records
@@ -132,6 +133,13 @@ def test_frequent_directions_keeps_its_bounds(seed, decay, size, batch, spike):
         assert left <= values[rank] ** 2 + bound + noise
     if size >= WIDTH:  # as many rows as channels hold everything
         assert float(learned.shrunk) == 0 and spectral_norm(difference) <= noise
+
+
+def test_a_start_of_more_directions_than_rows_counts_in_the_bound():
+    start = jnp.eye(16)[:, :8]
+    learned = make_estimator("frequent_directions", size=4).init((), 16, start)
+    lost = np.asarray(start_moment(start) - learned.rows.T @ learned.rows, np.float64)
+    assert 0 < np.linalg.eigvalsh(lost)[-1] <= float(learned.shrunk) * (1 + 1e-6)
 
 
 @settings(max_examples=15, deadline=None)

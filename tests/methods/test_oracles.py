@@ -13,7 +13,7 @@ from lowrank_kv_jax.attention.rope import RopeSpec, rope_angles, rotate
 from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
 from lowrank_kv_jax.estimators import ESTIMATORS
 from lowrank_kv_jax.estimators.linalg import orthonormalise
-from lowrank_kv_jax.estimators.moments import Moments, layer_moments
+from lowrank_kv_jax.estimators.moments import Moments, layer_moments, whole_moments
 from lowrank_kv_jax.estimators.oja import oja_update
 from lowrank_kv_jax.estimators.svd import principal_subspace, second_moment
 from lowrank_kv_jax.generation.forward import extend, prefill, refresh
@@ -180,7 +180,7 @@ def test_calibrated_bases_are_right_singular_vectors_of_queries_and_keys(energy)
         q, k, v = activations(rng, spec, 50)
         layers.append((q, k, v))
         taps = Taps(*(jnp.asarray(x[None], jnp.float32) for x in (q, k, k, v, v)))
-        sums.append(layer_moments(spec, taps, jnp.arange(50)[None], jnp.ones((1, 50), bool)))
+        sums.append(whole_moments(layer_moments(spec, taps, jnp.arange(50)[None], jnp.ones((1, 50), bool))))
     moments = Moments(50, **{name: np.stack([s[name] for s in sums]) for name in sums[0]})
     bases = REGISTRY["static-pca-h"](rank=None, energy=energy).fit(spec, moments)
     for (q, k, v), basis in zip(layers, bases, strict=True):
@@ -209,7 +209,7 @@ def test_moments_of_queries_before_rope():
     )
     cos, sin = rope_angles(spec.rope, positions[:, :, None])
     taps = Taps(rotate(q_pre, cos, sin), rotate(k_pre, cos, sin), k_pre, v, v)
-    got = layer_moments(spec, taps, positions, jnp.arange(7)[None] < 5)
+    got = whole_moments(layer_moments(spec, taps, positions, jnp.arange(7)[None] < 5))
     flat = np.asarray(k_pre[0, :5], np.float64).reshape(5, -1)
     np.testing.assert_allclose(got["k_pre"], flat.T @ flat, atol=1e-4)
     grouped = np.asarray(q_pre[0, :5], np.float64).reshape(5, spec.kv_heads, -1, spec.head_dim)

@@ -142,6 +142,9 @@ def test_a_block_is_a_condition(tmp_path):
     assert short[1]["bytes_by_kind"]["exact"] < plain[1]["bytes_by_kind"]["exact"]
     with pytest.raises(ValueError, match="another run .block was 8 and is now None"):
         evaluate_perplexity(*args, rows=1, dtype="float32", json=path)
+    rounded = Loaded(params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), Loaded().params))
+    with pytest.raises(ValueError, match="another run .weights_dtype was 'float32' and is now 'bfloat16'"):
+        evaluate_perplexity(rounded, *args[1:], rows=1, dtype="float32", block=8, json=path)
 
 
 def test_mistakes_are_named():

@@ -82,6 +82,7 @@ def test_a_window_that_diverged_is_infinite(write, tmp_path):
     header, rows = cells(section)
     assert header[1] == "windows" and [row[1] for row in rows] == ["3", "3", "2", "2"]
     assert rows[1][-3:] == ["inf", "+inf", ""] and "inf: a window diverged" in markdown([section])
+    assert "intervals over windows, too narrow of so few (3)" in markdown([section])
     assert draw_figures([section], tmp_path)[section.title]
     section, = read_report([path], "bad")
     assert section.entries[0].difference == Interval(-math.inf) and section.entries[2].difference is None
