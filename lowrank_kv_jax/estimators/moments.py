@@ -265,5 +265,5 @@ def _shifted(taps: Sequence[Taps], name: str, valid: jax.Array) -> tuple[jax.Arr
 
 
 def _products(x: tuple[jax.Array, jax.Array], y: tuple[jax.Array, jax.Array], valid: jax.Array) -> Products:
-    (x, a), (y, b) = x, y
-    return Products(precise.matmul(x.T, y), a, b, x.sum(0), y.sum(0), valid.sum(dtype=jnp.float32))
+    (of_x, a), (of_y, b) = x, y
+    return Products(precise.matmul(of_x.T, of_y), a, b, of_x.sum(0), of_y.sum(0), valid.sum(dtype=jnp.float32))

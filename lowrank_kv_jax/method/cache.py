@@ -89,14 +89,26 @@ def take_rows(cache: _Cache, rows: Sequence[int]) -> _Cache:
     return _rebatch(cache, lambda axis, x: jnp.take(x, index, axis=axis), len(rows))
 
 
+_ALIKE = {
+    "turn": "both must stand before the same layer of their group",
+    "goes_on": "the prompts of both must go on, or of none",
+}
+"""What all rows of a layer's cache have in common."""
+
+
 def insert_rows(cache: _Cache, other: _Cache) -> _Cache:
     """The rows of both caches, those of `other` last; the next refresh is due when the nearer of the two was.
 
     Raises:
-        ValueError: the two differ in method or layout.
+        ValueError: the two differ in method or layout; caches of a layer that stand between two of a group, or whose
+            prompt goes on, beside one that does not.
     """
     check_cache(other, "other")
     check_method(cache, other.method)
+    for name, must in _ALIKE.items():
+        own, its = (getattr(one, name, None) for one in (cache, other))
+        if own != its:
+            raise ValueError(f"{name}={own} and {name}={its}: {must}")
     batch = cache.layout.batch + other.layout.batch
     if dataclasses.replace(cache.layout, batch=batch) != dataclasses.replace(other.layout, batch=batch):
         raise ValueError(f"layouts differ: {cache.layout} and {other.layout}; prefill both with one prompt width, "

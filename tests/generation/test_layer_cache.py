@@ -303,3 +303,15 @@ def test_other_shapes_and_caches_than_the_plans_are_refused():
         lkv.plan_layers("ojakv:rank=0.5", SPEC, **SIZES)
     with pytest.raises(TypeError, match="dtype='int8': must be a floating dtype"):
         lkv.plan_layers("full", SPEC, **SIZES | {"dtype": "int8"})
+
+
+def test_rows_of_caches_that_stand_elsewhere_are_not_joined():
+    """Between two layers of a group a row holds a token more in one of them; a prompt that goes on has no end yet."""
+    cache = lkv.prefill_layer(lkv.plan_layers("full", SPEC, **SIZES)[0], prompt_taps())
+    assert lkv.insert_rows(cache, cache).length.shape == (4,)
+    for change, words in (({"turn": 1}, "turn=0 and turn=1: both must stand before the same layer"),
+                          ({"goes_on": True}, "goes_on=False and goes_on=True: the prompts of both must go on, or of none")):
+        other = dataclasses.replace(cache, **change)
+        for pair in ((cache, other), (other, cache)):
+            with pytest.raises(ValueError, match=words if pair[0] is cache else next(iter(change))):
+                lkv.insert_rows(*pair)
