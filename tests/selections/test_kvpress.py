@@ -150,7 +150,7 @@ def test_kvzip(model, tmp_path, kept):
 def test_streamingllm(layers):
     press = kvpress.StreamingLLMPress(0.5, n_sink=4)
     theirs = score(press, layers[0]).topk(LENGTH // 2, dim=-1).indices[0, 0].sort().values.tolist()
-    held = compressed(f"streamingllm:budget={LENGTH // 2},sinks=4", 0, layers[0])
+    held, = compressed(f"streamingllm:budget={LENGTH // 2},sinks=4", 0, layers[0]).ends
     assert held.positions.at(jnp.arange(int(held.length[0])))[0].tolist() == theirs
 
 
