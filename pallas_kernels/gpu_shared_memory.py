@@ -82,10 +82,7 @@ def packed_grid_there(grid: Grid, keys: Stored, values: Stored, token_bytes: int
     def needed(some: Grid) -> int:
         return some.stages * (some.tile * token_bytes + query_bytes) + some.rows * some.tile * HALF
 
-    while grid.stages > FEWEST_PACKED and needed(grid) > there():
-        grid = dataclasses.replace(grid, stages=grid.stages - 1)
-    _check(keys, values, needed(grid))
-    return grid
+    return _fitting(grid, keys, values, needed, least=FEWEST_PACKED)
 
 
 def _multiplied(grid: Grid, *stored: Stored) -> tuple[Stored, ...]:
@@ -103,9 +100,12 @@ def _token_bytes(stored: Stored) -> int:
     return _columns(stored) * stored.codes.dtype.itemsize
 
 
-def _fitting(grid: Grid, keys: Stored, values: Stored, needed: Callable[[Grid], int], **last: int) -> Grid:
-    """Fewer stages while one tile is under way beside that which is multiplied; then the `last` fields of a grid."""
-    while grid.stages > LEAST_STAGES and needed(grid) > there():
+def _fitting(
+    grid: Grid, keys: Stored, values: Stored, needed: Callable[[Grid], int], least: int = LEAST_STAGES, **last: int
+) -> Grid:
+    """Fewer stages, `least` of them: by default while one tile is under way beside that which is multiplied; then the
+    `last` fields of a grid."""
+    while grid.stages > least and needed(grid) > there():
         grid = dataclasses.replace(grid, stages=grid.stages - 1)
     if needed(grid) > there():
         grid = dataclasses.replace(grid, **last)

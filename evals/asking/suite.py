@@ -80,7 +80,8 @@ class Suite:
     def conditions(self, model: Any, method: Part | None) -> dict[str, Any]:
         """What a record of a method holds beside its key; records of other conditions are not this run's. The weights of
         a peer, whose method is None, are float32."""
-        shapes, weights = None if self.shapes == "few" else self.shapes, weights_dtype(model) if method else "float32"
+        shapes = None if self.shapes == "few" else self.shapes
+        weights = "float32" if method is None else weights_dtype(model)
         return {"style": self.style, "weights_dtype": weights, "cache_dtype": self.cache_dtype,
                 "prefill_chunk": self.prefill_chunk, "shapes": shapes,
                 **conditions_of({**self.settings, "block": self.block}, method)}

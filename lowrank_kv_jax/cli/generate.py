@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.cli.options import check_numbers, load_from
     from lowrank_kv_jax.cli.prompts import bases_from, encode_texts, read_prompts
     from lowrank_kv_jax.generation.generate import generate
-    from lowrank_kv_jax.generation.prompts import PAD_TO, check_lengths
+    from lowrank_kv_jax.generation.prompts import PAD_TO, check_lengths, check_new_tokens
     from lowrank_kv_jax.generation.sampling import Sampler
     from lowrank_kv_jax.method.accounting import cache_bytes
     from lowrank_kv_jax.methods.parse import parse_method
@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     texts = read_prompts(args)
     mesh = None if args.mesh is None else make_mesh(args.mesh)
     model = load_from(args, mesh)
+    check_new_tokens(args.max_new_tokens, model.config.context)
     ids, longest = encode_texts(model, texts, args.chat), model.config.context - args.max_new_tokens
     check_lengths(ids, longest, args.max_new_tokens, model.config.context)
     bases = bases_from(args, model, method)

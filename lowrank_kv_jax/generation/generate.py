@@ -16,7 +16,7 @@ from lowrank_kv_jax.checks.models import check_model
 from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.generation.chunks import read_chunk
 from lowrank_kv_jax.generation.forward import decode_step, extend, logits_of, prefill, refresh
-from lowrank_kv_jax.generation.prompts import check_lengths, encode_prompts, pad_prompts, rows_of_ids
+from lowrank_kv_jax.generation.prompts import check_lengths, check_new_tokens, encode_prompts, pad_prompts, rows_of_ids
 from lowrank_kv_jax.generation.sampling import Sampler, sample
 from lowrank_kv_jax.method import Fault, Part
 from lowrank_kv_jax.method.cache import Cache, check_method, fork
@@ -340,8 +340,9 @@ def _first_turn(
     config, count = model.config, len(rows)
     if batch is not None and count > batch:
         raise ValueError(f"batch={batch}: there are {count} prompts; it must be at least that")
+    check_new_tokens(max_new_tokens, config.context)
     longest = config.context - max_new_tokens
-    if capacity is not None and longest > 0:
+    if capacity is not None:
         needed = max(map(len, rows)) + max_new_tokens - 1  # the last token drawn is not cached
         if needed > capacity and capacity < config.context:
             raise ValueError(f"capacity={capacity}: the longest prompt and max_new_tokens={max_new_tokens} need {needed}")

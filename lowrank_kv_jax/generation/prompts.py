@@ -76,11 +76,15 @@ def rows_of_ids(name: str, rows: Any) -> list[list[int]]:
         raise ValueError(f"{name}={short(rows)}: must be rows of ids, which are ints") from error
 
 
-def check_lengths(rows: Sequence[Sequence[int]], longest: int, max_new_tokens: int, context: int) -> None:
-    """Raise ValueError, with what helps, where a prompt has more than `longest` tokens, or no prompt fits."""
+def check_new_tokens(max_new_tokens: int, context: int) -> None:
+    """Raise ValueError where they leave no room for a prompt."""
     if max_new_tokens >= context:
         raise ValueError(f"max_new_tokens={max_new_tokens}: must be at most {context - 1}, the context of the model, "
                          f"{context} tokens, less one of the prompt")
+
+
+def check_lengths(rows: Sequence[Sequence[int]], longest: int, max_new_tokens: int, context: int) -> None:
+    """Raise ValueError, with what helps, where a prompt has more than `longest` tokens."""
     lengths = [len(row) for row in rows]
     row = int(np.argmax(lengths))
     if lengths[row] > longest:

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
@@ -84,10 +84,8 @@ class Part(abc.ABC):
             if is_number(value):
                 check_number(field.name, value, most=_MOST.get(field.name, MOST))
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        given = [[name for name in own if getattr(self, name) not in (None, defaults[name])] for own in self.one_of]
-        clash = [f"{own[0]}={short(getattr(self, own[0]))}" for own in given if own]
-        if len(clash) > 1:
-            raise ValueError(f"{', '.join(clash)}: give exactly one of them")
+        values = {name: getattr(self, name) for name in defaults}
+        check_one_of(self.one_of, {name: x for name, x in values.items() if x not in (None, defaults[name])})
 
     def layer_groups(self, spec: AttentionSpec) -> tuple[tuple[int, ...], ...]:
         """Layers that share one state, in order; one layer each unless a codec works across layers."""
@@ -126,3 +124,11 @@ class Part(abc.ABC):
 def block_of(method: Part, block: int | None) -> int:
     """Tokens that may be appended between two refreshes: `block`, or as many as the method asks for where it is None."""
     return method.default_block if block is None else block
+
+
+def check_one_of(one_of: Sequence[Sequence[str]], given: Mapping[str, Any]) -> None:
+    """Raise ValueError where of `Part.one_of` more than one is given."""
+    found = [[name for name in own if name in given] for own in one_of]
+    clash = [f"{own[0]}={short(given[own[0]])}" for own in found if own]
+    if len(clash) > 1:
+        raise ValueError(f"{', '.join(clash)}: give exactly one of them")

@@ -6,8 +6,8 @@ import types
 import typing
 from typing import Any
 
-from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.method import Part
+from lowrank_kv_jax.method.part import check_one_of
 from lowrank_kv_jax.method.spell import spell_method as spell_method
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.methods.compose import compose
@@ -90,10 +90,8 @@ def _configure(cls: Any, name: str, rest: str, text: str) -> Any:
     if any(field in values for field in BUDGETS):
         preset |= {field: None for field in BUDGETS if field in fields}
     one_of = getattr(cls, "one_of", ())
-    given = [[field for field in own if field in values and values[field] is not None] for own in one_of]
-    clash = [f"{own[0]}={short(values[own[0]])}" for own in given if own]
-    if len(clash) > 1:  # one that equals its default too, which gives way in `Part`
-        raise ValueError(f"{text!r}: {', '.join(clash)}: give exactly one of them")
+    # of fields that equal their defaults, too
+    check_one_of(one_of, {field: value for field, value in values.items() if value is not None})
     if any(values.keys() & set(own) for own in one_of):  # what is given takes the place of what a preset says
         others = {field for own in one_of if not values.keys() & set(own) for field in own}
         preset = {field: value for field, value in preset.items() if field not in others}
