@@ -5,7 +5,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.parameters import Leaf, param_table
-from lowrank_kv_jax.storage.sharding import check_axes
+from lowrank_kv_jax.storage.sharding import check_axes, propagated
 
 
 def param_shardings(config: ModelConfig, mesh: Mesh) -> dict:
@@ -17,7 +17,7 @@ def param_shardings(config: ModelConfig, mesh: Mesh) -> dict:
         ValueError: the mesh has axes other than "data", "model" and "tokens", or "model" does not divide `kv_heads`.
     """
     check_axes(mesh)
-    size = mesh.shape.get("model", 1)
+    mesh, size = propagated(mesh), mesh.shape.get("model", 1)
     if config.kv_heads % size:
         raise ValueError(f"the mesh axis model={size} must divide kv_heads={config.kv_heads}")
     units = {

@@ -15,6 +15,7 @@ from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.method.cache import Cache
 from lowrank_kv_jax.serving.requests import Answer
 from lowrank_kv_jax.serving.shelf import Ids
+from lowrank_kv_jax.storage.sharding import shard_rows
 
 
 class Filling:
@@ -76,7 +77,7 @@ class Filling:
         tokens, _ = self._padded([ids[:size] for ids in prompts], size)
         # counted by themselves: padded to the longest, every length of prompts would compile a copy to the device
         counts = [*map(len, prompts), *[1] * (self.layout.batch - len(prompts))]
-        lengths = jnp.asarray(counts, jnp.int32)
+        tokens, lengths = shard_rows(self.layout.mesh, tokens, jnp.asarray(counts, jnp.int32))
         self.cache, self._last = begin_prefill(
             parts.method, parts.config, parts.params, self.layout, tokens, lengths, bases=parts.bases,
             goes_on=longest > size,

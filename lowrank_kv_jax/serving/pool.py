@@ -20,7 +20,7 @@ from lowrank_kv_jax.serving.requests import MOST_STOPS, Answer
 from lowrank_kv_jax.serving.rows import empty_cache, rows_of
 from lowrank_kv_jax.serving.sampling import first_tokens
 from lowrank_kv_jax.serving.shelf import Ids, Shelf
-from lowrank_kv_jax.storage.sharding import to_host
+from lowrank_kv_jax.storage.sharding import beside, to_host
 
 _rows_of = jax.jit(rows_of)
 
@@ -52,7 +52,8 @@ class Pool:
         self._cache, self._kept = self._empty(rows.slots), self._empty(rows.prefixes) if rows.prefixes else None
 
     def _empty(self, rows: int) -> Cache:
-        return empty_cache(self.parts.method, self.layout, self.parts.bases, rows // self.layout.batch)
+        cache = empty_cache(self.parts.method, self.layout, self.parts.bases, rows // self.layout.batch)
+        return beside((cache,), self.parts.params, self.parts.bases)[0]  # as it will lie once it was filled
 
     @property
     def bytes(self) -> int:

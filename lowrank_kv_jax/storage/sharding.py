@@ -75,7 +75,7 @@ def rows_together(mesh: Mesh | None) -> int:
 
 
 def check_mesh(mesh: Mesh, spec: AttentionSpec, batch: int) -> Mesh:
-    """The mesh with axes that the compiler propagates, if batch and heads can be cut over it.
+    """The mesh as `propagated`, if batch and heads can be cut over it.
 
     Raises:
         ValueError: as `check_axes`; `data` that does not divide the batch, `model` that does not divide the kv heads.
@@ -85,7 +85,12 @@ def check_mesh(mesh: Mesh, spec: AttentionSpec, batch: int) -> Mesh:
         raise ValueError(f"the mesh axis data={mesh.shape['data']} must divide the batch of {batch}")
     if spec.kv_heads % mesh.shape.get("model", 1):
         raise ValueError(f"the mesh axis model={mesh.shape['model']} must divide kv_heads={spec.kv_heads}")
-    return Mesh(mesh.devices, mesh.axis_names)
+    return propagated(mesh)
+
+
+def propagated(mesh: Any) -> Any:
+    """The mesh with axes that the compiler propagates; those of `jax.make_mesh` are told by hand, in every operation."""
+    return Mesh(mesh.devices, mesh.axis_names) if isinstance(mesh, Mesh) else mesh
 
 
 def leaf_sharding(mesh: Mesh, info: LeafInfo, shape: tuple[int, ...]) -> NamedSharding:

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 from helpers import PLAIN, Model, model
-from test_engine import BEHIND, BLOCK, PREFIX, ROWS, Engine, Request, answered, bases_for
+from test_engine import BEHIND, BLOCK, FULL, PREFIX, ROWS, Engine, Request, answered, bases_for, programs
 
 from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.models.parameter_sharding import param_shardings
@@ -23,6 +23,18 @@ def tokens(method, params, mesh):
     return [answer.tokens for answer in answered(engine, requests)]
 
 
+def chunks_compile_nothing_after_a_warm_up(plain):
+    """On a mesh as `jax.make_mesh` makes it, whose axes are explicit."""
+    mesh = jax.make_mesh((1, 4), ("data", "model"))
+    loaded = Model(CONFIG, jax.device_put(plain, param_shardings(CONFIG, mesh)))
+    engine = Engine(
+        loaded, FULL, slots=2, prompt=64, room=32, prefixes=1, block=BLOCK, dtype="float32", mesh=mesh, prefill_chunk=24)
+    engine.warm_up()
+    with programs() as compiled:
+        answered(engine, [Request(ROWS[0], max_new_tokens=2), Request(BEHIND[0], prefix=PREFIX, max_new_tokens=2)])
+    assert not compiled, compiled
+
+
 def main():
     plain = model(CONFIG).params
     heads, slots = make_mesh("data=2,model=4"), make_mesh("data=2,tokens=4")
@@ -31,6 +43,8 @@ def main():
         method = parse_method(spec)
         assert tokens(method, plain, None) == tokens(method, sharded, mesh), spec
         print(f"{method.name}:{mesh.axis_names[-1]}", flush=True)
+    chunks_compile_nothing_after_a_warm_up(plain)
+    print("chunks", flush=True)
 
 
 if __name__ == "__main__":

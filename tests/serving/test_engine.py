@@ -324,6 +324,17 @@ def test_prompts_in_chunks_compile_nothing_after_a_warm_up(prompt, room):
     assert not compiled
 
 
+def test_weights_bound_to_a_device_compile_nothing_after_a_warm_up():
+    """A block of an empty cache is that of a filled one."""
+    plain = tiny()
+    bound = Model(plain.config, jax.device_put(plain.params, jax.devices()[0]), plain.tokenizer)
+    engine = Engine(bound, FULL, slots=2, prompt=PROMPT, room=ROOM, prefixes=1, **SIZES)
+    engine.warm_up()
+    with programs() as compiled:
+        answered(engine, [Request(ROWS[1], max_new_tokens=2 * BLOCK), Request(BEHIND[0], prefix=PREFIX, max_new_tokens=2)])
+    assert not compiled
+
+
 def test_no_program_copies_the_cache():
     """Temporaries of a block do not grow with the cache, and those of a copied row are no more than a row."""
     found = []
@@ -357,4 +368,4 @@ def test_an_engine_on_a_mesh_answers_alike():
     done = subprocess.run([sys.executable, str(HERE / "on_a_mesh.py")], env=env | {"PYTHONPATH": os.pathsep.join(paths)},
                           capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.split() == ["full:model", "xkv:model", "kivi:model", "full:tokens"]
+    assert done.stdout.split() == ["full:model", "xkv:model", "kivi:model", "full:tokens", "chunks"]
