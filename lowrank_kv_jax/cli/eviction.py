@@ -80,9 +80,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_methods(args) -> None:
-    """Refuse now a budget or a task that a later study would, after others have measured for minutes."""
+    """Refuse now a budget, a task or its file that a later study would, after others have measured for minutes."""
     from lowrank_kv_jax.evals.asking.methods import parse_methods
-    from lowrank_kv_jax.evals.longbench.tasks import find_task
+    from lowrank_kv_jax.evals.longbench import all_tasks, find_task, load_samples
     from lowrank_kv_jax.evals.ruler.tasks import expand_tasks
     from lowrank_kv_jax.evals.studies.eviction.run import ablation_specs, error_specs
     from lowrank_kv_jax.evals.studies.eviction.speed import timed_specs
@@ -98,8 +98,8 @@ def _check_methods(args) -> None:
     if "tasks" in args.studies and args.longbench is None:
         expand_tasks(args.tasks)
     elif "tasks" in args.studies:
-        for name in args.tasks:
-            find_task(name)
+        for name in args.tasks or all_tasks():
+            load_samples(find_task(name).name, args.longbench, 1)
 
 
 def _check_lengths(args, model, settings) -> None:

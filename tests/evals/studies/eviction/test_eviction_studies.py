@@ -182,6 +182,7 @@ def test_mistakes_are_named(arguments, message, capsys):
     ("error speed --length 128 --budgets 48 --timed-budget 8", "budget=8: must exceed sinks + recent"),
     ("error tasks --length 128 --budgets 48 --tasks nothing", "unknown RULER task 'nothing'"),
     ("error tasks --length 128 --budgets 48 --longbench x --tasks nothing", "unknown LongBench task 'nothing'"),
+    ("error tasks --length 128 --budgets 48 --longbench nosuch", "nosuch: no such folder"),
 ])
 def test_mistakes_are_told_before_anything_is_measured(words, message, monkeypatch, capsys):
     monkeypatch.setattr(options, "load_from", lambda args: Loaded())
