@@ -20,7 +20,7 @@ from lowrank_kv_jax.evals.speed.llama_8b import LLAMA_8B, layer_weights
 from lowrank_kv_jax.evals.speed.roofline import white_bases
 from lowrank_kv_jax.generation.groups import refresh_group
 from lowrank_kv_jax.generation.layers import layer_extend
-from lowrank_kv_jax.method import Part, Place
+from lowrank_kv_jax.method import Layout, Part, Place
 from lowrank_kv_jax.method.layout import layout_of
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.parse import spell_method
@@ -63,7 +63,7 @@ def compile_step(
         NoCompiler: as `compile_only.device`.
     """
     program = functools.partial(step_program, method, target, tokens, over, axis)
-    name = f"step at {tokens} tokens, {spell_method(method)}" + _devices(over, axis)
+    name = f"step at {tokens} tokens, {spell_method(method)}" + of_devices(over, axis)
     return program_facts(name, target, program, STATE, known)
 
 
@@ -82,7 +82,8 @@ def compile_refresh(method: Part, target: str, tokens: int = 32768) -> Result:
     return program_facts(f"refresh at {tokens} tokens, {spell_method(method)}", target, program, donate=1)
 
 
-def _devices(count: int, axis: str) -> str:
+def of_devices(count: int, axis: str) -> str:
+    """What a program's name says of them."""
     return f", {axis}={count}" if count > 1 else ""
 
 
@@ -149,19 +150,26 @@ def step_program(
 ) -> tuple[Any, tuple[Any, ...]]:
     """The first layer over one token: a function and the shapes of its arguments, of which `STATE` is the cache."""
     config = _few_layers(method)
-    mesh = Mesh(np.array(devices(target, over)).reshape(1, over), ("data", axis))
-    layout = layout_of(config.attention, 1, tokens, block=method.default_block, dtype=jnp.bfloat16)
-    layout = dataclasses.replace(
-        layout, tokens="rows" if target == "sm_90" else "lanes", mesh=mesh if over > 1 else None)
+    mesh, layout = layout_over(method, config, target, tokens, over, axis)
     own = white_bases(config.attention, method, layout.dtype)[0]
     state = jax.eval_shape(lambda: lay_out(machine_of(method).init(layout, own), layout.tokens))
-    state = map_leaves(lambda info, x: _shape(x, leaf_sharding(mesh, info, x.shape)), state)
-    everywhere = functools.partial(_shape, sharding=NamedSharding(mesh, PartitionSpec()))
+    state = map_leaves(lambda info, x: shape_on(x, leaf_sharding(mesh, info, x.shape)), state)
+    everywhere = functools.partial(shape_on, sharding=NamedSharding(mesh, PartitionSpec()))
     weights, bases = (jax.tree.map(everywhere, tree) for tree in (layer_weights(config), own))
     integers = (everywhere(jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in ((1, 1), (1,)))
     x = everywhere(jax.ShapeDtypeStruct((1, 1, config.hidden_size), jnp.bfloat16))
     step = functools.partial(layer_extend, config.by_layer[0], method, layout, Place())
     return step, (weights, bases, state, x, *integers)
+
+
+def layout_over(
+    method: Part, config: ModelConfig, target: str, tokens: int, over: int, axis: str
+) -> tuple[Mesh, Layout]:
+    """A mesh of devices that one can compile for, and the layout of a cache of one row over it."""
+    mesh = Mesh(np.array(devices(target, over)).reshape(1, over), ("data", axis))
+    layout = layout_of(config.attention, 1, tokens, block=method.default_block, dtype=jnp.bfloat16)
+    rows = "rows" if target == "sm_90" else "lanes"
+    return mesh, dataclasses.replace(layout, tokens=rows, mesh=mesh if over > 1 else None)
 
 
 def _few_layers(method: Part) -> ModelConfig:
@@ -183,7 +191,8 @@ def _without_prefetches(text: str) -> str:
     return _PREFETCH.sub("", text)
 
 
-def _shape(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+def shape_on(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """The shape of an array that lies so."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 

@@ -149,7 +149,18 @@ def layer_read_twice(config, method, layout, place, layer, bases, state, x, posi
     return block_output(config, layer, x, out), taps._replace(q=taps.q[..., :0], x=None), seen
 
 
-embed_tokens = jax.jit(embed, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0)
+def embed_tokens(config: ModelConfig, params: Any, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+    """As `embed`.
+
+    XLA for a GPU makes a slice of a gather of one row, and on a mesh hands every device the whole table for it: one
+    token is looked up twice.
+    """
+    if tokens.size > 1 or not on_gpu():
+        return embed(config, params, tokens, positions)
+    return embed(config, params, _as_many(tokens, 2), None if positions is None else _as_many(positions, 2))[:1]
+
+
 logits_of = jax.jit(unembed, static_argnums=0)
 
 

@@ -17,13 +17,13 @@ from jaxtyping import Float, Int
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.generation.forward import Coding, last_logits, layer_extend, read_layer, start_reading
 from lowrank_kv_jax.generation.groups import compress_group, given, refresh_group, taken_back
+from lowrank_kv_jax.generation.layers import embed_tokens
 from lowrank_kv_jax.method import Layout, Part, Place
 from lowrank_kv_jax.method.cache import Cache
 from lowrank_kv_jax.method.filling import Block, guard, next_block, with_block
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.group_bases import bases_of_group
 from lowrank_kv_jax.models.config import ModelConfig
-from lowrank_kv_jax.models.decoder import embed
 from lowrank_kv_jax.serving.rows import on_mesh, put, rows_of, taken
 from lowrank_kv_jax.storage.sharding import constrain, shard_rows
 
@@ -119,7 +119,8 @@ def _next(config, params, counters: Cache, rows, tokens, counts) -> tuple[jax.Ar
     """Lengths with the new tokens, where these go, and their embeddings, from a cache without its groups."""
     own = rows_of(counters, rows)
     block = next_block(own, tokens.shape[1], counts)
-    return put(counters, with_block(own, block), rows).length, block, embed(config, params, tokens, block.positions)
+    x = embed_tokens(config, params, tokens, block.positions)
+    return put(counters, with_block(own, block), rows).length, block, x
 
 
 @functools.partial(jax.jit, static_argnames=("config", "method", "layout", "place"), donate_argnames=("state",))

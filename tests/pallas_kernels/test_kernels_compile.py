@@ -54,7 +54,7 @@ import json, sys
 from lowrank_kv_jax.evals.asking.methods import parse_methods
 from lowrank_kv_jax.evals.speed.compile_model import compile_models
 results, missing = compile_models(sys.argv[1:], parse_methods(["full", "palu:rank=0.5", "transform:bits=2", "h2o"]), (2, 3))
-json.dump({"results": [{"failure": r.failure, **r.facts} for r in results], "missing": missing}, sys.stdout)
+json.dump({"results": [{"failure": r.failure, "name": r.name, **r.facts} for r in results], "missing": missing}, sys.stdout)
 """
 
 REFRESHES = """
@@ -174,8 +174,12 @@ def test_a_step_over_four_devices_exchanges_no_tokens(target):
 
 @pytest.mark.slow
 def test_one_layer_more_is_few_programs_more():
-    """And no bytes: what is widened or rebuilt of tokens is that of one layer at a time."""
-    full, more, palu, palu_more, *others = compiled(DEPTHS, "sm_90")
+    """And no bytes: what is widened or rebuilt of tokens is that of one layer at a time. Over several devices no weight is
+    gathered, be it the table of the embedding for one token."""
+    found = compiled(DEPTHS, "sm_90")
+    cut = [r for r in found if r["name"].endswith("=4")]
+    assert len(cut) == 7 and not [r for r in cut if r["failure"] or r["collective"] > 1 << 15]
+    full, more, palu, palu_more, *others = (r for r in found if r not in cut)
     assert more["kernels"] - full["kernels"] <= 17 and palu_more["kernels"] - palu["kernels"] <= 21
     assert more["kernels"] <= 3 * 16 + 8  # eight of the embedding and the logits
     assert max(full["temporaries"], palu_more["temporaries"]) < 1 << 21
