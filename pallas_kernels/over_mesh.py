@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
@@ -28,13 +28,20 @@ def devices_of_heads() -> int:
     return 1 if mesh is None else mesh.shape.get("model", 1)
 
 
+def alone() -> bool:
+    """Whether what is traced is one device's: there is no other, or each has its own part by `shard_map`."""
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    return jax.device_count() == 1 or bool(kinds) and all(kind == AxisType.Manual for kind in kinds)
+
+
 def local(
-    kernel: Callable[..., AttnPartial], specs: Callable[[], Mapping[str, Any]], arguments: Mapping[str, Any],
-) -> Callable[..., AttnPartial]:
+    kernel: Callable[..., Any], specs: Callable[[], Mapping[str, Any]], arguments: Mapping[str, Any], lse: bool = True,
+) -> Callable[..., Any]:
     """A kernel that takes `arguments`, each device its own part of them.
 
     Args:
         specs: by the argument's name, what `cut` and `cut_tokens` return; asked on a mesh alone.
+        lse: whether it returns a partial; otherwise its `out` alone.
 
     Returns:
         What `dispatch.run` calls, with `interpret`.
@@ -43,13 +50,14 @@ def local(
     if mesh is None or mesh.size == 1 or not axes:
         return lambda interpret: kernel(**arguments, interpret=interpret)
 
-    def on_mesh(interpret: bool) -> AttnPartial:
+    def on_mesh(interpret: bool) -> Any:
         given = {name: x for name, x in arguments.items() if x is not None}
         rows, heads = (_axis(mesh, name) for name in ("data", "model"))
+        out = PartitionSpec(rows, None, heads, None)
         own = jax.shard_map(
             lambda given: kernel(**(arguments | given), interpret=interpret), mesh=mesh, axis_names={*axes},
             in_specs=({name: spec for name, spec in specs().items() if name in given},),
-            out_specs=AttnPartial(PartitionSpec(rows, None, heads, None), PartitionSpec(rows, None, heads)),
+            out_specs=AttnPartial(out, PartitionSpec(rows, None, heads)) if lse else out,
             check_vma=False,  # kernels do not say over which axes their results vary
         )
         return own(given)

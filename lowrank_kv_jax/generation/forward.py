@@ -198,14 +198,15 @@ def read_layer(
     """
     config, window, weights = config.by_layer[layer], config.windows[layer], params["layers"][layer]
     x, positions, lengths = reading
+    mesh = None if coding is None else coding.layout.mesh
     if coding is not None and coding.method.attends_codes:
         method, layout, bases, known = coding
         x, taps = layer_prefill_coded(
             config, window, method, layout, weights, bases, x, positions, known, lengths is not None)
     elif lengths is None:
-        x, taps = layer_prefill(config, window, weights, x, positions)
+        x, taps = layer_prefill(config, window, weights, x, positions, mesh)
     else:
-        x, taps = layer_prefill_twice(config, window, weights, x, positions, lengths)
+        x, taps = layer_prefill_twice(config, window, weights, x, positions, lengths, mesh)
     return reading._replace(x=x), taps
 
 

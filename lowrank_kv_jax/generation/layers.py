@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.sharding import Mesh
 from jaxtyping import Float, Int
 
 from lowrank_kv_jax.generation.groups import read_chunk, step_group
@@ -19,6 +20,7 @@ from lowrank_kv_jax.models.decoder import block_output, block_prefill, block_tap
 from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention
 from lowrank_kv_jax.selections.reread import attend_twice
 from lowrank_kv_jax.storage.backend import on_gpu
+from lowrank_kv_jax.storage.over_tokens import over_mesh
 
 LEAST_ROWS = 4
 """Of a product on a GPU."""
@@ -27,16 +29,24 @@ OF_TOKENS = 4
 """Axes of what is held of tokens, of rows and heads."""
 
 
-@functools.partial(jax.jit, static_argnames=("config", "window"))
-def layer_prefill(config: ModelConfig, window: int | None, layer: Any, x: jax.Array, positions: jax.Array):
-    """Exact causal attention within the prompt: the residual stream after the layer and its taps."""
+@functools.partial(jax.jit, static_argnames=("config", "window", "mesh"))
+def layer_prefill(
+    config: ModelConfig, window: int | None, layer: Any, x: jax.Array, positions: jax.Array, mesh: Mesh | None = None
+):
+    """Exact causal attention within the prompt: the residual stream after the layer and its taps.
+
+    Args:
+        mesh: that weights and prompts lie over; None: one device, or nothing is known.
+    """
     attend = functools.partial(causal_attention, **config.attention.logits, window=window)
-    return block_prefill(config, layer, x, positions, attend)
+    with over_mesh(mesh):
+        return block_prefill(config, layer, x, positions, attend)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "window"))
+@functools.partial(jax.jit, static_argnames=("config", "window", "mesh"))
 def layer_prefill_twice(
-    config: ModelConfig, window: int | None, layer: Any, x: jax.Array, positions: jax.Array, lengths: jax.Array
+    config: ModelConfig, window: int | None, layer: Any, x: jax.Array, positions: jax.Array, lengths: jax.Array,
+    mesh: Mesh | None = None,
 ):
     """The same for a prompt `[B, S, H]` with a copy behind it, `[B, 2 S, H]`; taps of the prompt, with `reread`."""
     size, votes = x.shape[1] // 2, []
@@ -48,7 +58,8 @@ def layer_prefill_twice(
         votes.append(found)
         return out
 
-    x, taps = block_prefill(config, layer, x, positions, attend)
+    with over_mesh(mesh):
+        x, taps = block_prefill(config, layer, x, positions, attend)
     return x, taps.part(slice(size))._replace(reread=votes[0])
 
 
@@ -67,11 +78,13 @@ def layer_prefill_coded(
     taps = block_taps(config, layer, x, positions)
     seen, rule = as_coded(machine_of(method), layout, bases, taps, positions, lengths), config.attention.logits
     if twice:
-        out, votes = attend_twice(
-            seen.q, seen.k, seen.v, lengths, **rule, window=window, sink_logits=taps.sink_logits)
+        with over_mesh(layout.mesh):
+            out, votes = attend_twice(
+                seen.q, seen.k, seen.v, lengths, **rule, window=window, sink_logits=taps.sink_logits)
         return block_output(config, layer, x, out), taps.part(slice(x.shape[1] // 2))._replace(reread=votes)
     sinks = () if taps.sink_logits is None else (taps.sink_logits,)
-    out = causal_attention(seen.q, seen.k, seen.v, *sinks, **rule, window=window)
+    with over_mesh(layout.mesh):
+        out = causal_attention(seen.q, seen.k, seen.v, *sinks, **rule, window=window)
     return block_output(config, layer, x, out), taps
 
 

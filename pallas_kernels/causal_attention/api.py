@@ -44,10 +44,18 @@ def causal_attention(
     Raises:
         ValueError: an unknown backend. A case that the backend's kernel does not cover runs on XLA, with a warning.
     """
-    arguments = {"q": q, "k": k, "v": v, "sink_logits": sink_logits, "scale": scale, "window": window}
-    attend = functools.partial(_implementation, op="causal_attention", **arguments)
-    return _run("causal_attention", {name: functools.partial(attend, module) for name, module in KERNELS.items()},
-                functools.partial(attend, "reference", cap=cap), q.shape[1], cap, backend)
+    arrays = {"q": q, "k": k, "v": v, "sink_logits": sink_logits}
+    attend = functools.partial(_implementation, op="causal_attention", scale=scale, window=window)
+
+    def specs():
+        of_heads = {name: cut(x, QUERIES) for name, x in arrays.items() if name != "sink_logits"}
+        return of_heads | ({} if sink_logits is None else {"sink_logits": cut(sink_logits, ("kv_heads",))})
+
+    # cuDNN's is cut by JAX
+    kernels = {name: functools.partial(attend, module, **arrays) for name, module in KERNELS.items()}
+    kernels["tpu"] = local(functools.partial(attend, KERNELS["tpu"]), specs, arrays, lse=False)
+    reference = functools.partial(attend, "reference", cap=cap, **arrays)
+    return _run("causal_attention", kernels, reference, q.shape[1], cap, backend)
 
 
 def causal_partial(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
+from lowrank_kv_jax.pallas_kernels.over_mesh import alone
 from lowrank_kv_jax.storage.block_reads import BLOCK
 
 LANES = 128  # heads are as wide as a register, or a multiple of it
@@ -36,8 +37,8 @@ def _attend(q, v, window, interpret, *, residuals: bool):
     if not {x.dtype for x in (q, v)} == {jnp.dtype(jnp.bfloat16)}:
         raise Unsupported("splash attention multiplies in bfloat16, the model's queries, keys and values are "
                           f"{', '.join(sorted({x.dtype.name for x in (q, v)}))}")
-    if jax.device_count() > 1:
-        raise Unsupported("the compiler cannot lay a kernel out over several devices")
+    if not alone():
+        raise Unsupported("the compiler cannot lay a kernel out over several devices, and no mesh is told")
     square = (q.shape[1] + -q.shape[1] % BLOCK,) * 2
     mask = splash_attention_mask.LocalMask(square, (None if window is None else window - 1, 0), 0)
     return splash_attention_kernel.make_splash_mha_single_device(

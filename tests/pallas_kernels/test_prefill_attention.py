@@ -3,7 +3,11 @@
 import functools
 import itertools
 import math
+import os
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +24,7 @@ from lowrank_kv_jax.pallas_kernels import dispatch
 from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention, causal_partial
 from lowrank_kv_jax.storage.over_tokens import over_mesh
 
+HERE = Path(__file__).parent
 TOKENS = 4096  # more squared than any activation of the model below has numbers
 N, K, D, SCALE = 4, 2, 8, 0.35
 
@@ -107,6 +112,43 @@ def test_splash_attention_against_float64(size, window, sinks):
     found = jax.jit(functools.partial(causal_attention, scale=SCALE, window=window, backend="tpu"))(*given, sinks)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(found, np.float32), oracle, atol=0.03)
+
+
+ON_A_MESH = """
+import functools, warnings
+import jax, numpy as np
+from test_prefill_attention import SCALE, case
+from lowrank_kv_jax.pallas_kernels.causal_attention import causal_attention, causal_partial
+from lowrank_kv_jax.storage.over_tokens import over_mesh
+from lowrank_kv_jax.storage.sharding import make_mesh, shard_rows
+mesh, (given, oracle, lse) = make_mesh("data=2,model=2"), case(600, None)
+given = jax.device_put(given, jax.NamedSharding(mesh, jax.P("data", None, "model")))
+
+@jax.jit
+def both(*given):
+    with over_mesh(mesh):
+        rule = {"scale": SCALE, "window": None, "backend": "tpu"}
+        return causal_attention(*given, np.zeros(4, np.float32), **rule), causal_partial(*given, **rule)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("error")  # nothing falls back
+    found, part = both(*given)
+np.testing.assert_allclose(part.out, oracle, atol=0.03)
+np.testing.assert_allclose(part.lse, lse, atol=0.02)
+shown = np.asarray(found, np.float32)
+np.testing.assert_allclose(shown, oracle * np.exp(lse - np.logaddexp(lse, 0))[..., None], atol=0.03)
+assert found.sharding.spec[::2] == ("data", "model")
+assert "all-gather" not in both.lower(*given).compile().as_text()
+"""
+
+
+def test_splash_attention_on_a_mesh_against_float64():
+    """Each device reads its own rows and heads, with sink logits of these."""
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "64",
+                        "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}"}
+    done = subprocess.run([sys.executable, "-c", ON_A_MESH], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.mark.newest
