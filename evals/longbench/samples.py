@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lowrank_kv_jax.checks.extras import check_extra
+from lowrank_kv_jax.checks.hub import quiet_hub
 from lowrank_kv_jax.checks.json_objects import parse_json
 from lowrank_kv_jax.evals.asking.task_files import task_file
 from lowrank_kv_jax.evals.longbench.tasks import find_task
@@ -66,6 +67,8 @@ def load_samples(task: str, data: str | os.PathLike | None = None,
         path = task_file(folder, task)
         with open(path, "rb") as file:  # decoded line by line, so that bytes which are no UTF-8 are found there
             return read_lines(task, file, str(path), samples)
+    if folder.exists():
+        raise ValueError(f"{data}: is a file; must be a folder of TASK.jsonl files")
     name = os.fspath(data)
     if name.count("/") != 1 or name[0] in "./~":
         raise FileNotFoundError(f"{name}: no such folder")
@@ -139,7 +142,8 @@ def _hub_lines(task: str) -> Iterable[bytes]:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        archive = huggingface_hub.hf_hub_download(HUB, HUB_FILE, repo_type="dataset")
+        with quiet_hub():
+            archive = huggingface_hub.hf_hub_download(HUB, HUB_FILE, repo_type="dataset")
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise FileNotFoundError(f"{HUB} is not in the cache and the hub cannot be reached: give a folder of "
                                 f"TASK.jsonl "
@@ -153,7 +157,8 @@ def _dataset_rows(name: str, task: str) -> Any:
     import datasets  # slow to import, and only needed here
 
     try:
-        return datasets.load_dataset(name, task, split="test")
+        with quiet_hub():
+            return datasets.load_dataset(name, task, split="test")
     except (OSError, ValueError, RuntimeError) as error:
         raise FileNotFoundError(f"{name}: no such folder here, and as a dataset it cannot be loaded: "
                                 f"{error}") from error

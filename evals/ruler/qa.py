@@ -8,13 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lowrank_kv_jax.checks.extras import check_extra
+from lowrank_kv_jax.checks.hub import quiet_hub
 from lowrank_kv_jax.checks.json_objects import parse_json
+from lowrank_kv_jax.evals.results.fields import check_text, check_texts
 from lowrank_kv_jax.evals.ruler.sizing import count_tokens, draw, largest
 from lowrank_kv_jax.evals.ruler.tasks import Task
 from lowrank_kv_jax.files import read_text
 
 STEP = 10
 HUB = {"squad": ("rajpurkar/squad_v2", None), "hotpotqa": ("hotpotqa/hotpot_qa", "distractor")}
+FORMS = {
+    "squad": "an object with data[].paragraphs[], of a context and of qas[] with question and answers[].text each",
+    "hotpotqa": "a list of objects with question, answer and context, pairs of a title and sentences",
+}
+"""Of the JSON files."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +107,13 @@ def load_questions(dataset: str, path: str | os.PathLike | None = None) -> Quest
     if path is None:
         return read(_from_hub(dataset))
     try:
-        return read(parse_json(read_text(path)))
+        found = read(parse_json(read_text(path)))
+        if not found.questions:
+            raise ValueError("holds no question that has an answer")
+        return found
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path}: not a {dataset} file of the form that RULER reads ({error!r})") from error
+        told = str(error) if isinstance(error, ValueError) else f"expected {FORMS[dataset]}"
+        raise ValueError(f"{path}: not a {dataset} file of the form that RULER reads: {told}") from error
 
 
 def read_squad(data: Mapping[str, Any]) -> QuestionSet:
@@ -115,7 +126,7 @@ def read_squad(data: Mapping[str, Any]) -> QuestionSet:
         for own, paragraph in zip(members, paragraphs, strict=True):
             related = tuple(i for i in members if i != own)
             questions += [
-                Question(qa["question"], tuple(a["text"] for a in qa["answers"]), (own,), related)
+                _question(qa["question"], [a["text"] for a in qa["answers"]], (own,), related)
                 for qa in paragraph["qas"] if not qa.get("is_impossible", False)
             ]
     return QuestionSet(tuple(questions), documents)
@@ -126,10 +137,15 @@ def read_hotpotqa(data: Sequence[Mapping[str, Any]]) -> QuestionSet:
     contexts = [[f"{title}\n{''.join(sentences)}" for title, sentences in row["context"]] for row in data]
     documents, index = _indexed(document for context in contexts for document in context)
     questions = tuple(
-        Question(row["question"], (row["answer"],), tuple(index[document] for document in context))
+        _question(row["question"], [row["answer"]], tuple(index[document] for document in context))
         for row, context in zip(data, contexts, strict=True)
     )
     return QuestionSet(questions, documents)
+
+
+def _question(query: Any, answers: list[Any], context: tuple[int, ...], related: tuple[int, ...] = ()) -> Question:
+    """Checked: an empty answer is found in anything."""
+    return Question(check_text("question", query), check_texts("answers", answers), context, related)
 
 
 def _indexed(documents: Iterator[str]) -> tuple[tuple[str, ...], dict[str, int]]:
@@ -144,7 +160,8 @@ def _from_hub(dataset: str) -> Any:
     import datasets  # slow to import, and only needed here
 
     try:
-        rows: Any = datasets.load_dataset(repository, config, split="validation")
+        with quiet_hub():
+            rows: Any = datasets.load_dataset(repository, config, split="validation")
     except (OSError, ValueError, RuntimeError) as error:
         raise FileNotFoundError(f"the data set {repository} cannot be loaded here ({error}); give the file "
                                 f"that RULER downloads for "

@@ -122,7 +122,7 @@ def bench(
     """Check and time every contender at one shape, alternating between them repeat by repeat.
 
     Raises:
-        ValueError: a contender errs by more than rounding; nothing is timed then.
+        ValueError: a contender errs by more than rounding, and nothing is timed then; or a time is not above 0.
     """
     platform = "gpu" if jax.default_backend() in ("gpu", "cuda") else jax.default_backend()
     programs = []
@@ -133,9 +133,13 @@ def bench(
     for _ in range(repeats):
         for program, taken in zip(programs, samples, strict=True):
             taken.append(program.seconds())
+    medians = [float(np.median(taken)) for taken in samples]
+    if min(medians) <= 0:
+        raise ValueError(f"repeats={repeats}: {programs[int(np.argmin(medians))].contender.name} takes less time over "
+                         f"{shape.length} tokens than these rounds differ by; give more of them, or more tokens")
     return [
-        Speed(p.contender, shape, float(np.median(taken)), tuple(taken), p.bytes, p.error)
-        for p, taken in zip(programs, samples, strict=True)
+        Speed(p.contender, shape, median, tuple(taken), p.bytes, p.error)
+        for p, median, taken in zip(programs, medians, samples, strict=True)
     ]
 
 
@@ -164,7 +168,7 @@ class _Program:
             begin = time.perf_counter()
             jax.block_until_ready(self._run(self._queries, part))
             taken.append(time.perf_counter() - begin)
-        return max(taken[0] - taken[1], 1e-9) / (self._calls - self._calls // 2)
+        return (taken[0] - taken[1]) / (self._calls - self._calls // 2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Int
 
 from lowrank_kv_jax.checks.extras import check_extra
+from lowrank_kv_jax.checks.hub import quiet_hub
 from lowrank_kv_jax.checks.shown import check_text, short
 from lowrank_kv_jax.files import expanded, read_text
 
@@ -123,7 +124,8 @@ def _read_folder(name: str, path: Path) -> list[str]:
 
 def _text_column(name: str, load: Callable[[], Any]) -> list[str]:
     try:
-        data = load()
+        with quiet_hub():
+            data = load()
     except (OSError, ValueError, RuntimeError, KeyError) as error:  # not reachable, no such config or split
         kind = FileNotFoundError if isinstance(error, OSError) else ValueError
         raise kind(f"corpus {name!r}: no such file, and as a dataset it cannot be loaded: {error}") from error

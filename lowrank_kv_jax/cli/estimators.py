@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: as `load_from`, `load_corpus` and `token_windows`.
     """
     from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
-    from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
+    from lowrank_kv_jax.cli.options import check_context, check_numbers, check_outputs, load_from
     from lowrank_kv_jax.estimators.rank import resolve_rank
     from lowrank_kv_jax.evals.studies.bases import estimators as comparison
     from lowrank_kv_jax.evals.studies.subspaces.falsify import shifted_texts
@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.page <= args.length // 4:
         raise ValueError(f"--page {args.page}: must lie in 1..{args.length // 4}, a quarter of --length")
     model = load_from(args)
+    check_context(args, model, length=0)
     rank = resolve_rank("--rank", args.rank, model.config.head_dim)
     texts = (token_windows(model.tokenizer, load_corpus(x).texts, args.length, 1, args.seed) for x in args.texts)
     shifted = shifted_texts(*texts).shifted

@@ -56,16 +56,19 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: as `load_from`, `load_corpus`, `token_windows` and the evaluations.
     """
     from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
-    from lowrank_kv_jax.cli.options import check_numbers, check_outputs, load_from
+    from lowrank_kv_jax.cli.options import check_context, check_numbers, check_outputs, load_from
     from lowrank_kv_jax.evals.asking.methods import moments_of, parse_methods
     from lowrank_kv_jax.evals.studies.subspaces import falsify
 
-    check_numbers(args, residuals=1, length=1, lengths=1, windows=1, calibrate_windows=1, seed=0)
+    check_numbers(args, residuals=1, length=1, lengths=1, scored=1, windows=1, calibrate_windows=1, seed=0)
     check_outputs(args)
     methods = parse_methods(list(dict.fromkeys((args.static, args.adaptive))))
-    if args.scored < 1 or max(args.lengths) > args.length:
-        raise ValueError(f"--scored {args.scored}, --lengths {args.lengths}: at least 1, at most --length {args.length}")
+    for option in ("static", "adaptive"):
+        falsify.check_without_rank(f"--{option}", getattr(args, option), [*args.ranks, args.rank])
+    if 3 in args.falsifiers and max(args.lengths) > args.length:
+        raise ValueError(f"--lengths {max(args.lengths)}: must be at most --length {args.length} for falsifier 3")
     model = load_from(args)
+    check_context(args, model, length=args.scored)
     size = args.length + args.scored
     prose, code = (
         token_windows(model.tokenizer, load_corpus(source).texts, size, args.windows, args.seed) for source in args.texts

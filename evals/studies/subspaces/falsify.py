@@ -115,6 +115,18 @@ class Run:
         return {one.spec: float(one.perplexity.nll.mean()) for one in found}
 
 
+def check_without_rank(option: str, spec: str, ranks: Sequence[float]) -> None:
+    """Raise ValueError unless a spec takes a rank and gives none."""
+    try:
+        given = "rank=" in spec
+        for rank in ranks:
+            parse_method(spec if given else f"{_with(spec)}rank={rank}")
+    except ValueError as error:
+        raise ValueError(f"{option} {spec}, with a rank: {error}") from error
+    if given:
+        raise ValueError(f"{option} {spec}: must be without its rank, which --ranks and --rank give")
+
+
 def _with(spec: str) -> str:
     return spec + ("," if ":" in spec else ":")
 

@@ -58,5 +58,5 @@ def run(args: argparse.Namespace) -> int:
         lines.append((spec, *size_texts(records, spec), f"{np.sqrt(np.mean(by_layer**2)):.4f}",
                       f"{np.median(by_layer):.4f}", f"{by_layer[worst]:.4f} (layer {worst})"))
     heads = ("method", *SIZE_HEADS, "root mean square", "median layer", "worst layer")
-    print_table(f"Errors of attention outputs, {text.name}, {args.windows} windows", heads, lines)
+    print_table(f"Errors of attention outputs, {text.name}, {len(records) // len(methods)} windows", heads, lines)
     return 0

@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
     methods = parse_methods(args.methods)
     tasks = expand_tasks(tuple(args.tasks))
+    _check_read(args, tasks)
     check_numbers(args, lengths=1, samples=1, rows=1, prefill_chunk=1, block=1)
     check_seed(args.seed)
     check_outputs(args)
@@ -67,3 +68,13 @@ def run(args: argparse.Namespace) -> int:
     )
     print_scores(records, f"RULER, {args.protocol}: score (0-100)", {"ruler-6": GROUPS["ruler-6"]})
     return 0
+
+
+def _check_read(args: argparse.Namespace, tasks: tuple[str, ...]) -> None:
+    """Refuse a data set that no task reads: another task was meant."""
+    from lowrank_kv_jax.evals.ruler import find_task
+
+    read = {find_task(name).parameters.get("dataset") for name in tasks}
+    for option in ("squad", "hotpotqa"):
+        if getattr(args, option) is not None and option not in read:
+            raise ValueError(f"--{option} {getattr(args, option)}: none of the tasks {', '.join(tasks)} reads it")

@@ -139,6 +139,15 @@ def test_qa_files_are_read_and_refused(tokenizer, tmp_path):
     (tmp_path / "other.json").write_text('{"rows": []}')
     with pytest.raises(ValueError, match="other.json.*squad"):
         qa.load_questions("squad", tmp_path / "other.json")
+    for change, allowed in (({"answer": ""}, "answers=.*none of them empty"), ({"answer": 5}, "answers="), ({"question": " "}, "question=")):
+        (tmp_path / "hotpot.json").write_text(json.dumps([hotpot[0] | change]))
+        with pytest.raises(ValueError, match=f"hotpot.json.*{allowed}"):  # an empty answer would be found in anything
+            qa.load_questions("hotpotqa", tmp_path / "hotpot.json")
+    (tmp_path / "none.json").write_text('{"data": []}')
+    with pytest.raises(ValueError, match="none.json.*holds no question that has an answer"):
+        qa.load_questions("squad", tmp_path / "none.json")
+    with pytest.raises(ValueError, match=r"hotpot.json.*expected an object with data\[\]"):
+        qa.load_questions("squad", tmp_path / "hotpot.json")
     with pytest.raises(ValueError, match="samples=99.*12 questions"):
         ruler.generate("qa_2", tokenizer, 512, 99, questions=data)
 
