@@ -74,7 +74,11 @@ def read_chunk(
     return dataclasses.replace(cache, groups=tuple(states), length=cache.length + counts), last
 
 
-def settled(cache: Cache) -> Cache:
-    """The cache of a prompt that has been read to its end."""
-    machine = machine_of(cache.method)
-    return dataclasses.replace(cache, groups=tuple(chunk.settled(machine, state) for state in cache.groups))
+def settled(cache: Cache, first: int) -> Cache:
+    """The cache of a prompt that has been read to its end.
+
+    Args:
+        first: tokens of its first chunk; rows that have no more are those of a whole prompt, to the bit.
+    """
+    machine, several = machine_of(cache.method), cache.length > first
+    return dataclasses.replace(cache, groups=tuple(chunk.settled(machine, state, several) for state in cache.groups))

@@ -105,7 +105,7 @@ def prefill(
         piece = jnp.pad(piece, ((0, 0), (0, first - piece.shape[1])))  # one program for all chunks
         counts = jnp.clip(lengths - begin, 0, first)
         cache, last = read_chunk(method, config, params, cache, piece, counts, last, bases=bases, of_prompt=True)
-    return cache if whole else settled(cache), logits_of(config, params, last)[:, 0]
+    return cache if whole else settled(cache, first), logits_of(config, params, last)[:, 0]
 
 
 def begin_prefill(

@@ -105,9 +105,15 @@ def add_chunk(plan: LayerPlan, cache: LayerCache, read: ReadChunk | Sequence[Rea
     return dataclasses.replace(cache, group=group, length=cache.length + read[0].counts)
 
 
-def end_prompt(cache: LayerCache) -> LayerCache:
-    """The cache of a prompt that has been read to its end: from here on a token or a turn at a time."""
-    group = chunk.settled(machine_of(cache.method), cache.group) if cache.goes_on else cache.group
+def end_prompt(cache: LayerCache, first: int | None = None) -> LayerCache:
+    """The cache of a prompt that has been read to its end: from here on a token or a turn at a time.
+
+    Args:
+        first: tokens of the first chunk, where rows may have had no more: these are then those of a whole prompt, to the
+            bit, as `prefill(..., chunk=)` has them.
+    """
+    several = None if first is None else cache.length > first
+    group = chunk.settled(machine_of(cache.method), cache.group, several) if cache.goes_on else cache.group
     return dataclasses.replace(cache, group=group, goes_on=False)
 
 

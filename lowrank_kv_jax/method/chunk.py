@@ -40,15 +40,20 @@ def with_votes(machine: Any, layout: Layout, state: Any) -> Any:
     return dataclasses.replace(state, near_votes=near, far_votes=far)
 
 
-def settled(machine: Any, state: Any) -> Any:
-    """A state whose prompt is complete: without votes that nothing will read, and those of the window for itself."""
+def settled(machine: Any, state: Any, several: jax.Array | None = None) -> Any:
+    """A state whose prompt is complete: without votes that nothing will read, and those of the window for itself.
+
+    Args:
+        several: bool `[B]`, rows that were read in more than one chunk, None: all; others stay as after a whole prompt.
+    """
     if not machine.votes or state.near_votes is None:
         return dataclasses.replace(state, near_votes=None, far_votes=None)
     if machine.selection.neighbours is None:
         return state
     sinks = state.ends[0].positions.start[:, :1]
-    mine = jnp.arange(state.near_votes.shape[2]) < sinks
-    return dataclasses.replace(state, near_votes=jnp.where(mine[:, None], state.near_votes, 0.0))
+    kept = jnp.arange(state.near_votes.shape[2]) < sinks
+    kept = kept if several is None else kept | ~several[:, None]
+    return dataclasses.replace(state, near_votes=jnp.where(kept[:, None], state.near_votes, 0.0))
 
 
 def ingest(

@@ -87,7 +87,7 @@ class Filling:
             self._chunk([ids[begin : begin + size] for ids in prompts], size, of_prompt=True)
         if longest > size:
             assert self.cache is not None
-            self.cache = settled(self.cache)
+            self.cache = settled(self.cache, size)
 
     def _chunk(self, rows: Sequence[Ids], size: int, *, of_prompt: bool) -> None:
         parts = self.parts

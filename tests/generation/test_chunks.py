@@ -104,6 +104,14 @@ def test_caches_are_of_the_same_shape_and_count(name):
             np.testing.assert_allclose(one, other, atol=PLAIN.kv_heads if rounded else 0, err_msg=path)
 
 
+@pytest.mark.parametrize("spec", ["snapkv:keep=0.25,sinks=4,recent=8", "momentkv:keep=0.25,sinks=4,recent=8"])
+def test_a_row_of_one_chunk_beside_a_longer_one_has_the_votes_of_a_whole_prompt(spec):
+    """Those that pooling lends to the first tokens of its window, too: what is evicted later hangs on them."""
+    whole, parts = (prefilled(parse_method(spec), ONE, chunk)[0].groups[0] for chunk in (None, CHUNK))
+    assert float(whole.near_votes[1, :, 4:].max()) > 0
+    np.testing.assert_allclose(parts.near_votes[1], whole.near_votes[1], atol=1e-6)
+
+
 def test_one_chunk_is_the_whole_prompt():
     method = parse_method("ojakv:sinks=4,recent=8+snapkv:budget=24,recent=8")
     for one, other in zip(*(jax.tree.leaves(prefilled(method, ONE, chunk)) for chunk in (None, PROMPT)), strict=True):
