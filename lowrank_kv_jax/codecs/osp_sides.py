@@ -78,7 +78,7 @@ class Side(NamedTuple):
 
 def prior_tokens(basis: jax.Array, energy: jax.Array, heads: jax.Array | None, kv_heads: int) -> jax.Array:
     """`Side.prior` of calibrated bases `[J, W, R]` and their energies `[J, R]`."""
-    tokens = (basis.astype(jnp.float32) * jnp.sqrt(energy.astype(jnp.float32))[:, None]).mT
+    tokens = (basis.astype(jnp.float32) * jnp.sqrt(jnp.maximum(energy.astype(jnp.float32), 0))[:, None]).mT
     if heads is None:
         return tokens
     return tokens.reshape(tokens.shape[1], kv_heads, -1).swapaxes(0, 1)

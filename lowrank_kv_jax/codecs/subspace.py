@@ -98,7 +98,8 @@ def fit_subspaces(
     for layer, bases in enumerate(leading_bases(codec, spec, k, v)):
         sides = []
         for u, side in zip(bases, (k, v), strict=True):
-            energy = jnp.asarray(np.einsum("jwr,jwx,jxr->jr", u, side[layer], u) / moments.tokens, jnp.float32)
+            energy = np.einsum("jwr,jwx,jxr->jr", u, side[layer], u) / moments.tokens
+            energy = jnp.asarray(np.maximum(energy, 0.0), jnp.float32)  # of directions without any, rounding may say less
             if codec.head_ranks == "own":
                 values = np.linalg.eigvalsh(side[layer].astype(np.float64))[..., ::-1]
                 u, energy = _side_by_side(u, energy, [rank_for_energy(x, codec.energy or 1.0) for x in values])

@@ -5,6 +5,7 @@ caches that are stored away and decompresses them first.
 """
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -208,8 +209,8 @@ class Transform(TokenCodec):
             rungs = []
         else:
             rungs = [allocate(spectra, bits, self.profiles, self.pooled, components)]
-        total = tuple(map(total_bytes, rungs))
-        return [Widths(len(layers), tuple(rung[i] for rung in rungs), total) for i, layers in enumerate(groups)]
+        total, fit = tuple(map(total_bytes, rungs)), json.dumps(self.fit_key(spec))
+        return [Widths(len(layers), tuple(rung[i] for rung in rungs), total, fit) for i, layers in enumerate(groups)]
 
     @property
     def mean_bits(self) -> tuple[float, float] | None:
@@ -223,7 +224,8 @@ class Transform(TokenCodec):
         return self.bits_k is None and self.bits_v is None
 
     def fit_key(self, spec):
-        key: dict[str, Any] = {"fit": "water-filled pca", "rope": self.rope, "heads": self.heads, "group": self.group,
+        group = self.group or spec.num_layers
+        key: dict[str, Any] = {"fit": "water-filled pca", "rope": self.rope, "heads": self.heads, "group": group,
                                "metric": self.metric, "sampled": self.sampled}
         key |= {} if self.kv == "apart" else {"kv": self.kv}
         key |= {"positions": self.farthest(spec)} if self.rope == "post" else {}
@@ -254,6 +256,7 @@ class Transform(TokenCodec):
         if not (found > 0 if self.smaller is not None else found == (self.mean_bits is not None)):
             raise ValueError(f"bases with {found} sets of widths: {self.name} with these settings takes none for floats, "
                              "one where bits are given, some for smaller; calibrate for it")
+        bases.widths.check_fit(self.name, self.fit_key(spec))
 
     # ---- the contract -------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """Bits of components, as bases carry them: numbers of the tree structure, and arrays on disk."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,15 +21,25 @@ class Widths:
         layers: G, that the bases serve together.
         rungs: profiles of this group, the most bits first; one, but where bytes decide. None: components are floats.
         total: bytes of a token on each rung, keys and values, of one basis of every group of the model.
+        fit: the method's `fit_key` as JSON; empty where bases were loaded, whose key was compared then.
     """
 
     layers: int = static()
     rungs: tuple[Profile, ...] = static()
     total: tuple[tuple[int, int], ...] = static()
+    fit: str = static(default="")
 
     def only(self, rung: int) -> "Widths":
         """With one rung."""
-        return Widths(self.layers, (self.rungs[rung],), (self.total[rung],))
+        return Widths(self.layers, (self.rungs[rung],), (self.total[rung],), self.fit)
+
+    def check_fit(self, method: str, wanted: dict[str, Any]) -> None:
+        """Raise ValueError where the bases were fitted to other settings than a method's: their arrays may not tell."""
+        found = json.loads(self.fit or "{}")
+        for name, value in found.items():
+            if value != wanted.get(name):
+                raise ValueError(f"bases with {name}={value!r}: {method} with these settings takes "
+                                 f"{name}={wanted.get(name)!r}; calibrate for it")
 
 
 def total_bytes(profiles: Sequence[Profile]) -> tuple[int, int]:

@@ -40,7 +40,7 @@ from lowrank_kv_jax.methods.group_bases import bases_of_group
 from lowrank_kv_jax.methods.parse import as_method
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.selections.reread import CHUNK, prompt_twice
-from lowrank_kv_jax.storage.sharding import replicate, shard_rows
+from lowrank_kv_jax.storage.sharding import check_weights, replicate, shard_rows
 
 MOST_ID = 2**31 - 1
 
@@ -84,7 +84,7 @@ def prefill(
         The cache, and float32 logits `[B, V]` at the last token of each row.
 
     Raises:
-        ValueError: shapes, lengths, capacity, method or bases do not fit; see `make_layout`.
+        ValueError: shapes, lengths, capacity, method or bases do not fit, see `make_layout`; weights on other devices.
     """
     method = as_method(method)
     if chunk is not None:
@@ -93,6 +93,7 @@ def prefill(
     batch, width = tokens.shape
     layout = make_layout(config, batch, width, capacity, block_of(method, block), dtype, mesh)
     method.validate(config.attention)
+    check_weights(layout.mesh, params)
     bases, first = replicate(layout.mesh, bases), width if chunk is None else min(chunk, width)
     tokens, lengths = shard_rows(layout.mesh, tokens, lengths)
     whole = first == width

@@ -1,6 +1,7 @@
 """Bytes that exist: sums over the real leaves of a cache, by what they are spent on."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.storage.on_host import OnHost
+from lowrank_kv_jax.storage.sharding import leaf_sharding
 from lowrank_kv_jax.storage.state import KINDS, walk
 
 
@@ -57,6 +59,18 @@ def nbytes(x: Any) -> int:
 def state_bytes(state: Any) -> int:
     """Bytes of a state (arrays, or their shapes from `jax.eval_shape`)."""
     return sum(nbytes(x) for _, x, _ in walk(state))
+
+
+def bytes_on_devices(cache: Any) -> int:
+    """Bytes of a cache on all devices of its mesh together: what each of them holds a copy of counts for each."""
+    mesh = cache.layout.mesh
+    if mesh is None:
+        return state_bytes(cache)
+    total = 0
+    for _, x, info in walk(cache):
+        own = leaf_sharding(mesh, info, x.shape).shard_shape(tuple(x.shape))
+        total += mesh.size * math.prod(own) * np.dtype(x.dtype).itemsize
+    return total
 
 
 def full_cache_bytes(spec: AttentionSpec, tokens: int) -> int:

@@ -11,7 +11,7 @@ from lowrank_kv_jax.generation.chunks import read_chunk, settled
 from lowrank_kv_jax.generation.forward import begin_prefill, logits_of, refresh
 from lowrank_kv_jax.generation.generate import width_of_turn
 from lowrank_kv_jax.method import Layout
-from lowrank_kv_jax.method.accounting import cache_bytes
+from lowrank_kv_jax.method.accounting import bytes_on_devices
 from lowrank_kv_jax.method.cache import Cache
 from lowrank_kv_jax.serving.requests import Answer
 from lowrank_kv_jax.serving.shelf import Ids
@@ -43,7 +43,7 @@ class Filling:
     @property
     def bytes(self) -> int:
         """Of its cache, as far as there is one."""
-        return 0 if self.cache is None else cache_bytes(self.cache).total
+        return 0 if self.cache is None else bytes_on_devices(self.cache)
 
     def step(self) -> jax.Array | None:
         """Read one chunk more; logits `[B, V]` at the last tokens once all are read."""
@@ -110,4 +110,4 @@ def filling_bytes(parts: Any, layout: Layout, chunk: int) -> int:
     lengths = jnp.ones((layout.batch,), jnp.int32)
     shape = jax.eval_shape(lambda: begin_prefill(
         parts.method, parts.config, parts.params, layout, tokens, lengths, bases=parts.bases, goes_on=True)[0])
-    return cache_bytes(shape).total
+    return bytes_on_devices(shape)

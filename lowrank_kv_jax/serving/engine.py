@@ -17,7 +17,7 @@ from lowrank_kv_jax.serving.plan import parse_bytes
 from lowrank_kv_jax.serving.pool import Parts, Pool
 from lowrank_kv_jax.serving.requests import Answer, Request
 from lowrank_kv_jax.serving.sizes import check_parts, layouts_of, rows_of_pools
-from lowrank_kv_jax.storage.sharding import replicate, rows_together
+from lowrank_kv_jax.storage.sharding import check_weights, replicate, rows_together
 
 
 class Engine:
@@ -74,9 +74,11 @@ class Engine:
         self._model, self._admits, self._together = model, admits, rows_together(mesh)
         method = as_method(method)
         layouts = layouts_of(model.config, self._together, prompt, room, block_of(method, block), dtype, mesh)
+        check_weights(layouts[0].mesh, model.params)
         parts = Parts(method, model.config, model.params, replicate(layouts[0].mesh, bases))
         check_parts(parts, layouts, prefill_chunk)
-        self._shared = sum(nbytes(x) for x in jax.tree.leaves(bases))
+        copies = 1 if mesh is None else mesh.size
+        self._shared = copies * sum(nbytes(x) for x in jax.tree.leaves(bases))
         left = None if self.memory is None else self.memory - self._shared
         rows = rows_of_pools(parts, layouts, left, slots, prefixes, prefill_chunk)
         self._pools = [Pool(parts, *of_pool, prefill_chunk) for of_pool in zip(layouts, rows, strict=True)]
@@ -131,7 +133,7 @@ class Engine:
 
     @property
     def bytes(self) -> int:
-        """Of all caches that exist, kept prefixes among them, and of the bases."""
+        """Of all caches that exist, kept prefixes among them, and of the bases, on all devices: copies count each."""
         return self._shared + sum(pool.bytes for pool in self._pools)
 
     # ---- what is done -------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.method import Layout, Part
-from lowrank_kv_jax.method.accounting import cache_bytes
+from lowrank_kv_jax.method.accounting import bytes_on_devices
 from lowrank_kv_jax.method.cache import Cache, take_rows
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.models.config import ModelConfig
@@ -53,12 +53,12 @@ class Pool:
 
     def _empty(self, rows: int) -> Cache:
         cache = empty_cache(self.parts.method, self.layout, self.parts.bases, rows // self.layout.batch)
-        return beside((cache,), self.parts.params, self.parts.bases)[0]  # as it will lie once it was filled
+        return beside(cache, self.parts.params, self.parts.bases)  # as it will lie once it was filled
 
     @property
     def bytes(self) -> int:
-        """Of every array that exists."""
-        held = sum(cache_bytes(cache).total for cache in (self._cache, self._kept) if cache is not None)
+        """Of every array that exists, on all devices."""
+        held = sum(bytes_on_devices(cache) for cache in (self._cache, self._kept) if cache is not None)
         return held + (0 if self.filling is None else self.filling.bytes)
 
     @property

@@ -10,7 +10,7 @@ from lowrank_kv_jax.checks.arrays import is_row
 from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.generation.forward import check_context
-from lowrank_kv_jax.method.accounting import cache_bytes
+from lowrank_kv_jax.method.accounting import bytes_on_devices
 from lowrank_kv_jax.method.layout import Layout, layout_of
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.selections.reread import CHUNK
@@ -84,7 +84,7 @@ def rows_of_pools(
         wanted = (SLOTS if slots is None else slots, prefixes)
         return [Rows(*(-(-count // step) * step for count in wanted))] * len(layouts)
     shapes = [jax.eval_shape(lambda n=n: empty_cache(parts.method, n, parts.bases, 1)) for n in layouts]
-    each = [-(-cache_bytes(shape).total // step) for shape in shapes]
+    each = [-(-bytes_on_devices(shape) // step) for shape in shapes]
     if chunk is not None:
         memory -= sum(filling_bytes(parts, layout, chunk) for layout in layouts)
     return rows_within(each, memory, slots or MOST_SLOTS, prefixes, step)

@@ -2,7 +2,7 @@
 
 import math
 import os
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.checks.shown import short
 from lowrank_kv_jax.storage.state import LeafInfo, map_leaves
 
+_Tree = TypeVar("_Tree", bound=Any)
 MESH_AXES = ("data", "model", "tokens")
 MOST_SIMULATED = 64
 """Devices on a CPU for which threads are asked for: a mesh that was mistyped must not start thousands."""
@@ -88,6 +89,16 @@ def check_mesh(mesh: Mesh, spec: AttentionSpec, batch: int) -> Mesh:
     return propagated(mesh)
 
 
+def check_weights(mesh: Any, params: Any) -> None:
+    """Raise ValueError for weights that are bound to other devices than those of a cache's mesh, if there is one."""
+    if not isinstance(mesh, Mesh):
+        return
+    bound = next((x for x in jax.tree.leaves(params) if getattr(x, "committed", False)), None)
+    if bound is not None and bound.sharding.device_set != set(mesh.devices.flat):
+        raise ValueError(f"params lie on {len(bound.sharding.device_set)} devices: must lie on the {mesh.size} of the "
+                         "mesh, as `load_model(..., mesh=mesh)` lays them")
+
+
 def propagated(mesh: Any) -> Any:
     """The mesh with axes that the compiler propagates; those of `jax.make_mesh` are told by hand, in every operation."""
     return Mesh(mesh.devices, mesh.axis_names) if isinstance(mesh, Mesh) else mesh
@@ -142,8 +153,8 @@ def replicate(mesh: Mesh | None, tree: Any) -> Any:
     return jax.tree.map(lambda x: x if isinstance(x, Tracer) else jax.device_put(x, place), tree)
 
 
-def beside(small: tuple[jax.Array, ...], *trees: Any) -> tuple[jax.Array, ...]:
-    """Arrays bound to the device that any of the others is bound to, as all will be that is computed of both."""
+def beside(small: _Tree, *trees: Any) -> _Tree:
+    """A tree of arrays bound to the device that any of the others is bound to, as all is that is computed of both."""
     bound = (x.sharding for x in jax.tree.leaves(trees) if getattr(x, "committed", False))
     place = next((x for x in bound if isinstance(x, SingleDeviceSharding)), None)
     return small if place is None else jax.device_put(small, place)

@@ -11,7 +11,7 @@ from helpers import PLAIN, attend, model, prompts, random_moments, rebuilt, soft
 
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.attention.spec import Taps
-from lowrank_kv_jax.codecs.osp_sides import quarter_turn
+from lowrank_kv_jax.codecs.osp_sides import prior_tokens, quarter_turn
 from lowrank_kv_jax.codecs.subspace import least_squares_gamma
 from lowrank_kv_jax.generation.forward import compress_group, extend, make_layout, prefill, refresh
 from lowrank_kv_jax.method import Place
@@ -353,6 +353,12 @@ def test_behind_a_selection_gamma_is_a_longer_key_basis(rope, rule):
     scaled = logits("calibrated", longer=False)
     np.testing.assert_allclose(scaled, logits("unit", longer=True), atol=1e-4)
     assert np.abs(scaled - logits("unit", longer=False)).max() > 0.05
+
+
+def test_directions_that_hold_no_energy_have_priors():
+    """Rounding leaves a little less than none."""
+    tokens = prior_tokens(jnp.eye(3)[None], jnp.array([[4.0, 0.0, -1e-9]]), None, 1)
+    np.testing.assert_array_equal(tokens, np.diag([2.0, 0.0, 0.0])[None])
 
 
 def test_each_head_has_the_rank_that_its_energy_asks_for():

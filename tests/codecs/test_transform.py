@@ -209,6 +209,7 @@ def test_bases_come_back_from_disk_with_their_widths(spec, tmp_path):
     bases = bases_for(method)
     lkv.save_bases(tmp_path / "bases", bases, named, method)
     restored = lkv.load_bases(tmp_path / "bases", named, method)
+    bases = tuple(own._replace(widths=dataclasses.replace(own.widths, fit="")) for own in bases)  # compared by `load_bases`
     chex.assert_trees_all_equal_structs(restored, bases)
     chex.assert_trees_all_equal(restored, bases)
     with pytest.raises(ValueError, match="do not serve"):
@@ -259,6 +260,10 @@ def test_errors_are_one_clear_line():
         Transform(kv="joint").fit(SPEC, moments._replace(keys_by_values=None))
     with pytest.raises(ValueError, match="bases with 0 sets of widths"):
         machine.group_bases(SPEC, bases_for(Transform(bits=None)))
+    with pytest.raises(ValueError, match=r"bases with bits=\[6.0, 6.0\]: transform .* takes bits=\[2.0, 2.0\]; calibrate for it"):
+        machine.group_bases(SPEC, bases_for(Transform(bits=6.0)))
+    with pytest.raises(ValueError, match="bases with rope='tile': transform .* takes rope='pre'"):  # as many arrays, of one shape
+        machine.group_bases(SPEC, bases_for(Transform(rope="tile")))
 
 
 def test_layers_that_are_alike_share_their_bits():

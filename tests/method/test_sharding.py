@@ -84,6 +84,10 @@ from lowrank_kv_jax.models.parameter_sharding import param_shardings
 from lowrank_kv_jax.storage.sharding import make_mesh
 mesh, texts, plain = make_mesh("data=2"), prompts(4, 40).tolist(), model(PLAIN)
 one = type(plain)(PLAIN, jax.device_put(plain.params, param_shardings(PLAIN, mesh)))
+try:
+    generate(type(plain)(PLAIN, jax.device_put(plain.params, jax.devices()[0])), "full", texts, mesh=mesh)
+except ValueError as error:
+    assert "params lie on 1 devices: must lie on the 2 of the mesh" in str(error)
 options = {"max_new_tokens": 20, "stop_at_eos": False}
 first = generate(one, "full", texts, dtype=jnp.float32, mesh=mesh, block=8, **options)
 assert decode_block._cache_size() == 1  # what a turn of the loop leaves lies as what the first was given

@@ -29,6 +29,10 @@ def chunks_compile_nothing_after_a_warm_up(plain):
     loaded = Model(CONFIG, jax.device_put(plain, param_shardings(CONFIG, mesh)))
     engine = Engine(
         loaded, FULL, slots=2, prompt=64, room=32, prefixes=1, block=BLOCK, dtype="float32", mesh=mesh, prefill_chunk=24)
+    for pool in engine._pools:
+        held = sum(shard.data.nbytes for x in jax.tree.leaves((pool._cache, pool._kept))
+                   for shard in x.addressable_shards)  # each device's copy of what it holds
+        assert held <= pool.bytes < held + 100, (held, pool.bytes)  # counters of one device are counted of each
     engine.warm_up()
     with programs() as compiled:
         answered(engine, [Request(ROWS[0], max_new_tokens=2), Request(BEHIND[0], prefix=PREFIX, max_new_tokens=2)])
