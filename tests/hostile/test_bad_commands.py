@@ -73,7 +73,7 @@ TABLE = (  # arguments, where {d} is a directory with the files of `place`, and 
     ("falsify --rank nan", "--rank nan: must be a finite number"),
     ("falsify --rank 0", "--rank 0.0: must lie in (0, 1]"),
     ("falsify --thresholds 101", "--thresholds 101.0: must be at most 100"),
-    ("falsify --lengths 512 --length 256", "--lengths [512]: at least 1, at most --length 256"),
+    ("falsify --lengths 512 --length 256", "--lengths 512: must be at most --length 256 for falsifier 3"),
     ("falsify --falsifiers 5", "--falsifiers: invalid choice: 5"),
     ("falsify --texts {d}/empty.txt", "--texts: expected 2 arguments"),
     ("streaming --ranks inf", "--ranks inf: must be a finite number"),
