@@ -7,15 +7,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
-from lowrank_kv_jax.evals.speed.compile_step import layout_over, of_devices, program_facts, shape_on
+from lowrank_kv_jax.evals.speed.compile_step import (
+    axes_of,
+    everywhere_on,
+    layout_over,
+    of_devices,
+    program_facts,
+    state_over,
+)
 from lowrank_kv_jax.evals.speed.llama_8b import LLAMA_8B
 from lowrank_kv_jax.evals.speed.roofline import white_bases
 from lowrank_kv_jax.generation.forward import decode_step
 from lowrank_kv_jax.method import Part
 from lowrank_kv_jax.method.cache import Cache
-from lowrank_kv_jax.method.spread import why_whole
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.parse import spell_method
 from lowrank_kv_jax.models.parameter_sharding import param_shardings
@@ -23,8 +28,6 @@ from lowrank_kv_jax.models.parameters import param_table
 from lowrank_kv_jax.pallas_kernels.compile_grid import Result
 from lowrank_kv_jax.pallas_kernels.compile_only import NoCompiler
 from lowrank_kv_jax.storage.lanes import lay_out
-from lowrank_kv_jax.storage.sharding import leaf_sharding
-from lowrank_kv_jax.storage.state import map_leaves
 
 CACHE = 2
 
@@ -38,8 +41,8 @@ def compile_models(
     for target in targets:
         try:
             for method in methods.values():
-                axes = ["model"] if why_whole(machine_of(method)) else ["model", "tokens"]
-                asked = [(count, 1, "model") for count in layers] + [(layers[0], over, axis) for axis in axes]
+                asked = [(count, 1, "model") for count in layers]
+                asked += [(layers[0], over, axis) for axis in axes_of(method)]
                 for count, devices, axis in asked:
                     name = f"step of {count} layers at {tokens} tokens, {spell_method(method)}"
                     program = functools.partial(model_program, method, target, count, tokens, devices, axis)
@@ -66,9 +69,7 @@ def model_program(
         return tuple(
             lay_out(machine_of(method).init(layout.of_group(group), bases), layout.tokens) for group, bases in groups)
 
-    everywhere = functools.partial(shape_on, sharding=NamedSharding(mesh, PartitionSpec()))
-    states = map_leaves(
-        lambda info, x: shape_on(x, leaf_sharding(mesh, info, x.shape)), jax.eval_shape(empty))
+    states, everywhere = state_over(mesh, jax.eval_shape(empty)), everywhere_on(mesh)
     token, pending = (everywhere(jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in ((1,), ()))
     cache = Cache(states, token, token, pending, method, layout)
     weights = jax.tree.map(

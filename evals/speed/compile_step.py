@@ -22,6 +22,7 @@ from lowrank_kv_jax.generation.groups import refresh_group
 from lowrank_kv_jax.generation.layers import layer_extend
 from lowrank_kv_jax.method import Layout, Part, Place
 from lowrank_kv_jax.method.layout import layout_of
+from lowrank_kv_jax.method.spread import why_whole
 from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.parse import spell_method
 from lowrank_kv_jax.models.config import ModelConfig
@@ -153,8 +154,7 @@ def step_program(
     mesh, layout = layout_over(method, config, target, tokens, over, axis)
     own = white_bases(config.attention, method, layout.dtype)[0]
     state = jax.eval_shape(lambda: lay_out(machine_of(method).init(layout, own), layout.tokens))
-    state = map_leaves(lambda info, x: shape_on(x, leaf_sharding(mesh, info, x.shape)), state)
-    everywhere = functools.partial(shape_on, sharding=NamedSharding(mesh, PartitionSpec()))
+    state, everywhere = state_over(mesh, state), everywhere_on(mesh)
     weights, bases = (jax.tree.map(everywhere, tree) for tree in (layer_weights(config), own))
     integers = (everywhere(jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in ((1, 1), (1,)))
     x = everywhere(jax.ShapeDtypeStruct((1, 1, config.hidden_size), jnp.bfloat16))
@@ -170,6 +170,21 @@ def layout_over(
     layout = layout_of(config.attention, 1, tokens, block=method.default_block, dtype=jnp.bfloat16)
     rows = "rows" if target == "sm_90" else "lanes"
     return mesh, dataclasses.replace(layout, tokens=rows, mesh=mesh if over > 1 else None)
+
+
+def axes_of(method: Part) -> list[str]:
+    """Axes of a mesh that a method's step is compiled over in turn: heads, and slots where they can be cut."""
+    return ["model"] if why_whole(machine_of(method)) else ["model", "tokens"]
+
+
+def state_over(mesh: Mesh, state: Any) -> Any:
+    """Shapes of a state as they lie on a mesh."""
+    return map_leaves(lambda info, x: shape_on(x, leaf_sharding(mesh, info, x.shape)), state)
+
+
+def everywhere_on(mesh: Mesh) -> Callable[[Any], jax.ShapeDtypeStruct]:
+    """The shape of an array that every device holds."""
+    return functools.partial(shape_on, sharding=NamedSharding(mesh, PartitionSpec()))
 
 
 def _few_layers(method: Part) -> ModelConfig:

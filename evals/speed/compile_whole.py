@@ -6,12 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from lowrank_kv_jax.evals.speed.compile_chunk import reading_program
 from lowrank_kv_jax.evals.speed.compile_step import (
+    axes_of,
     compile_refresh,
     compile_step,
+    everywhere_on,
     layout_over,
     of_devices,
     program_facts,
@@ -20,8 +21,6 @@ from lowrank_kv_jax.evals.speed.compile_step import (
 from lowrank_kv_jax.evals.speed.llama_8b import LLAMA_8B, layer_weights
 from lowrank_kv_jax.generation.layers import layer_prefill
 from lowrank_kv_jax.method import Part
-from lowrank_kv_jax.method.spread import why_whole
-from lowrank_kv_jax.methods.compose import machine_of
 from lowrank_kv_jax.methods.parse import as_method
 from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.models.parameter_sharding import param_shardings
@@ -40,7 +39,7 @@ def prefill_program(
         over: devices, over which heads are cut.
     """
     mesh, layout = layout_over(as_method("full"), config, target, tokens, over, "model")
-    everywhere = functools.partial(shape_on, sharding=NamedSharding(mesh, PartitionSpec()))
+    everywhere = everywhere_on(mesh)
     hidden = everywhere(jax.ShapeDtypeStruct((1, tokens, config.hidden_size), jnp.bfloat16))
     positions = everywhere(jax.ShapeDtypeStruct((1, tokens), jnp.int32))
     weights = jax.tree.map(shape_on, layer_weights(config), param_shardings(config, mesh)["layers"][0])
@@ -59,9 +58,8 @@ def compile_steps(
     for target in targets:
         try:
             for method in methods.values():
-                axes = ["model"] if why_whole(machine_of(method)) else ["model", "tokens"]
                 results.append(compile_step(method, target, tokens))
-                results += [compile_step(method, target, tokens, over, axis) for axis in axes]
+                results += [compile_step(method, target, tokens, over, axis) for axis in axes_of(method)]
                 results.append(compile_refresh(method, target, tokens))
         except NoCompiler as reason:
             missing[target] = str(reason)

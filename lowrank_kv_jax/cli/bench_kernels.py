@@ -97,13 +97,15 @@ def add_compile_parser(kinds) -> argparse.ArgumentParser:
     parser = kinds.add_parser("compile", help=text, description=text)
     parser.add_argument("--targets", nargs="+", choices=("sm_90", "v5e", "v6e"), default=["sm_90", "v5e", "v6e"])
     parser.add_argument("--whole", action="store_true",
-                        help="instead of the kernels, the prefill of one layer of Llama 3.1 8B at 32K tokens, and "
-                             "that of a chunk behind them; with --methods also what that asks for, in one table")
+                        help="instead of the kernels, the prefill of one layer of Llama 3.1 8B at 32K tokens, on "
+                             "one device and over four, and that of a chunk behind them; "
+                             "with --methods also what that asks for, in one table")
     parser.add_argument("--methods", nargs="+", metavar="SPEC",
                         help="instead of the kernels, decode steps of one such layer through these caches, on one "
                              "device, with heads and with slots over four, and their refresh; or `all`")
     parser.add_argument("--layers", nargs="+", type=int, metavar="N",
-                        help="instead of one layer's, the decode step of the whole model cut to so many layers")
+                        help="instead of one layer's, the decode step of the whole model cut to so many layers, and "
+                             "the first of these over four devices")
     parser.add_argument("--json", metavar="FILE", help="append one JSON object for each program and target")
     parser.set_defaults(run=run_compile)
     return parser
