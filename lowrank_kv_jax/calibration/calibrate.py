@@ -10,18 +10,17 @@ import numpy as np
 from jaxtyping import Int
 
 from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
+from lowrank_kv_jax.calibration import layer_votes, sensitivity
 from lowrank_kv_jax.calibration.calibrator import Calibrator, fit_to
 from lowrank_kv_jax.calibration.checkpoint_sums import CheckpointedSums
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus, token_windows
 from lowrank_kv_jax.calibration.fisher import FisherSample, collect_fisher
 from lowrank_kv_jax.calibration.identifiers import SHARE, with_identifiers
-from lowrank_kv_jax.calibration.layer_votes import collect_votes
 from lowrank_kv_jax.calibration.needs import groups_read, groups_read_by_values
 from lowrank_kv_jax.calibration.output_errors import collect_output_errors
 from lowrank_kv_jax.calibration.refine import MOST_STEPS, check_refinable
 from lowrank_kv_jax.calibration.refine import refine as refined
 from lowrank_kv_jax.calibration.sampled import sampled_windows
-from lowrank_kv_jax.calibration.sensitivity import collect_sensitivity
 from lowrank_kv_jax.calibration.taps import checked_windows, iterate_taps
 from lowrank_kv_jax.checks.bounds import check_int
 from lowrank_kv_jax.checks.models import check_model, weights_dtype
@@ -166,6 +165,10 @@ def moments_for(
     tokens = checked_windows(model.config, tokens)
     of_moments, of_fisher, of_sampled = sums or (None, None, None)
     read = frozenset().union(*(method.reads for method in methods))
+    if "sensitivity" in read:  # what is read last would be refused after minutes
+        sensitivity.text_length(tokens.shape[1])
+    if "votes" in read:
+        layer_votes.text_length(model.config, tokens.shape[1])
     spec = model.config.attention
     wanted = {
         "groups": sorted({group for method in methods for group in groups_read(spec, method)}),
@@ -184,9 +187,9 @@ def moments_for(
     if "outputs" in read:
         moments = moments._replace(outputs=collect_output_errors(model, moments, tokens, progress))
     if "votes" in read:
-        moments = moments._replace(votes=collect_votes(model, tokens, progress))
+        moments = moments._replace(votes=layer_votes.collect_votes(model, tokens, progress))
     if "sensitivity" in read:
-        moments = moments._replace(sensitivity=collect_sensitivity(model, tokens, progress))
+        moments = moments._replace(sensitivity=sensitivity.collect_sensitivity(model, tokens, progress))
     return moments
 
 

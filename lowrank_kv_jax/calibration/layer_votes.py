@@ -8,6 +8,7 @@ import numpy as np
 
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.generation.forward import read_layer, start_reading
+from lowrank_kv_jax.models.config import ModelConfig
 from lowrank_kv_jax.progress import ProgressBar
 from lowrank_kv_jax.selections.reread import CHUNK, SINKS
 from lowrank_kv_jax.storage.sharding import to_host
@@ -16,6 +17,16 @@ LENGTH = 1024
 """Tokens of a window that are read: shares of layers hardly change with more."""
 EDGES = np.logspace(-6, 0, 61)
 """Of the bins that votes are counted in; smaller ones fall below the first."""
+
+
+def text_length(config: ModelConfig, window: int) -> int:
+    """Tokens that are read of windows of so many. Raises ValueError where none of them would count."""
+    longest = config.context // 2 if config.context < 2 * CHUNK else config.context - CHUNK
+    length = min(window, LENGTH, longest)
+    if length <= SINKS:
+        raise ValueError(f"length={length}: must be at least {SINKS + 1}, as the first {SINKS} tokens of a window are "
+                         "not counted")
+    return length
 
 
 def collect_votes(model: Any, tokens: np.ndarray, progress: bool = False) -> np.ndarray:
@@ -33,11 +44,7 @@ def collect_votes(model: Any, tokens: np.ndarray, progress: bool = False) -> np.
         ValueError: windows of sinks alone, or votes that are not finite (layer named).
     """
     config = model.config
-    longest = config.context // 2 if config.context < 2 * CHUNK else config.context - CHUNK
-    tokens = np.asarray(tokens, np.int32)[:, : min(LENGTH, longest)]
-    if tokens.shape[1] <= SINKS:
-        raise ValueError(f"length={tokens.shape[1]}: must be at least {SINKS + 1}, as the first {SINKS} tokens of a "
-                         "window are not counted")
+    tokens = np.asarray(tokens, np.int32)[:, : text_length(config, tokens.shape[1])]
     lengths = jnp.asarray([tokens.shape[1]], jnp.int32)
     above, counted = np.zeros((config.num_layers, len(EDGES))), 0
     with ProgressBar("second reading", len(tokens) * config.num_layers, progress) as bar:

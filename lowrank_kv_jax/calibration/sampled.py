@@ -13,7 +13,10 @@ from lowrank_kv_jax.generation.generate import generate
 from lowrank_kv_jax.progress import ProgressBar
 
 LENGTH = 1024
-"""Tokens of a text: all of them are drawn at once, a step of the decoder for each of these."""
+"""Tokens of a text: a step of the decoder for each of these."""
+
+ROWS = 16
+"""Texts that are written at once, whose full caches are held together; as many as calibration asks for by default."""
 
 
 def sampled_windows(model: Any, tokens: int, seed: int = 0, progress: bool = False) -> np.ndarray:
@@ -32,12 +35,16 @@ def sampled_windows(model: Any, tokens: int, seed: int = 0, progress: bool = Fal
     begins = openings(model)
     prompts = [[begins[i % len(begins)]] for i in range(count)]
     mute = types.SimpleNamespace(config=model.config, params=model.params, tokenizer=None)  # ids are wanted, not texts
-    with ProgressBar("sampling text", length - 1, progress) as bar:
-        drawn = generate(
-            mute, "full", prompts, max_new_tokens=length - 1, temperature=1.0, seeds=range(seed, seed + count),
-            stop_at_eos=False, capacity=length, on_tokens=lambda new: bar.advance(new.shape[1]),
-        )
-    return np.asarray([[*prompt, *row] for prompt, row in zip(prompts, drawn.tokens, strict=True)], np.int32)
+    texts = []
+    with ProgressBar("sampling text", -(-count // ROWS) * (length - 1), progress) as bar:
+        for first in range(0, count, ROWS):
+            some = prompts[first : first + ROWS]
+            drawn = generate(
+                mute, "full", some, max_new_tokens=length - 1, temperature=1.0, stop_at_eos=False, capacity=length,
+                seeds=range(seed + first, seed + first + len(some)), on_tokens=lambda new: bar.advance(new.shape[1]),
+            )
+            texts += [[*prompt, *row] for prompt, row in zip(some, drawn.tokens, strict=True)]
+    return np.asarray(texts, np.int32)
 
 
 def openings(model: Any) -> list[int]:

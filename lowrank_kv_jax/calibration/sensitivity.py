@@ -37,6 +37,15 @@ SINKS, RECENT = 4, 32
 """What a cache keeps exact: such keys, and what queries so near see of a key, cost nothing."""
 
 
+def text_length(window: int) -> int:
+    """Tokens of a text, of windows of so many. Raises ValueError where none of them would count."""
+    length = min(LENGTH, window)
+    if length <= SINKS + RECENT:
+        raise ValueError(f"length={length}: must be at least {SINKS + RECENT + 1}, as the first {SINKS} and last "
+                         f"{RECENT} tokens of a window are not counted")
+    return length
+
+
 def collect_sensitivity(model: Any, tokens: np.ndarray, progress: bool = False) -> Sensitivity:
     """Mean squares of the loss' gradients by keys and values that are seen from afar.
 
@@ -49,10 +58,7 @@ def collect_sensitivity(model: Any, tokens: np.ndarray, progress: bool = False) 
         ValueError: windows of exact tokens alone, or gradients that are not finite (layer named).
     """
     config = model.config
-    length = min(LENGTH, tokens.shape[1])
-    if length <= SINKS + RECENT:
-        raise ValueError(f"length={length}: must be at least {SINKS + RECENT + 1}, as the first {SINKS} and last "
-                         f"{RECENT} tokens of a window are not counted")
+    length = text_length(tokens.shape[1])
     texts = spread(tokens, length, TEXTS)
     total: dict[str, Any] = {}
     with ProgressBar("sensitivity", len(texts), progress) as bar:

@@ -44,9 +44,9 @@ def selected_tokens(rule: Selection, layout: Layout, ends: Ends, tokens: int, la
     """
     if rule.keeps_none:
         return 0
-    goes_on = rule.decoding == "evict"
-    room = max((layout.capacity if rule.decoding != "code" else layout.prompt) - ends.sinks - ends.recent, 1)
-    most = room if goes_on else layout.prompt - ends.recent
+    exact = ends.sinks + ends.recent
+    room = max((layout.capacity if rule.decoding != "code" else layout.prompt) - exact, 1)
+    most = room if rule.decoding == "evict" else max(layout.prompt - exact, 1)
     each = [rule.of_layer(tokens, most, own) for own in layers]
     return min(max(round(sum(each) / len(each)), 1), room)
 

@@ -72,8 +72,8 @@ class Selection(Part):
     prefill = "literal"
     """What `statistics` of a prompt's first eviction are: "literal", of nothing; "informed", of all candidates."""
 
-    statistics: ClassVar[str | None] = None
-    """Order of the moments of the evicted by whose residuals scores are weighed (`summaries.residuals`), with or without
+    statistics: ClassVar[Summary | None] = None
+    """Moments of the evicted by whose residuals scores are weighed (`summaries.residuals`), with or without
     a summary; None: they are not."""
 
     summary: ClassVar[Summary | None] = None

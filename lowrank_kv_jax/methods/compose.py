@@ -77,7 +77,7 @@ IMPOSSIBLE = (
     ),
     Impossible(
         "selection and summary differ in their order", "one reads the other's statistics: give both the same order",
-        lambda m: m.summary and m.selection.statistics not in (None, m.summary.order),
+        lambda m: m.summary and m.selection.statistics and m.selection.statistics.order != m.summary.order,
     ),
     Impossible(
         "the codec would have nothing to store", "the selection keeps no token between the sinks and the recent ones",

@@ -58,7 +58,7 @@ class MomentKV(Adaptive):
 
     @property
     def statistics(self):
-        return self.order if self.mi else None
+        return Summary(self.order, self.moments_dtype) if self.mi else None
 
     @property
     def summary(self):

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from character_tokenizer import Characters
 
+from lowrank_kv_jax.calibration import calibrate as calibrate_module
+from lowrank_kv_jax.calibration import sampled
 from lowrank_kv_jax.calibration.calibrate import calibrate, collect_moments, moments_for, serve
 from lowrank_kv_jax.calibration.identifiers import with_identifiers
 from lowrank_kv_jax.calibration.sampled import openings, sampled_windows
@@ -30,6 +32,20 @@ def test_texts_fill_the_context_open_in_turn_and_follow_the_seed():
     assert not np.array_equal(found[0, 1:], found[2, 1:])  # as they are drawn, not chosen
     np.testing.assert_array_equal(sampled_windows(model(), 96), found[:2])
     np.testing.assert_array_equal(sampled_windows(model(), 96, seed=2)[:1], found[2:])
+
+
+def test_texts_are_written_some_at_a_time(monkeypatch):
+    found = sampled_windows(model(), 3 * 48)
+    monkeypatch.setattr(sampled, "ROWS", 2)
+    np.testing.assert_array_equal(sampled_windows(model(), 3 * 48), found)
+
+
+def test_windows_too_short_for_what_is_read_last_are_told_first(monkeypatch):
+    monkeypatch.setattr(calibrate_module, "collect_moments", lambda *_, **__: pytest.fail("the model ran"))
+    with pytest.raises(ValueError, match="length=36: must be at least 37"):
+        moments_for(model(), [parse_method("transform")], np.zeros((1, 36), np.int32))
+    with pytest.raises(ValueError, match="length=4: must be at least 5"):
+        moments_for(model(), [parse_method("kvzip:keep=0.5,layers=calibrated")], np.zeros((1, 4), np.int32))
 
 
 def test_a_chat_opens_a_text_too():

@@ -4,11 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import PLAIN
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lowrank_kv_jax.attention.partial import AttnPartial, merge
+from lowrank_kv_jax.generation.forward import make_layout
 from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.saving.saved_cache import abstract_cache
 from lowrank_kv_jax.storage.fixed_point import fixed_point
 from lowrank_kv_jax.storage.state import walk
 from lowrank_kv_jax.summaries import moments
@@ -189,6 +192,15 @@ def test_covariances_in_int16_take_16_bits_and_an_exponent_a_row():
     sizes = [sum(x.nbytes for _, x, _ in walk(own)) for own in (held, wide)]
     assert sizes[1] - sizes[0] == 2 * K * (2 * D * D - D)
     assert {info.kind for _, _, info in walk(held)} == {"moments"}
+
+
+@pytest.mark.parametrize("standing", [True, False])
+def test_moments_are_of_the_dtype_that_was_asked_for(standing):
+    """Also where they say what may go and stand for nothing."""
+    layout = make_layout(PLAIN, 1, 64, 96, 32, jnp.float32)
+    spec = f"momentkv:budget=24,recent=8,nc={standing},moments_dtype=float16".lower()
+    (moments,) = abstract_cache(parse_method(spec), layout).groups[0].gone
+    assert moments.k_mean.dtype == moments.covariance.dtype == jnp.float16
 
 
 @pytest.mark.slow
