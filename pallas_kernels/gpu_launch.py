@@ -23,23 +23,26 @@ Operand = tuple[jax.Array, pl.BlockSpec]
 
 def launch(
     name: str, kernel: Callable[..., None], grid: Grid, packed: Packed, head: jax.Array | None,
-    operands: Sequence[Operand], width: int, *, interpret: bool,
+    operands: Sequence[Operand], width: int, *, interpret: bool, beside: AttnPartial | None = None,
 ) -> AttnPartial:
-    """Partial `[B, H, M, width]`, float32, lse `EMPTY` where a row sees nothing.
+    """Partial `[B, H, M, width]`, float32, lse -inf where a row sees nothing.
 
     Args:
         kernel: takes `Limits` of a row, and references: the operands, its out `[M, width]` and lse `[M]`.
         packed: queries.
         head: what else a row's programs are told, int32 `[B, n]`: one array, because each costs a launch; or None.
+        beside: partial `[B, H, M, width]` over other tokens that the kernel takes in, or None.
     """
     told = [(x, row_spec(x)) for x in (packed.begin, packed.end, head) if x is not None]
 
     def with_limits(begin, end, *refs):
-        more, rest = (refs[0], refs[1:]) if head is not None else (None, refs)
-        kernel(Limits(begin, end, more), *rest)
+        more, refs = (refs[0], refs[1:]) if head is not None else (None, refs)
+        others, refs = (refs[:2], refs[2:]) if beside is not None else (None, refs)
+        kernel(Limits(begin, end, more, others), *refs)
 
     batch, heads, rows, _ = packed.q.shape
-    arrays, specs = zip(*told, *operands, strict=True)
+    others = [] if beside is None else by_head(packed, *beside)
+    arrays, specs = zip(*told, *others, *operands, strict=True)
     shapes = (batch, heads, grid.splits, rows, width), (batch, heads, rows, grid.splits)  # as `merge_splits` takes them
     out, lse = pl.pallas_call(
         with_limits,

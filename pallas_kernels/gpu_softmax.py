@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid
-from lowrank_kv_jax.pallas_kernels.packing import EMPTY, LOG2_E, power_of_two
+from lowrank_kv_jax.pallas_kernels.packing import EMPTY, LOG2_E, empty_of, power_of_two
 
 
 def split_range(tiles, grid: Grid):
@@ -26,11 +26,13 @@ class Limits(NamedTuple):
         begin, end: int32 `[T]`, the slots that a query sees: begin <= slot < end. As they come, because what XLA puts
             together first is a launch of its own.
         head: int32 `[n]`, what else there is to know, or None.
+        beside: out `[M, D]` and lse `[M]` over other tokens, which the first split takes in, or None.
     """
 
     begin: Any
     end: Any
     head: Any
+    beside: Any
 
 
 def span(limits: Limits):
@@ -64,6 +66,14 @@ def load_ranges(limits: Limits, rows: int, there: int):
 def load_block(ref, start, rows, piece: tuple[int, int]):
     """Some columns of n rows of `ref` `[.., R]` from row `start`; zeros where not `rows` `[n]`, and beyond R."""
     return plgpu.load(_block(ref, start, rows.shape[0], piece), mask=_inside(rows, piece, ref.shape[-1]), other=0)
+
+
+def load_columns(ref, rows, columns):
+    """Some columns `[w]` of the first n rows of `ref` `[.., R]`, in any order; zeros where not `rows` `[n]`, and beyond
+    R."""
+    at = tuple(jnp.broadcast_to(x, (rows.shape[0], columns.shape[0]))
+               for x in (jnp.arange(rows.shape[0])[:, None], columns[None]))
+    return plgpu.load(ref.at[at], mask=rows[:, None] & (columns < ref.shape[-1])[None], other=0)
 
 
 def _block(ref, start, n: int, piece: tuple[int, int]):
@@ -129,13 +139,35 @@ def dot(a, b):
     return jnp.dot(a, b, preferred_element_type=jnp.float32, precision=precision)
 
 
-def write_partial(out_ref, lse_ref, rows: int, accs, pieces, top, total) -> None:
-    """Store a split's partial; rows that saw nothing get (0, `EMPTY`)."""
+def with_beside(beside, rows: int, top, total, accs, columns):
+    """The running sums, in the first split with attention over other tokens (`Limits.beside`).
+
+    Args:
+        columns: of each of `accs`, which channels they are, int32 `[w]`.
+    """
+    if beside is None:
+        return top, total, accs
+    out_ref, lse_ref = beside
+    row = jnp.arange(rows)
+    there = (row < lse_ref.shape[0]) & (pl.program_id(0) == 0)
+    lse = LOG2_E * jnp.maximum(plgpu.load(lse_ref.at[row], mask=there, other=EMPTY), EMPTY)
+    new_top = jnp.maximum(top, lse)
+    shrink, weight = jnp.exp2(top - new_top), jnp.where(lse > EMPTY, jnp.exp2(lse - new_top), 0.0)
+
+    def taken_in(acc, channels):
+        return acc * shrink[:, None] + load_columns(out_ref, there, channels) * weight[:, None]
+
+    return new_top, total * shrink + weight, tuple(map(taken_in, accs, columns))
+
+
+def write_partial(out_ref, lse_ref, grid: Grid, accs, pieces, top, total) -> None:
+    """Store a split's partial; rows that saw nothing get (0, `empty_of` the splits)."""
+    rows = grid.rows
     row = jnp.arange(rows)
     inside = row < lse_ref.shape[0]
     empty = total == 0
     total = jnp.where(empty, 1.0, total)
-    lse = jnp.where(empty, EMPTY, top / LOG2_E + jnp.log(total))
+    lse = jnp.where(empty, empty_of(grid.splits), top / LOG2_E + jnp.log(total))
     plgpu.store(lse_ref.at[row], lse, mask=inside)
     for acc, piece in zip(accs, pieces, strict=True):
         at = _block(out_ref, 0, rows, piece)

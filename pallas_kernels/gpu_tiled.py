@@ -49,11 +49,10 @@ class Form(NamedTuple):
         """(start, size) of the columns that come together: of a block those of the lowest bits, of the next ones, .."""
         return tuple((i * BLOCK, BLOCK) for i in range(self.blocks * self.each))
 
-    def spread(self, x: jax.Array) -> jax.Array:
-        """What multiplies channels `[.., R]`, in the order of `pieces`, zeros where there is no channel."""
-        columns = self.blocks * self.each * BLOCK
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, columns - self.width)])
-        return x.reshape(*x.shape[:-1], self.blocks, BLOCK, self.each).swapaxes(-1, -2).reshape(*x.shape[:-1], columns)
+    def channels_of_pieces(self) -> list[jax.Array]:
+        """The channels of each of the `pieces`, int32 `[BLOCK]`, R and beyond where there is none; within kernels."""
+        byte = jnp.arange(BLOCK)
+        return [(block * BLOCK + byte) * self.each + place for block in range(self.blocks) for place in range(self.each)]
 
     def collected(self, x: jax.Array) -> jax.Array:
         """Channels `[.., R]` of columns in the order of `pieces`."""

@@ -117,6 +117,11 @@ def cut_tokens(tokens: CachedTokens) -> CachedTokens:
     return CachedTokens(k, v, cut(tokens.lengths, ("batch",)), cut_state(tokens.positions))
 
 
+def cut_partial(part: AttnPartial) -> AttnPartial:
+    """How attention over other tokens lies, `[B, T, N, ..]`."""
+    return AttnPartial(cut(part.out, QUERIES), cut(part.lse, QUERIES[:3]))
+
+
 def cut_basis(x: jax.Array) -> PartitionSpec:
     """How a basis `[..., J, W, R]` lies, of all rows or of each: by heads, or by the channels of heads that share one."""
     leading = ("batch",) * (x.ndim == 4)

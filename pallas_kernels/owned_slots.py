@@ -42,6 +42,20 @@ class Rows(NamedTuple):
 
         return AttnPartial(together(part.out), together(part.lse))
 
+    def by_row(self, part: AttnPartial) -> AttnPartial:
+        """A partial of `[B, T, N, ..]` as one of the rows."""
+        if self.owner is None:
+            return part
+        kv_heads = self.q.shape[0] // part.out.shape[0]
+        return AttnPartial(*(_heads_as_rows(x, kv_heads) for x in part))
+
+
+def _heads_as_rows(x: jax.Array, kv_heads: int) -> jax.Array:
+    """`[B * K, T, N / K, ..]` of `[B, T, N, ..]`."""
+    batch, queries, heads, *rest = x.shape
+    x = x.reshape(batch, queries, kv_heads, heads // kv_heads, *rest).swapaxes(1, 2)
+    return x.reshape(batch * kv_heads, *x.shape[2:])
+
 
 def rows_of(q: jax.Array, tokens: Any, q_positions: jax.Array, causal: bool, window: int | None) -> Rows:
     """Queries `[B, T, N, R]` as rows.
@@ -58,8 +72,7 @@ def rows_of(q: jax.Array, tokens: Any, q_positions: jax.Array, causal: bool, win
         return Rows(q, begin + before, end + before, tokens)
     if causal or window is not None:
         raise Unsupported("causal or windowed attention over tokens of all heads packed in one buffer")
-    batch, queries, heads, rank = q.shape
-    by_head = q.reshape(batch, queries, where.kv_heads, -1, rank).swapaxes(1, 2)
+    batch, queries = q.shape[:2]
     slots = jnp.arange(owner.shape[2], dtype=jnp.int32)
     mine = (owner == jnp.arange(where.kv_heads)[:, None]) & (slots < tokens.lengths[:, None, None])
     begin = jnp.min(jnp.where(mine, slots, len(slots)), axis=2)
@@ -68,7 +81,7 @@ def rows_of(q: jax.Array, tokens: Any, q_positions: jax.Array, causal: bool, win
     def of_queries(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x.reshape(-1, 1), (batch * where.kv_heads, queries))
 
-    return Rows(by_head.reshape(-1, *by_head.shape[2:]), of_queries(begin), of_queries(end), tokens, owner)
+    return Rows(_heads_as_rows(q, where.kv_heads), of_queries(begin), of_queries(end), tokens, owner)
 
 
 def _whole(stored: Any) -> Any:

@@ -1,5 +1,6 @@
 """What the kernels share: queries by kv head, visible slots as ranges, and the merge of splits."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -66,16 +67,30 @@ def by_program(x: jax.Array, heads: int) -> jax.Array:
     return x.reshape(batch, heads, stretches, -1, width)
 
 
-def unpack(part: AttnPartial, queries: int) -> AttnPartial:
-    """Partial `[B, T, N, ...]` of one `[B, H, M, ...]`, with -inf for an empty one."""
+def pack_partial(part: AttnPartial, heads: int) -> AttnPartial:
+    """Partial `[B, H, M, ...]` of one `[B, T, N, ...]`, query rows as `pack` orders them."""
+    out, lse = (by_program(x[:, None], heads)[:, :, 0] for x in (part.out, part.lse[..., None]))
+    return AttnPartial(out, lse[..., 0])
+
+
+def by_query(part: AttnPartial, queries: int) -> AttnPartial:
+    """Partial `[B, T, N, ...]` of one `[B, H, M, ...]`."""
 
     def heads_last(x):
         batch, heads, rows, *rest = x.shape
         x = x.reshape(batch, heads, queries, rows // queries, *rest).swapaxes(1, 2)
         return x.reshape(batch, queries, heads * rows // queries, *rest)
 
-    lse = jnp.where(part.lse <= EMPTY / 2, -jnp.inf, part.lse)
-    return AttnPartial(heads_last(part.out), heads_last(lse))
+    return AttnPartial(*map(heads_last, part))
+
+
+def unpack(part: AttnPartial, queries: int) -> AttnPartial:
+    """The same of one whose lse is `EMPTY` where nothing was seen, -inf then."""
+    return by_query(AttnPartial(part.out, _or_none(part.lse)), queries)
+
+
+def _or_none(lse: jax.Array) -> jax.Array:
+    return jnp.where(lse <= EMPTY / 2, -jnp.inf, lse)
 
 
 def visible_range(tokens: Any, q_positions: jax.Array, causal: bool, window: int | None):
@@ -103,8 +118,8 @@ def visible_range(tokens: Any, q_positions: jax.Array, causal: bool, window: int
 def merge_splits(out: jax.Array, lse: jax.Array) -> AttnPartial:
     """Merge partials of the splits of the tokens, out `[B, H, splits, M, D]`, lse `[B, H, M, splits]`.
 
-    An empty one is (0, `EMPTY`). Both results are a softmax of lse and a sum, each of which XLA makes one program of on
-    a GPU; the barrier keeps it from sharing the softmax, which would make many of them.
+    An empty one is (0, `empty_of(splits)`), where all are, (0, -inf). Both results are a softmax of lse and a sum, each
+    of which XLA makes one program of on a GPU; the barrier keeps it from sharing the softmax, which would make many.
     """
     if lse.shape[3] == 1:
         return AttnPartial(out[:, :, 0], lse[..., 0])
@@ -112,7 +127,12 @@ def merge_splits(out: jax.Array, lse: jax.Array) -> AttnPartial:
     out = jnp.sum(weight.swapaxes(2, 3)[..., None] * out, axis=2)
     share = jax.nn.softmax(jax.lax.optimization_barrier(lse), axis=3)
     # lse - log(share) is that of all splits, whichever the split
-    return AttnPartial(out, jnp.sum(share * (lse - jnp.log(jnp.where(share > 0, share, 1))), axis=3))
+    return AttnPartial(out, _or_none(jnp.sum(share * (lse - jnp.log(jnp.where(share > 0, share, 1))), axis=3)))
+
+
+def empty_of(splits: int) -> float:
+    """The lse of a split without tokens: one that is alone is not merged, and says it as partials do."""
+    return EMPTY if splits > 1 else -math.inf
 
 
 def columns(width: int, most: int = 128) -> tuple[tuple[int, int], ...]:

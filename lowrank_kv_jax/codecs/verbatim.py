@@ -74,11 +74,14 @@ class Full(TokenCodec):
         return k, v
 
     def attend(self, layout, bases, store, q, positions, place):
+        return self.attend_beside(layout, bases, store, q, positions, place, None)
+
+    def attend_beside(self, layout, bases, store, q, positions, place, beside):
         kept = store.tokens
         values = kept.v if kept.v.shape[3] else kept.k
         return coefficient_attention(
             q, CachedTokens(kept.k, values, kept.length, kept.positions), **layout.spec.logits, q_positions=positions,
-            causal=False, window=place.window,
+            causal=False, window=place.window, beside=beside,
         )
 
     def logits(self, layout, bases, store, q, place):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Float32, Int
 
-from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.attention.partial import AttnPartial, merge
 from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
 from lowrank_kv_jax.method.layout import Layout, Place
 from lowrank_kv_jax.method.part import Part
@@ -193,6 +193,13 @@ class Codec(Part):
         positions: Int[jax.Array, "B T"], place: Place,
     ) -> AttnPartial:
         """Attention of one layer's queries over its stored tokens, all of which lie before every query."""
+
+    def attend_beside(
+        self, layout: Layout, bases: Any, store: Any, q: Float[jax.Array, "B T N D"],
+        positions: Int[jax.Array, "B T"], place: Place, beside: AttnPartial,
+    ) -> AttnPartial:
+        """The same, merged with attention over other tokens. For codecs whose kernels can take that in."""
+        return merge([beside, self.attend(layout, bases, store, q, positions, place)])
 
     def fault(self, stores: tuple[Any, ...]) -> str | None:
         """As `KVMethod.fault`, of the stores of all groups."""

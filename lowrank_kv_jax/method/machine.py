@@ -265,20 +265,20 @@ class Machine(KVMethod):
             near = jnp.zeros((layout.batch, spec.kv_heads, exact.k.shape[2]), jnp.float32)
             far = None if store is None else jnp.zeros(store.tokens.positions.position.shape, jnp.float32)
         # moments stand for nothing where a window slides: which of the dropped tokens have left it they do not know
-        summed = self._order and (layout.window is None or (rule is not None and rule.statistics))
+        summed = self._moments and (layout.window is None or (rule is not None and rule.statistics))
         gone = (self._empty_moments(layout),) * layers if summed else ()
         return GroupState((exact,) * layers, store, near, far, gone)
 
     @property
     def sums_up(self) -> bool:
         """Whether moments of dropped tokens are kept, to stand for them or to choose by."""
-        return self._order is not None
+        return self._moments is not None
 
     @property
-    def _order(self) -> str | None:
-        """Of the moments that are kept."""
+    def _moments(self) -> Summary | None:
+        """Those that are kept."""
         if self.standing is not None:
-            return self.standing.order
+            return self.standing
         return None if self.selection is None else self.selection.statistics
 
     @property
@@ -288,9 +288,9 @@ class Machine(KVMethod):
         return rule is not None and rule.decoding == "evict" and not rule.keeps_none
 
     def _empty_moments(self, layout: Layout) -> moment_summary.EvictedMoments:
-        assert self._order is not None
-        dtype = jnp.dtype("float32" if self.standing is None else self.standing.dtype)
-        return moment_summary.empty_moments(layout.batch, layout.spec.kv_heads, layout.spec.head_dim, self._order, dtype)
+        assert self._moments is not None
+        spec, dtype = layout.spec, jnp.dtype(self._moments.dtype)
+        return moment_summary.empty_moments(layout.batch, spec.kv_heads, spec.head_dim, self._moments.order, dtype)
 
     # ---- the prompt ---------------------------------------------------------------------------------------------
 
@@ -324,18 +324,18 @@ class Machine(KVMethod):
 
     def attend(self, layout, bases, state, q, positions, place):
         q = half_split_channels(layout.spec.rope, q)
-        return merge(self._parts(layout, self.of_group(bases), state, q, positions, place))
+        return self._all(layout, self.of_group(bases), state, q, positions, place)
 
-    def _parts(self, layout, bases, state, q, positions, place, whole=False):
-        parts = self._retained(layout, bases, state, q, positions, place, whole)
+    def _all(self, layout, bases, state, q, positions, place, whole=False):
+        part = self._retained(layout, bases, state, q, positions, place, whole)
         if self.standing is not None and place.window is None:  # moments do not know which left a sliding window
-            parts.append(moment_summary.partial(state.gone[place.held], q, layout.spec.scale))
-        return parts
+            part = merge([part, moment_summary.partial(state.gone[place.held], q, layout.spec.scale)])
+        return part
 
     def retained(self, layout, bases, state, q, positions, place):
         """Attention over the tokens that are still there."""
         q = half_split_channels(layout.spec.rope, q)
-        return merge(self._retained(layout, self.of_group(bases), state, q, positions, place))
+        return self._retained(layout, self.of_group(bases), state, q, positions, place)
 
     def _retained(self, layout, bases, state, q, positions, place, whole=False):
         rule, ends = self.selection, state.ends[place.held]
@@ -344,11 +344,11 @@ class Machine(KVMethod):
             window = min(self.ends_of(layout, bases).recent, window or layout.capacity)
         if rule is not None and (rule.positions == "cache" or window != place.window):
             return attend_by_index(self, layout, bases, state, q, positions, place, window)
-        parts = [exact_tokens.attend(ends, q, positions, **layout.spec.logits, window=window)]
-        if state.store is not None:
-            store = state.store if whole else pages.read(self, layout, state, q, positions, place)
-            parts.append(attend_store(self.codec, layout, bases.codec, store, q, positions, place))
-        return parts
+        part = exact_tokens.attend(ends, q, positions, **layout.spec.logits, window=window)
+        if state.store is None:
+            return part
+        store = state.store if whole else pages.read(self, layout, state, q, positions, place)
+        return attend_store(self.codec, layout, bases.codec, store, q, positions, place, part)
 
     def observe(self, layout, bases, state, q, lse, positions, place):
         if not self.votes:
@@ -385,7 +385,7 @@ class Machine(KVMethod):
     def past(self, layout, bases, state, q, positions, place):
         """Attention of a chunk's queries over all that the cache holds."""
         q = half_split_channels(layout.spec.rope, q)
-        return merge(self._parts(layout, self.of_group(bases), state, q, positions, place, whole=True))
+        return self._all(layout, self.of_group(bases), state, q, positions, place, whole=True)
 
     def ingest(self, layout, bases, state, taps, seen, positions, counts, *, of_prompt):
         """The state of a group with a chunk that `read_chunk` has read in each of its layers; see `method.chunk`."""

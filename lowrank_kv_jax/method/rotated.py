@@ -14,8 +14,8 @@ from lowrank_kv_jax.segments import exact as exact_tokens
 
 def attend_by_index(
     method: Any, layout, bases, state, q: jax.Array, positions: jax.Array, place, window: int | None
-) -> list[AttnPartial]:
-    """Partials over the retained tokens of one layer.
+) -> AttnPartial:
+    """Attention over the retained tokens of one layer.
 
     Logits depend on distances only, and among recent tokens index and position differ by a constant: it is enough to
     move the queries nearer to the tokens before them.
@@ -28,7 +28,7 @@ def attend_by_index(
     spec, exact = layout.spec, state.ends[place.held]
     sinks = method.ends_of(layout, bases).sinks
     near = exact_tokens.part(exact, sinks, exact.k.shape[2]) if sinks else exact
-    parts = [exact_tokens.attend(near, q, positions, **spec.logits, window=window)]
+    q_near = q
     turned = method.selection.positions == "cache" and spec.rope is not None
     index, kept = _indices(exact, state.store, spec.kv_heads)
     nearer = jnp.zeros((*positions.shape, 1), jnp.int32)
@@ -41,10 +41,12 @@ def attend_by_index(
         nearer = jnp.broadcast_to(nearer, (*positions.shape, nearer.shape[2]))
         angles = jnp.repeat(nearer, q.shape[2] // nearer.shape[2], axis=2)
         q = rotate(q, *rope_angles(spec.rope, angles))
+    part = None
     if sinks:
         first = exact_tokens.part(exact, 0, sinks)
         at = positions + nearer[..., 0] if state.store is None else positions
-        parts.append(exact_tokens.attend(first, q, at, **spec.logits, window=place.window))
+        part = exact_tokens.attend(first, q, at, **spec.logits, window=place.window)
+    part = exact_tokens.attend(near, q_near, positions, **spec.logits, window=window, beside=part)
     if state.store is not None:
         store, tokens = state.store, state.store.tokens
         if turned:
@@ -52,8 +54,8 @@ def attend_by_index(
             turn = jnp.where(there, sinks + index - tokens.positions.position, 0)
             tokens = dataclasses.replace(tokens, k=rotate(codes_of(store)[0], *rope_angles(spec.rope, turn)))
             store = dataclasses.replace(store, tokens=tokens)
-        parts.append(method.codec.attend(layout, bases.codec, store, q, positions, place))
-    return parts
+        part = method.codec.attend_beside(layout, bases.codec, store, q, positions, place, part)
+    return part
 
 
 def _indices(exact: exact_tokens.Exact, store: Any, heads: int) -> tuple[jax.Array, jax.Array]:

@@ -6,22 +6,23 @@ from typing import Any
 
 import jax
 
-from lowrank_kv_jax.attention.partial import AttnPartial, merge_over
+from lowrank_kv_jax.attention.partial import AttnPartial, merge, merge_over
 from lowrank_kv_jax.method.layout import Layout, Place
 from lowrank_kv_jax.storage.over_tokens import TOKENS, on_each, own_segments, token_devices
 
 
 def attend_store(
-    codec: Any, layout: Layout, bases: Any, store: Any, q: jax.Array, positions: jax.Array, place: Place
+    codec: Any, layout: Layout, bases: Any, store: Any, q: jax.Array, positions: jax.Array, place: Place,
+    beside: AttnPartial,
 ) -> AttnPartial:
-    """`codec.attend`: on each device over its own slots, partials merged by log-sum-exp."""
+    """`codec.attend_beside`: on each device over its own slots, partials merged by log-sum-exp."""
     if token_devices() == 1:
-        return codec.attend(layout, bases, store, q, positions, place)
+        return codec.attend_beside(layout, bases, store, q, positions, place, beside)
 
     def attend(number: jax.Array, own: Any, bases: Any, q: jax.Array, positions: jax.Array) -> AttnPartial:
         return merge_over(codec.attend(layout, bases, own_segments(number, own), q, positions, place), TOKENS)
 
-    return on_each(attend, store, bases, q, positions)
+    return merge([beside, on_each(attend, store, bases, q, positions)])
 
 
 @dataclasses.dataclass(frozen=True)

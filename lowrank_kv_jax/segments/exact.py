@@ -105,12 +105,14 @@ def newest(segment: Exact) -> jax.Array:
 
 def attend(
     segment: Exact, q: jax.Array, q_positions: jax.Array, *, scale: float, cap: float | None = None,
-    window: int | None = None,
+    window: int | None = None, beside: AttnPartial | None = None,
 ) -> AttnPartial:
-    """Causal attention of `q` `[B, T, N, D]` (after RoPE) over the segment."""
+    """Causal attention of `q` `[B, T, N, D]` (after RoPE) over the segment, merged with that `beside` it."""
     k, v = _as_read(segment)
     tokens = CachedTokens(k, v if v.shape[-1] else k, segment.length, segment.positions)
-    return coefficient_attention(q, tokens, scale=scale, cap=cap, q_positions=q_positions, causal=True, window=window)
+    return coefficient_attention(
+        q, tokens, scale=scale, cap=cap, q_positions=q_positions, causal=True, window=window, beside=beside
+    )
 
 
 def _as_read(segment: Exact) -> tuple[Any, Any]:

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 from jaxtyping import Float, Int
 
-from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.attention.partial import AttnPartial, merge
 from lowrank_kv_jax.pallas_kernels import dispatch
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import by_kernel, reference
-from lowrank_kv_jax.pallas_kernels.over_mesh import POSITIONS, QUERIES, cut, cut_tokens, local
+from lowrank_kv_jax.pallas_kernels.over_mesh import POSITIONS, QUERIES, cut, cut_partial, cut_tokens, local
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 
 KERNELS = {"triton": "gpu_triton", "mosaic_gpu": "gpu_mosaic", "tpu": "tpu"}
@@ -19,7 +19,8 @@ KERNELS = {"triton": "gpu_triton", "mosaic_gpu": "gpu_mosaic", "tpu": "tpu"}
 
 def coefficient_attention(
     q: Float[jax.Array, "B T N Dk"], tokens: CachedTokens, *, scale: float, q_positions: Int[jax.Array, "B T"],
-    causal: bool, window: int | None, cap: float | None = None, backend: str | None = None,
+    causal: bool, window: int | None, cap: float | None = None, beside: AttnPartial | None = None,
+    backend: str | None = None,
 ) -> AttnPartial:
     """Attention in the space in which the tokens are stored.
 
@@ -31,6 +32,7 @@ def coefficient_attention(
         causal: whether tokens of the segment may lie after a query (the block being appended).
         window: sliding window in tokens, or None.
         cap: soft cap of the logits (XLA only); see `attention.blockwise.logits_of`.
+        beside: attention over other tokens, whose values lie in the same space: merged with it, on a GPU by the kernel.
         backend: one of `storage.backend.BACKENDS` instead of the platform's; interpreted where its hardware is not there.
 
     Returns:
@@ -43,15 +45,19 @@ def coefficient_attention(
     arrays = {"q": q, "tokens": tokens, "q_positions": q_positions}
 
     def specs():
-        return {"q": cut(q, QUERIES), "tokens": cut_tokens(tokens), "q_positions": cut(q_positions, POSITIONS)}
+        found = {"q": cut(q, QUERIES), "tokens": cut_tokens(tokens), "q_positions": cut(q_positions, POSITIONS)}
+        return found if beside is None else found | {"beside": cut_partial(beside)}
+
+    def on_xla() -> AttnPartial:
+        part = reference.coefficient_attention(**options, **arrays, cap=cap)
+        return part if beside is None else merge([beside, part])
 
     attend = functools.partial(_by_kernel, **options)
-    kernels = {name: local(functools.partial(attend, module), specs, arrays) for name, module in KERNELS.items()}
+    given = arrays | {"beside": beside}
+    kernels = {name: local(functools.partial(attend, module), specs, given) for name, module in KERNELS.items()}
     if cap is not None:
         kernels = dispatch.without_kernels(kernels, "logits that are capped")
-    return dispatch.run(
-        "coefficient_attention", backend, kernels,
-        lambda: reference.coefficient_attention(**options, **arrays, cap=cap))
+    return dispatch.run("coefficient_attention", backend, kernels, on_xla)
 
 
 def _by_kernel(module: str, **arguments: Any) -> AttnPartial:

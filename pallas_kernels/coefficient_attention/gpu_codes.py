@@ -37,7 +37,7 @@ from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     visible_slots,
 )
 from lowrank_kv_jax.pallas_kernels.owned_slots import numbers as numbers_of_heads
-from lowrank_kv_jax.pallas_kernels.packing import EMPTY, LOG2_E, Stored, by_program, pack, unpack
+from lowrank_kv_jax.pallas_kernels.packing import LOG2_E, Stored, by_program, by_query, empty_of, pack
 from lowrank_kv_jax.storage.water_filled import WORD, components_of
 
 
@@ -109,7 +109,7 @@ def attend_folded(
     ]
     width = components_of(values.runs)
     part = launch("coefficient_attention", kernel, grid, packed, head, operands, width, interpret=interpret)
-    return unpack(part, queries)
+    return by_query(part, queries)
 
 
 def _query_spec(x: jax.Array, heads: int) -> pl.BlockSpec:
@@ -180,7 +180,7 @@ def _kernel(
 
     sums = tuple(jnp.zeros((own.size, grid.rows), jnp.float32) for own in value_windows for _ in own.products)
     top, total, sums = jax.lax.fori_loop(start, stop, body, (*start_carry(grid.rows, ())[:2], sums))
-    _write(out_ref, lse_ref, value_windows, sums, top, total)
+    _write(out_ref, lse_ref, grid, value_windows, sums, top, total)
 
 
 def _queries_at(ref, rows: int):
@@ -205,12 +205,12 @@ def _of_slots(ref, at, tokens: int, rows: int):
     return plgpu.load(ref.at[row, slot], mask=row < ref.shape[0], other=0)
 
 
-def _write(out_ref, lse_ref, windows, sums, top, total) -> None:
-    """A split's partial, component by component; rows that saw nothing get (0, `EMPTY`)."""
+def _write(out_ref, lse_ref, grid: Grid, windows, sums, top, total) -> None:
+    """A split's partial, component by component; rows that saw nothing get (0, `empty_of` the splits)."""
     row = jnp.arange(top.shape[0])
     there, empty = row < lse_ref.shape[0], total == 0
     total = jnp.where(empty, 1.0, total)
-    plgpu.store(lse_ref.at[row], jnp.where(empty, EMPTY, top / LOG2_E + jnp.log(total)), mask=there)
+    plgpu.store(lse_ref.at[row], jnp.where(empty, empty_of(grid.splits), top / LOG2_E + jnp.log(total)), mask=there)
     for (size, product), own in zip([(w.size, x) for w in windows for x in w.products], sums, strict=True):
         byte = jnp.arange(size)
         mask = (byte >= product.first) & (byte < product.first + product.count)

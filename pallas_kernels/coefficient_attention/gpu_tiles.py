@@ -16,24 +16,26 @@ from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, launch
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     add_values,
     dot,
-    load_block,
+    load_columns,
     load_ranges,
     online_softmax,
     span,
     split_range,
     start_carry,
     visible_slots,
+    with_beside,
     write_partial,
 )
 from lowrank_kv_jax.pallas_kernels.gpu_tiled import Form, Tiled, numbers, tile_for, tiled
 from lowrank_kv_jax.pallas_kernels.owned_slots import numbers as numbers_of_heads
-from lowrank_kv_jax.pallas_kernels.packing import LOG2_E, pack, power_of_two, unpack
+from lowrank_kv_jax.pallas_kernels.packing import LOG2_E, by_query, pack, pack_partial, power_of_two
 
 HEAD = 4  # of a row: the head that is read, its first slot, its first tiles of keys and of values; otherwise zeros
 
 
 def attend_slots(
-    q, tokens, begin, end, *, scale: float, size: int, interpret: bool, owner: jax.Array | None = None
+    q, tokens, begin, end, *, scale: float, size: int, interpret: bool, owner: jax.Array | None = None,
+    beside: AttnPartial | None = None,
 ) -> AttnPartial:
     """As `gpu_triton.attend_slots`."""
     keys, values = (tiled(getattr(tokens, name), name) for name in ("keys", "values"))
@@ -45,13 +47,13 @@ def attend_slots(
         _kernel, grid=grid, scale=scale, keys=keys.form, values=values.form, owned=owner is not None,
         key_refs=len(keys.arrays()),
     )
-    query = keys.form.spread(packed.q)
     part = launch(
         "coefficient_attention", kernel, grid, packed, _head(batch, keys, values, owner),
-        by_head(packed, owner, query, *keys.arrays(), *values.arrays()),
+        by_head(packed, owner, packed.q, *keys.arrays(), *values.arrays()),
         sum(size for _, size in values.form.pieces()), interpret=interpret,
+        beside=None if beside is None else pack_partial(beside, heads),
     )
-    return unpack(AttnPartial(values.form.collected(part.out), part.lse), q.shape[1])
+    return by_query(AttnPartial(values.form.collected(part.out), part.lse), q.shape[1])
 
 
 def _head(rows: int, keys: Tiled, values: Tiled, owner: jax.Array | None) -> jax.Array | None:
@@ -71,7 +73,7 @@ def _kernel(
     k_refs, v_refs = stored[:key_refs], stored[key_refs:]
     begin, end = load_ranges(limits, grid.rows, lse_ref.shape[0])
     there = jnp.arange(grid.rows) < lse_ref.shape[0]
-    queries = [load_block(q_ref, 0, there, piece) for piece in keys.pieces()]
+    queries = [load_columns(q_ref, there, channels) for channels in keys.channels_of_pieces()]
     low, high = span(limits)
     number, origin, *tiles = (0 if limits.head is None else limits.head[i] for i in range(HEAD))
     first = (low - origin) // grid.tile
@@ -96,4 +98,5 @@ def _kernel(
         return top, total, add_values(weights.astype(q_ref.dtype), shrink, accs, values.pieces(), pieces, None)
 
     top, total, accs = jax.lax.fori_loop(start, stop, body, start_carry(grid.rows, values.pieces()))
-    write_partial(out_ref, lse_ref, grid.rows, accs, values.pieces(), top, total)
+    top, total, accs = with_beside(limits.beside, grid.rows, top, total, accs, values.channels_of_pieces())
+    write_partial(out_ref, lse_ref, grid, accs, values.pieces(), top, total)

@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.attention.partial import AttnPartial, merge
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import gpu_codes, gpu_tiles
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid
@@ -24,6 +24,7 @@ from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     start_carry,
     tile_range,
     visible_slots,
+    with_beside,
     write_partial,
 )
 from lowrank_kv_jax.pallas_kernels.owned_slots import numbers
@@ -32,44 +33,48 @@ from lowrank_kv_jax.pallas_kernels.packing import (
     TILE_OF_SCALES,
     Packed,
     Stored,
+    by_query,
     columns,
     in_tiles,
     pack,
+    pack_partial,
     stored_arrays,
-    unpack,
 )
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
+JOINS = True
+"""Whether `attend_slots` takes a partial `beside`, so that nothing has to be merged behind it."""
 
 
 def attend_slots(
-    q, tokens, begin, end, *, scale: float, size: int, interpret: bool, owner: jax.Array | None = None
+    q, tokens, begin, end, *, scale: float, size: int, interpret: bool, owner: jax.Array | None = None,
+    beside: AttnPartial | None = None,
 ) -> AttnPartial:
     """Queries `[B, T, N, Rk]` over the slots `begin <= slot < end` `[B, T]` of tokens that B / B' rows in order share.
 
     Args:
         size: about how many tokens a row sees at most; decides into how many splits they are cut.
         owner: see `owned_slots.Rows`.
+        beside: attention over other tokens, which is taken in by the same programs.
     """
+    common = dict(scale=scale, size=size, interpret=interpret, owner=owner)
     if in_tiles(tokens.keys) or in_tiles(tokens.values):
-        return gpu_tiles.attend_slots(
-            q, tokens, begin, end, scale=scale, size=size, interpret=interpret, owner=owner
-        )
+        return gpu_tiles.attend_slots(q, tokens, begin, end, **common, beside=beside)
     keys, values = stored_arrays(tokens.keys), stored_arrays(tokens.values)
     if keys.runs is not None or values.runs is not None:
-        return gpu_codes.attend_slots(
-            q, keys, values, begin, end, scale=scale, size=size, interpret=interpret, owner=owner
-        )
+        part = gpu_codes.attend_slots(q, keys, values, begin, end, **common)
+        return part if beside is None else merge([beside, part])
     packed = pack(q, max(keys.codes.shape[1], values.codes.shape[1]), begin, end)
-    part = attend_packed(packed, keys, values, scale=scale, size=size, interpret=interpret, owner=owner)
-    return unpack(part, q.shape[1])
+    if beside is not None:
+        beside = pack_partial(beside, packed.q.shape[1])
+    return by_query(attend_packed(packed, keys, values, **common, beside=beside), q.shape[1])
 
 
 def attend_packed(
     packed: Packed, keys: Stored, values: Stored, *, scale: float, size: int, interpret: bool,
-    owner: jax.Array | None = None,
+    owner: jax.Array | None = None, beside: AttnPartial | None = None,
 ) -> AttnPartial:
-    """Partial `[B, H, M, Rv]`, lse `EMPTY` where a row sees nothing."""
+    """Partial `[B, H, M, Rv]`, with another `beside` in it."""
     check_stored(packed, keys, values)
     batch, heads, rows, _ = packed.q.shape
     grid = decode_grid(rows, batch * heads, size, bytes_of_token(keys) + bytes_of_token(values))
@@ -80,7 +85,8 @@ def attend_packed(
     head = None if owner is None else numbers(batch, owner)
     operands = by_head(packed, owner, packed.q, keys.codes, keys.scales, values.codes, values.scales)
     return launch(
-        "coefficient_attention", kernel, grid, packed, head, operands, values.codes.shape[-1], interpret=interpret
+        "coefficient_attention", kernel, grid, packed, head, operands, values.codes.shape[-1], interpret=interpret,
+        beside=beside,
     )
 
 
@@ -143,4 +149,6 @@ def _kernel(limits, *refs, grid: Grid, scale: float, quantised: bool, owned: boo
         return top, total, add_values(weights.astype(q_ref.dtype), shrink, accs, value_pieces, values, value_scale)
 
     top, total, accs = jax.lax.fori_loop(start, stop, body, start_carry(grid.rows, value_pieces))
-    write_partial(out_ref, lse_ref, grid.rows, accs, value_pieces, top, total)
+    channels = [begin + jnp.arange(size) for begin, size in value_pieces]
+    top, total, accs = with_beside(limits.beside, grid.rows, top, total, accs, channels)
+    write_partial(out_ref, lse_ref, grid, accs, value_pieces, top, total)

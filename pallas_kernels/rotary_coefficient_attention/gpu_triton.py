@@ -31,9 +31,9 @@ from lowrank_kv_jax.pallas_kernels.packing import (
     LOG2_E,
     TILE_OF_SCALES,
     Stored,
+    by_query,
     columns,
     stored_arrays,
-    unpack,
 )
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import gpu_tiles
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_rotation import rotation
@@ -69,13 +69,13 @@ def rotary_coefficient_attention(
         key_mean=key_mean,
     )
     part = attend_packed(rotary, keys, values, scale=scale, rotate=rope is not None, interpret=interpret)
-    return in_head_space(unpack(part, q.shape[1]), value_basis, kv_heads)
+    return in_head_space(by_query(part, q.shape[1]), value_basis, kv_heads)
 
 
 def attend_packed(
     rotary: Rotary, keys: Stored, values: Stored, *, scale: float, rotate: bool, interpret: bool
 ) -> AttnPartial:
-    """Partial `[B, K, M, Rv]`, lse `EMPTY` where a row sees nothing."""
+    """Partial `[B, K, M, Rv]`."""
     packed = rotary.packed
     check_stored(packed, keys, values)
     (batch, heads, rows, _), half = packed.q.shape, rotary.basis.shape[2] // 2
@@ -134,7 +134,7 @@ def _kernel(
         return top, total, add_values(weights.astype(dtype), shrink, accs, value_pieces, values, value_scale)
 
     top, total, accs = jax.lax.fori_loop(start, stop, body, start_carry(grid.rows, value_pieces))
-    write_partial(out_ref, lse_ref, grid.rows, accs, value_pieces, top, total)
+    write_partial(out_ref, lse_ref, grid, accs, value_pieces, top, total)
 
 
 def whole_keys(k_ref, ks_ref, basis_ref, mean_ref, q_ref, rotating, *, grid: Grid, resident: bool):

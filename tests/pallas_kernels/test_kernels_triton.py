@@ -152,6 +152,30 @@ def test_a_head_without_tokens_reads_none():
     check(run(coefficient_attention, x.q, tokens, **x.options), x.oracle)
 
 
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        pytest.param(lambda: make(Case(S=1300, lengths=(1300, 513, 0), N=8)), id="splits", marks=pytest.mark.newest),
+        pytest.param(lambda: make(Case(T=3, causal=True, window=70, lengths=(1, 100, 301), rank_v=48)), id="one split"),
+        pytest.param(lambda: make(Case(bits=2, tiles=KIVI, rank_k=40, rank_v=100, lengths=(0, 33, 300))), id="tiles"),
+        pytest.param(lambda: make(Case(runs=SOME, lengths=(0, 64, 300), dtype="float16")), id="components"),
+        pytest.param(make_owned, id="heads of unequal budgets"),
+    ],
+)
+def test_attention_to_other_tokens_is_taken_in(inputs):
+    """As the merge of both in float64: of rows that see tokens here, there, on both sides and on none."""
+    x, rng = inputs(), np.random.default_rng(1)
+    out, lse = x.oracle
+    others, levels = rng.normal(size=out.shape), rng.normal(size=lse.shape) * 3 + 4
+    levels[:, :, ::3], others[:, :, ::3] = -np.inf, 0
+    beside = AttnPartial(*(jnp.asarray(y, jnp.float32) for y in (others, levels)))
+    with np.errstate(divide="ignore"):
+        total = np.logaddexp(lse, levels)
+    safe = np.where(np.isneginf(total), 0, total)
+    wanted = sum(np.exp(level - safe)[..., None] * part for part, level in ((out, lse), (others, levels))), total
+    check(run(coefficient_attention, x.q, x.tokens, beside=beside, **x.options), wanted, x.q.dtype.name)
+
+
 def test_a_part_of_a_buffer_is_read_where_it_lies():
     """Slots 100 to 260, their positions counted from there; no slice of them is an array."""
     x = make(Case(S=300, lengths=(300, 130), rank_k=64, rank_v=64, gaps=(0, 100), jumps=(0, 0), poison=False))
