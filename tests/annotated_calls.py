@@ -73,7 +73,7 @@ def learn(estimator, x, weight):
     """What estimators do with tokens, weights and a start."""
     learned = estimator.init(x.shape[:-2], x.shape[-1], jnp.eye(x.shape[-1])[:, :2])
     learned = estimator.forget(estimator.update(estimator.update(learned, x), x, weight), 0.5)
-    return estimator.basis(estimator.merge(learned, learned) if estimator.mergeable else learned, 3)
+    return estimator.basis(learned, 3)
 
 
 def subspaces(x, moment):
@@ -115,7 +115,7 @@ def drawn(logits):
 def on_the_host():
     """Functions of NumPy arrays."""
     moment = np.diag(np.arange(1.0, 9.0))
-    whitening.truncate(moment, 4, np.eye(8)[:, :6], jitter=1e-3)
+    whitening.truncate(moment, 4, "x")
     rank.rank_for_energy(np.arange(8.0, 0.0, -1.0), 0.9)
     spread(token_windows(character_tokenizer.Characters(), ["a text" * 9], 8, 2), 4, 2)
     rank_allocation.allocate_ranks(np.array([[1.0, 2.0], [4.0, 1.0]]), 64, 8, 64)

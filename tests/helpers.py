@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.generation.forward import extend, prefill, refresh
@@ -88,6 +89,12 @@ def logits_through_a_cache(method, model, tokens, bases=None, prompt=40, capacit
         cache = refresh(method, cache, bases=bases)
         out.append(logits)
     return np.concatenate(out, axis=1)
+
+
+def empty_partial(batch, queries, q_heads, head_dim):
+    """Of no tokens: the neutral element of `merge`."""
+    shape = (batch, queries, q_heads)
+    return AttnPartial(jnp.zeros((*shape, head_dim), jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32))
 
 
 def softmax_attention(q, k, v, mask, scale):

@@ -23,14 +23,6 @@ class AttnPartial(NamedTuple):
     lse: jax.Array
 
 
-def empty_partial(batch: int, queries: int, q_heads: int, head_dim: int) -> AttnPartial:
-    """The neutral element of `merge`."""
-    return AttnPartial(
-        jnp.zeros((batch, queries, q_heads, head_dim), jnp.float32),
-        jnp.full((batch, queries, q_heads), -jnp.inf, jnp.float32),
-    )
-
-
 def from_sums(top: jax.Array, total: jax.Array, out: jax.Array) -> AttnPartial:
     """The partial of an online softmax.
 

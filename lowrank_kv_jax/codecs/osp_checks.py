@@ -38,6 +38,6 @@ def check_osp_fields(codec: Any) -> None:
     if codec.rotary and codec.rope != "pre":
         raise ValueError(f"rotary=True, rope={codec.rope!r}: bases that rotate are of keys before RoPE, rope='pre'")
     estimator = make_estimator(codec.estimator)
-    if codec.head_ranks == "own" and (codec.rotary or not estimator.mergeable):
+    if codec.head_ranks == "own" and (codec.rotary or not estimator.keeps_energies):
         raise ValueError(f"head_ranks='own', rotary={codec.rotary}, estimator={codec.estimator!r}: own ranks need "
                          "rotary=False and an estimator that keeps energies (covariance, frequent_directions, svd)")

@@ -32,8 +32,8 @@ class PaluBases(NamedTuple):
     Attributes:
         k, v: decoders, orthonormal `[J, W, R]`; the encoder is the same matrix.
         k_mean, v_mean: `[K, D]`, taken off before coding; None where there are none.
-        k_tail, v_tail: encoder's last columns `[J, W, p]` where they are not the decoder's: what a sequence learned,
-            carried over to the next one.
+        k_tail, v_tail: last columns that a sequence learned, carried over to the next one: `[J, W, p]`, or
+            `[1, J W, J p]` where they were learned jointly.
         k_scale, v_scale: standard deviations of the latents `[J, R]` where components have bits of their own; None
             otherwise.
         k_zero, v_zero: their means.
@@ -82,7 +82,6 @@ class GroupedProjections(LowRank):
         rank_multiple: of all ranks that Fisher information decides.
         mean: code around the calibrated mean token (Qwen2's bias); None decides by whether it saves at least 5% of the
             truncation loss.
-        jitter: of the whitening, a share of the mean diagonal.
         hadamard: turn each latent by Hadamard blocks, which spreads outliers over the components of a scale before they
             are quantised (`bits`); without `bits` nothing changes.
     """
@@ -92,7 +91,6 @@ class GroupedProjections(LowRank):
     rank_by: str = "uniform"
     rank_multiple: int = 8
     mean: bool | None = None
-    jitter: float = 1e-6
     hadamard: bool = False
 
     calibrated: ClassVar[bool] = True
@@ -111,8 +109,6 @@ class GroupedProjections(LowRank):
             value = getattr(self, field)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{field}={value!r}: must be an int of at least 1")
-        if not 0 <= self.jitter <= 1e-2:
-            raise ValueError(f"jitter={self.jitter!r}: must lie in [0, 0.01]")
         if self.energy is not None and self.rank_by != "uniform":
             raise ValueError(f"rank_by={self.rank_by!r}: not together with energy, which chooses ranks itself")
 
@@ -238,8 +234,7 @@ class GroupedProjections(LowRank):
                 values = np.linalg.eigvalsh(blocks[layer])[..., ::-1] if table is None else np.empty(0)
                 rank = self._rank_of(values, table, layer, side)
                 turn = hadamard_blocks(rank) if self.hadamard else np.eye(rank)
-                found = [truncate(block, rank, jitter=self.jitter, what=f"tap {tap!r} in layer {layer}").decoder @ turn
-                         for block in blocks[layer]]
+                found = [truncate(block, rank, f"tap {tap!r} in layer {layer}") @ turn for block in blocks[layer]]
                 out[layer].append(jnp.asarray(np.stack(found), jnp.float32))
         return out
 

@@ -135,13 +135,25 @@ class StreamingKV(GroupedProjections):
         return bases._replace(k=k, v=v)
 
     def first_tails(self, bases: PaluBases) -> tuple[jax.Array, jax.Array]:
-        """Moving columns of keys and values before anything was seen `[J, W, p]`, those that were carried over first."""
+        """Moving columns of keys and values before anything was seen `[J, W, p]`, those that were carried over first.
+
+        Raises:
+            ValueError: columns that other fields have learned.
+        """
         out = []
         for side in SIDES:
-            carried, basis = getattr(bases, f"{side}_tail"), getattr(bases, side)
-            moving = self._moving(basis.shape[-1]) * (basis.shape[0] if self.update == "joint" else 1)
-            out.append(getattr(self.view(bases), side)[..., -moving:] if carried is None else carried)
+            carried, shape = getattr(bases, f"{side}_tail"), self._tail_shape(getattr(bases, side))
+            if carried is not None and carried.shape != shape:
+                raise ValueError(f"bases.{side}_tail has the shape {carried.shape}: must be {shape} for "
+                                 f"update={self.update!r}, alpha={self.alpha!r}; carry what these fields have learned")
+            out.append(getattr(self.view(bases), side)[..., -shape[-1] :] if carried is None else carried)
         return out[0], out[1]
+
+    def _tail_shape(self, basis: jax.Array) -> tuple[int, int, int]:
+        """Of the moving columns of bases `[J, W, R]`: `[J, W, p]`, or where they move jointly `[1, J W, J p]`."""
+        groups, width, rank = basis.shape
+        moving = self._moving(rank)
+        return (1, groups * width, groups * moving) if self.update == "joint" else (groups, width, moving)
 
     def _moving(self, rank: int) -> int:
         """p of a rank; at least one column."""
@@ -233,6 +245,9 @@ class StreamingKV(GroupedProjections):
     def carried(self, cache: "Cache", bases: tuple[PaluBases, ...], row: int = 0) -> tuple[PaluBases, ...]:
         """Bases that start the next prompt from what a row of a cache has learned; `bases` themselves start it anew.
 
+        Columns that move jointly read heads of every group: they are carried as tails alone, beside the calibrated
+        bases of each group.
+
         Raises:
             ValueError: a cache of another method, or a row that it does not have.
         """
@@ -241,13 +256,13 @@ class StreamingKV(GroupedProjections):
                              f"cache of {self!r}")
         out = []
         for own, group in zip(bases, cache.groups, strict=True):
-            store = group.store
-            one = jax.tree.map(lambda x: x[row : row + 1], {"k": store.k_basis, "v": store.v_basis})
-            alone = dataclasses.replace(store, k_basis=one["k"], v_basis=one["v"])
-            read = self.frame(cache.layout.spec, own, alone)
-            k, v = (u[0] if u.ndim == 4 else u for u in (read.k, read.v))
-            out.append(own._replace(k=k.astype(own.k.dtype), v=v.astype(own.v.dtype), k_tail=one["k"][0],
-                                    v_tail=one["v"][0]))
+            learned = {}
+            for side in SIDES:
+                basis, tail = getattr(own, side), getattr(group.store, f"{side}_basis")[row]
+                learned[f"{side}_tail"] = tail
+                if self.form == "coupled" and len(tail) == len(basis):
+                    learned[side] = _joined(basis, tail).astype(basis.dtype)
+            out.append(own._replace(**learned))
         return tuple(out)
 
     def fault(self, stores):
@@ -260,7 +275,7 @@ class StreamingKV(GroupedProjections):
 
 
 def _joined(basis: jax.Array, tail: jax.Array) -> jax.Array:
-    """Columns at rest and moved ones of each row, float32 `[B, J, W, R]`."""
+    """Columns at rest and moved ones, float32 `[J, W, R]`, or of each row `[B, J, W, R]`."""
     lead = basis[..., : -tail.shape[-1]].astype(tail.dtype)
     return jnp.concatenate([jnp.broadcast_to(lead, (*tail.shape[:-1], lead.shape[-1])), tail], axis=-1)
 

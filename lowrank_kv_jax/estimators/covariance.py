@@ -34,7 +34,7 @@ class CovarianceEstimator(Estimator):
     the measure of what sketching costs.
     """
 
-    mergeable: ClassVar[bool] = True
+    keeps_energies: ClassVar[bool] = True
 
     def init(self, lead, width, start=None):
         if start is None:
@@ -51,6 +51,3 @@ class CovarianceEstimator(Estimator):
 
     def forget(self, learned, factor):
         return Covariance(learned.moment * jnp.asarray(factor, jnp.float32)[..., None, None])
-
-    def merge(self, first, second):
-        return Covariance(first.moment + second.moment)

@@ -28,8 +28,8 @@ class Estimator(abc.ABC):
     name: ClassVar[str]
     """The registered name, set by `register_estimator`."""
 
-    mergeable: ClassVar[bool] = False
-    """Whether `merge` joins what two estimators learned from disjoint tokens."""
+    keeps_energies: ClassVar[bool] = False
+    """Whether it knows how much of the tokens' energy lies along a direction, so that those of several heads compare."""
 
     @abc.abstractmethod
     def init(self, lead: tuple[int, ...], width: int, start: Float[jax.Array, "... W R"] | None = None) -> Any:
@@ -68,10 +68,6 @@ class Estimator(abc.ABC):
         """
         del factor
         return learned
-
-    def merge(self, first: Any, second: Any) -> Any:
-        """What both learned together, where `mergeable`."""
-        raise NotImplementedError(f"{self.name}: cannot be merged")
 
     def check_rank(self, rank: int, width: int) -> None:
         """Raise ValueError unless `basis` can give `rank` columns of `width` channels."""

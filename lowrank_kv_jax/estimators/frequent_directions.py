@@ -52,17 +52,9 @@ class FrequentDirections(SizedEstimator):
 
     Attributes:
         size: l.
-        subsample: learn from every so-many-th token of a batch only; the bound then holds for those.
     """
 
-    subsample: int = 1
-
-    mergeable: ClassVar[bool] = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not isinstance(self.subsample, int) or self.subsample < 1:
-            raise ValueError(f"subsample={self.subsample!r}: must be an int of at least 1")
+    keeps_energies: ClassVar[bool] = True
 
     def init(self, lead, width, start=None):
         if start is None:
@@ -75,7 +67,6 @@ class FrequentDirections(SizedEstimator):
 
     def update(self, learned, x, weight=None):
         x, weight = check_batch(x, weight)
-        x, weight = x[..., :: self.subsample, :], weight[..., :: self.subsample]
         rows, lost = leading_rows(gram(learned.rows) + batch_moment(x, weight), self.size, shrink=True)
         # nothing came: a second shrinking would only lose more
         fed = jnp.sum(weight, axis=-1) > 0
@@ -90,11 +81,6 @@ class FrequentDirections(SizedEstimator):
     def forget(self, learned, factor):
         factor = jnp.asarray(factor, jnp.float32)
         return Sketch(learned.rows * jnp.sqrt(factor)[..., None, None], learned.shrunk * factor)
-
-    def merge(self, first, second):
-        """A sketch of both streams with the same guarantee: merging is an update by the other's rows."""
-        rows, lost = leading_rows(gram(first.rows) + gram(second.rows), self.size, shrink=True)
-        return Sketch(rows, first.shrunk + second.shrunk + lost)
 
 
 def leading_rows(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Float32
 
+from lowrank_kv_jax.checks.bounds import check_int, check_kind, check_number
 from lowrank_kv_jax.estimators.estimator import SizedEstimator, batch_moment, check_batch, register_estimator
 from lowrank_kv_jax.estimators.linalg import orthonormalise
 from lowrank_kv_jax.estimators.svd import principal_subspace, spectrum
@@ -14,6 +15,7 @@ from lowrank_kv_jax.storage.state import leaf, state
 
 ORIENTATIONS = ("sanger", "printed")
 SCALES = ("largest", "mean", "sum")
+MOST_ITERATIONS = 1000  # they are unrolled in the program
 
 
 def gha_update(
@@ -110,6 +112,18 @@ class GHA(SizedEstimator):
     orientation: str = "sanger"
     scale: str = "largest"
     reset: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_kind("eta", self.eta, (float,))
+        check_number("eta", self.eta, 0)
+        if self.tail is not None:
+            check_int("tail", self.tail, 0, self.size)
+        check_int("iterations", self.iterations, 1, MOST_ITERATIONS)
+        for field, allowed in (("orientation", ORIENTATIONS), ("scale", SCALES)):
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field}={getattr(self, field)!r}: allowed are {', '.join(allowed)}")
+        check_kind("reset", self.reset, (bool,))
 
     def init(self, lead, width, start=None):
         return Hebbian(start_columns(lead, width, self.size, start))

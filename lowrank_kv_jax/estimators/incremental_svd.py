@@ -36,7 +36,7 @@ class IncrementalSVD(SizedEstimator):
     costs (l + T) W^2 multiplications and an eigendecomposition O(W^3), or on an accelerator orthogonal iteration.
     """
 
-    mergeable: ClassVar[bool] = True
+    keeps_energies: ClassVar[bool] = True
 
     def init(self, lead, width, start=None):
         if start is None:
@@ -55,7 +55,3 @@ class IncrementalSVD(SizedEstimator):
 
     def forget(self, learned, factor):
         return TruncatedSVD(learned.rows * jnp.sqrt(jnp.asarray(factor, jnp.float32))[..., None, None])
-
-    def merge(self, first, second):
-        rows, _ = leading_rows(gram(first.rows) + gram(second.rows), self.size, shrink=False)
-        return TruncatedSVD(rows)

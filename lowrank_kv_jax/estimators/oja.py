@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Float32
 
+from lowrank_kv_jax.checks.bounds import check_kind, check_number
 from lowrank_kv_jax.estimators.estimator import SizedEstimator, check_batch, register_estimator
 from lowrank_kv_jax.estimators.gha import start_columns
 from lowrank_kv_jax.estimators.linalg import divide_right, largest_eigenvalue, orthonormal_update, orthonormalise
@@ -169,6 +170,8 @@ class Oja(SizedEstimator):
 
     def __post_init__(self):
         super().__post_init__()
+        check_kind("eta", self.eta, (float,))
+        check_number("eta", self.eta, 0)
         if self.normalize not in NORMALIZATIONS:
             raise ValueError(f"normalize={self.normalize!r}: allowed are {', '.join(NORMALIZATIONS)}")
 

@@ -1,8 +1,9 @@
 """Ranks: an int is a number of columns, a float a fraction of the width of the basis.
 
 An int is taken as it is. Ranks that the library chooses (from a fraction, an energy, a size in bytes) are multiples of 8,
-from a width of 128 on of 16, so that kernels load 16 bytes at once and a TPU need not copy what it reads. Bases of fewer
-than 64 channels keep every rank: there a step of 8 would be a step of an eighth and more.
+from a width of 128 on of 16 (but for a fraction that is a multiple of 8 as it stands), so that kernels load 16 bytes at
+once and a TPU need not copy what it reads. Bases of fewer than 64 channels keep every rank: there a step of 8 would be a
+step of an eighth and more.
 """
 
 import math

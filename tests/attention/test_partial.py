@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import softmax_attention
+from helpers import empty_partial, softmax_attention
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowrank_kv_jax.attention.partial import AttnPartial, empty_partial, merge
+from lowrank_kv_jax.attention.partial import AttnPartial, merge
 
 
 def partial_of(scores, values):

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eviction_oracle import softmax
-from helpers import PLAIN, prompts
+from helpers import PLAIN, empty_partial, prompts
 
 from lowrank_kv_jax.attention.importance import window_attention
-from lowrank_kv_jax.attention.partial import AttnPartial, empty_partial
+from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.sink_logits import probabilities, with_sink
 from lowrank_kv_jax.calibration.backward import attend_exactly
 from lowrank_kv_jax.calibration.calibrate import collect_moments, fit_bases
@@ -121,8 +121,8 @@ def test_sinks_matter():
 
 
 @pytest.mark.parametrize("spec", [
-    "ojakv:rank=1.0", "momentkv:keep=1.0", *(pytest.param(spec, marks=pytest.mark.slow) for spec in (
-        "kvzip:keep=1.0,layers=uniform", "kivi:bits=none", "snapkv:keep=1.0", "xkv:group=3,rank=1.0", "quest:keep=1.0")),
+    "ojakv:rank=1.0", *(pytest.param(spec, marks=pytest.mark.slow) for spec in (
+        "momentkv:keep=1.0", "kvzip:keep=1.0,layers=uniform", "kivi:bits=none", "snapkv:keep=1.0", "xkv:group=3,rank=1.0", "quest:keep=1.0")),
 ])
 def test_at_full_quality_every_kind_of_cache_is_the_full_one(spec):
     np.testing.assert_allclose(through_cache(spec, model()), exact(), atol=3e-4)

@@ -135,7 +135,7 @@ def test_steps_anchored_by_what_is_stored_forget_less():
 
 
 def test_a_prompts_queries_teach_the_bases_of_keys():
-    spec = "ojakv:rank=4,rope=post,heads=per_head,steps=8"
+    spec = "ojakv:rank=4,rope=post,heads=per_head,steps=4"
     bases, layout = bases_for(parse_method(spec))[0], make_layout(PLAIN, 1, 96, 128, dtype=jnp.float32)
     taps, found = text(1, 96, 1), {}
     taps = taps._replace(q=text(3, 96, 4).q)

@@ -20,7 +20,7 @@ from lowrank_kv_jax.codecs.folding import fold_layer
 from lowrank_kv_jax.codecs.palu import hadamard_blocks
 from lowrank_kv_jax.estimators.moments import Fisher
 from lowrank_kv_jax.estimators.rank_allocation import allocate_ranks, nearest_ranks
-from lowrank_kv_jax.estimators.whitening import LARGEST_JITTER, truncate, whiten
+from lowrank_kv_jax.estimators.whitening import JITTER, LARGEST_JITTER, truncate, whiten
 from lowrank_kv_jax.evals.speed.roofline import white_bases
 from lowrank_kv_jax.evals.studies.streaming.fisher_overlap import fisher_overlap, plot_overlap
 from lowrank_kv_jax.generation.forward import decode_step, extend, make_layout, prefill, refresh
@@ -52,50 +52,59 @@ def fitted(spec, config=PLAIN):
 # ---- truncation -------------------------------------------------------------------------------------
 
 
-def test_whitened_truncation_loses_what_equation_26_predicts_and_no_factors_lose_less():
-    rng = np.random.default_rng(0)
+def paper_factors(x, w, rank):
+    """A, B and the loss of equation 26: S W = U sigma V^T with S^T S = X^T X; A = S^-1 U sqrt(sigma), B = sqrt(sigma) V^T."""
+    s = np.linalg.cholesky(x.T @ x).T
+    u, sigma, vt = np.linalg.svd(s @ w)
+    a = np.linalg.solve(s, u[:, :rank]) * np.sqrt(sigma[:rank])
+    return a, np.sqrt(sigma[:rank, None]) * vt[:rank], np.sum(sigma[rank:] ** 2)
+
+
+def projected(seed):
+    """Hidden states, a projection, and what it gives."""
+    rng = np.random.default_rng(seed)
     x = rng.normal(size=(400, 24)) @ rng.normal(size=(24, 24))
     w = rng.normal(size=(24, 16))
-    found = truncate(x.T @ x, 6, w, jitter=0.0)
-    close = x @ found.encoder @ found.decoder.T
-    np.testing.assert_allclose(np.sum((x @ w - close) ** 2), found.loss, rtol=1e-9)
-    s = whiten(x.T @ x, 0.0, "x")
-    np.testing.assert_allclose(s.T @ s, x.T @ x, rtol=1e-9, atol=1e-9)
-    u, sigma, vt = np.linalg.svd(s @ w)  # the paper's factors: A = S^-1 U sqrt(sigma), B = sqrt(sigma) V^T
-    a, b = np.linalg.solve(s, u[:, :6]) * np.sqrt(sigma[:6]), np.sqrt(sigma[:6, None]) * vt[:6]
-    np.testing.assert_allclose(a @ b, found.encoder @ found.decoder.T, atol=1e-9)
+    return x, w, x @ w
+
+
+def test_whitened_truncation_loses_what_equation_26_predicts_and_no_factors_lose_less():
+    x, w, y = projected(0)
+    v = truncate(y.T @ y, 6, "x")
+    loss = paper_factors(x, w, 6)[2]
+    np.testing.assert_allclose(np.sum((y - y @ v @ v.T) ** 2), loss, rtol=1e-9)
     u, sigma, vt = np.linalg.svd(w)  # without whitening it loses more
     plain = x @ (u[:, :6] * sigma[:6]) @ vt[:6]
-    assert np.sum((x @ w - plain) ** 2) > 1.05 * found.loss
+    assert np.sum((y - plain) ** 2) > 1.05 * loss
 
 
 def test_truncating_what_a_projection_gives_is_truncating_the_projection():
     """So that calibration keeps no second moments of hidden states."""
-    rng = np.random.default_rng(1)
-    x = rng.normal(size=(400, 24)) @ rng.normal(size=(24, 24))
-    w = rng.normal(size=(24, 16))
-    y = x @ w
-    by_weight, by_output = truncate(x.T @ x, 6, w, jitter=0.0), truncate(y.T @ y, 6, jitter=0.0)
-    np.testing.assert_allclose(
-        by_weight.decoder @ by_weight.decoder.T, by_output.decoder @ by_output.decoder.T, atol=1e-8)
-    np.testing.assert_allclose(by_weight.loss, by_output.loss, rtol=1e-8)
-    np.testing.assert_allclose(np.abs(x @ by_weight.encoder), np.abs(y @ by_output.encoder), atol=1e-6)
+    x, w, y = projected(1)
+    v = truncate(y.T @ y, 6, "x")
+    a, b, _ = paper_factors(x, w, 6)
+    np.testing.assert_allclose(w @ v @ v.T, a @ b, atol=1e-8)
+    np.testing.assert_allclose(v.T @ v, np.eye(6), atol=1e-12)
+    root = np.linalg.norm(b, axis=1)  # B = root V^T, but for signs
+    np.testing.assert_allclose(np.abs(x @ a * root), np.abs(y @ v), atol=1e-6)
 
 
 def test_jitter_mends_rounding_and_nothing_worse():
     rng = np.random.default_rng(2)
     x = rng.normal(size=(40, 8))
     moment = x.T @ x
+    s, added = whiten(moment, "x"), JITTER * np.trace(moment) / 8
+    np.testing.assert_allclose(s.T @ s, moment + added * np.eye(8), rtol=1e-9, atol=1e-9)
     values, vectors = np.linalg.eigh(moment)
-    values[0] = -1e-7 * values.mean()  # what float32 sums leave of a direction without energy
-    assert np.isfinite(whiten(vectors * values @ vectors.T, 0.0, "x")).all()
+    values[0] = -3 * JITTER * values.mean()  # what float32 sums leave of a direction without energy
+    assert np.isfinite(whiten(vectors * values @ vectors.T, "x")).all()
     values[0] = -10 * LARGEST_JITTER * values.mean()
     with pytest.raises(ValueError, match="second moment of tap 'v' in layer 3 is indefinite.*more or other text"):
-        whiten(vectors * values @ vectors.T, 1e-6, "tap 'v' in layer 3")
+        whiten(vectors * values @ vectors.T, "tap 'v' in layer 3")
     with pytest.raises(ValueError, match="not finite and positive"):
-        whiten(np.full((2, 2), np.nan), 1e-6, "x")
+        whiten(np.full((2, 2), np.nan), "x")
     with pytest.raises(ValueError, match="not finite and positive"):
-        whiten(np.zeros((2, 2)), 1e-6, "x")
+        whiten(np.zeros((2, 2)), "x")
 
 
 def test_a_singular_calibration_says_which_tap_and_what_to_do():
@@ -474,7 +483,7 @@ def test_a_killed_calibration_goes_on_where_it_stopped(tmp_path, monkeypatch):
         ("palu:head_group=0", "head_group=0: must be an int of at least 1"),
         ("palu:heads=joint", "give head_group"),
         ("palu:rank_by=magic", "rank_by='magic': allowed are uniform, fisher, fisher-sqrt, fisher-roots"),
-        ("palu:jitter=0.5", r"jitter=0.5: must lie in \[0, 0.01\]"),
+        ("palu:jitter=1e-6", "palu has no field 'jitter'"),
         ("palu:rank=0.5,rank_by=fisher,rank_multiple=5", "rank_multiple=5: must divide the width of the bases, 32"),
         ("palu:rank=7,rank_by=fisher", "total rank of 42 over 6 matrices in multiples of 8"),
         ("palu:energy=0.9,rank_by=fisher", "not together with energy"),

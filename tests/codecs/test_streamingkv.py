@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 import types
 
 import jax
@@ -266,6 +267,42 @@ def test_a_prompt_starts_anew_unless_what_was_learned_is_carried_over(form, tmp_
         np.testing.assert_array_equal(ours, theirs)
     with pytest.raises(ValueError, match="row=2 of a cache"):
         method.carried(cache, bases, row=2)
+
+
+@pytest.mark.parametrize("form", ["encoder", "coupled"])
+def test_what_all_groups_learned_together_starts_the_next_prompt(form, tmp_path):
+    """`paper` learns so: its columns read the heads of every group, its bases are those of each group."""
+    spec = f"streamingkv:form={form},head_group=2,update=joint,alpha=0.5,{ENDS}"
+    method, bases, cache, _ = compressed(spec, tokens=prompts(seed=1))
+    learned = cache.groups[0].store
+    carried = method.carried(cache, bases, row=1)
+    assert carried[0].k.shape == (2, 16, 8) and carried[0].k_tail.shape == (1, 32, 8)
+    still, tokens = dataclasses.replace(method, eta=0.0), prompts(seed=2)
+    fresh, _ = prefill(still, PLAIN, model().params, tokens, bases=carried, **OPTIONS)
+    store = fresh.groups[0].store
+    before, now = (method.frame(PLAIN.attention, *pair) for pair in ((bases[0], learned), (carried[0], store)))
+    for old, new in zip(before, now, strict=True):
+        if old is not None:
+            np.testing.assert_array_equal(new[-1], old[-1])  # of the row that learned; means are of all rows
+    taps = next(iter(iterate_taps(PLAIN, model().params, tokens)))
+    row = jax.tree.map(lambda u: u[1:] if u.ndim == 4 else u, before)
+    count = int(store.tokens.length[0])
+    for stored, expected in zip((store.tokens.k, store.tokens.v), row.code(taps.k_pre, taps.v), strict=True):
+        np.testing.assert_allclose(stored[:, :, :count], expected[:, :, 4 : 4 + count], atol=1e-5)
+    owner = types.SimpleNamespace(name="tiny", config=PLAIN, fingerprint="f" * 64)
+    save_bases(tmp_path / "learned", carried, owner, method)
+    jax.tree.map(np.testing.assert_array_equal, load_bases(tmp_path / "learned", owner, method), carried)
+
+
+def test_carried_columns_serve_the_fields_that_learned_them():
+    method = parse_method("streamingkv:head_group=2,update=joint,alpha=0.5")
+    own = bases_for(method)[0]
+    carried = own._replace(k_tail=jnp.zeros((1, 32, 8)), v_tail=jnp.zeros((1, 32, 8)))
+    assert all(tail.shape == (1, 32, 8) for tail in method.first_tails(carried))
+    for other, takes in (({"update": "group"}, "(2, 16, 4)"), ({"alpha": 0.25}, "(1, 32, 4)")):
+        refused = dataclasses.replace(method, **other)
+        with pytest.raises(ValueError, match=rf"k_tail has the shape \(1, 32, 8\): must be {re.escape(takes)} for update="):
+            refused.first_tails(carried)
 
 
 @pytest.mark.slow

@@ -142,40 +142,6 @@ def test_a_start_of_more_directions_than_rows_counts_in_the_bound():
     assert 0 < np.linalg.eigvalsh(lost)[-1] <= float(learned.shrunk) * (1 + 1e-6)
 
 
-@settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 10**6), size=st.sampled_from([5, 9]))
-def test_merged_sketches_keep_the_bound_of_the_whole_stream(seed, size):
-    rng = np.random.default_rng(seed)
-    a = (rng.normal(size=(60, WIDTH)) * 0.7 ** np.arange(WIDTH)).astype(np.float32)
-    made = make_estimator("frequent_directions", size=size)
-    halves = [update_of(made)(made.init((), WIDTH), half) for half in (a[:30], a[30:])]
-    merged = jax.jit(made.merge)(*halves)
-    a, s = a.astype(np.float64), np.asarray(merged.rows, np.float64)
-    error, noise = spectral_norm(a.T @ a - s.T @ s), 1e-5 * spectral_norm(a) ** 2
-    values = np.linalg.svd(a, compute_uv=False)
-    assert error <= float(merged.shrunk) + noise
-    for rank in range(1, size):
-        assert error <= (values[rank:] ** 2).sum() / (size + 1 - rank) + noise
-
-
-def test_a_subsampled_sketch_is_the_sketch_of_what_it_was_fed():
-    x = tokens(lead=())
-    every, some = (make_estimator("frequent_directions", size=6, subsample=n) for n in (1, 4))
-    np.testing.assert_allclose(
-        update_of(some)(some.init((), WIDTH), x).rows, update_of(every)(every.init((), WIDTH), x[::4]).rows, atol=1e-5
-    )
-    with pytest.raises(ValueError, match="subsample=0"):
-        make_estimator("frequent_directions", subsample=0)
-
-
-@pytest.mark.parametrize("name", ["covariance", "svd"])
-def test_other_mergeable_estimators_join_streams(name):
-    made, x = make_estimator(name, size=WIDTH), tokens()
-    halves = (update_of(made)(made.init(LEAD, WIDTH), half) for half in (x[..., :20, :], x[..., 20:, :]))
-    merged, whole = jax.jit(made.merge)(*halves), update_of(made)(made.init(LEAD, WIDTH), x)
-    np.testing.assert_allclose(*(projector(made, s) for s in (merged, whole)), atol=1e-4)
-
-
 # ---- GHA --------------------------------------------------------------------------------------------------------
 
 
@@ -227,6 +193,21 @@ def test_outputs_can_be_frozen_as_in_algorithm_1():
     ours = gha(a, x, None, 1e-4, iterations=3, scale="sum", frozen_outputs=True)
     np.testing.assert_allclose(ours, expected, atol=1e-5)
     assert np.abs(ours - gha(a, x, None, 1e-4, iterations=3, scale="sum")).max() > 1e-4
+
+
+@pytest.mark.parametrize("name, fields, message", [
+    ("gha", {"orientation": "up"}, "orientation='up': allowed are sanger, printed"),
+    ("gha", {"scale": 7}, "scale=7: allowed are largest, mean, sum"),
+    ("gha", {"tail": 9}, "tail=9: must be at most 8"),
+    ("gha", {"iterations": 0}, "iterations=0: must be at least 1"),
+    ("gha", {"iterations": 10**9}, "iterations=1000000000: must be at most 1000"),
+    ("gha", {"eta": float("nan")}, "eta=nan: must be a finite number"),
+    ("oja", {"eta": float("inf")}, "eta=inf: must be a finite number"),
+    ("oja", {"eta": -1.0}, "eta=-1.0: must be at least 0"),
+])
+def test_an_estimator_refuses_fields_as_it_is_made(name, fields, message):
+    with pytest.raises(ValueError, match=message):
+        estimator(name, **fields)
 
 
 def test_gha_refuses_what_it_does_not_know():

@@ -61,6 +61,14 @@ def test_the_table_is_long():
     assert len(TABLE) > 200 and sum(len(list(bad_values(plain_fields(METHODS[n])[f]))) for n, f in TABLE) > 2000
 
 
+@pytest.mark.parametrize("name, field", [(name, f.name) for name in sorted(ESTIMATORS) for f in dataclasses.fields(ESTIMATORS[name])])
+def test_a_field_of_an_estimator_says_what_it_takes(name, field):
+    cls = ESTIMATORS[name]
+    for value in bad_values(plain_fields(cls)[field]):
+        line = refused(lambda value=value: cls(**{field: value}), f"{field}={shown(value)}")
+        assert any(word in line for word in ALLOWED), line
+
+
 @pytest.mark.parametrize("name", sorted(name for name, cls in ESTIMATORS.items() if "size" in cls.__dataclass_fields__))
 @pytest.mark.parametrize("value", (0, -1, MOST + 1, 10**30, 2.5, "x", True, None))
 def test_sizes_of_estimators(name, value):

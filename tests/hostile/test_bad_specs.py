@@ -47,7 +47,6 @@ TABLE = (
     ("osp:order=reconstruct", "order='reconstruct': osp has order='reduced' only"),
     ("osp:basis_dtype=float99", "basis_dtype='float99': allowed are None, "),
     ("palu:rank_multiple=0", "rank_multiple=0: must be an int of at least 1"),
-    ("palu:jitter=1", "jitter=1.0: must lie in [0, 0.01]"),
     ("palu:heads=joint", "heads='joint': give head_group"),
     ("streamingkv:iterations=1000000000", "iterations=1000000000: must be at most 1000"),
     ("streamingkv:alpha=0", "alpha=0.0: must lie in (0, 1]"),

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PLAIN, bases_for, small_configuration
+from helpers import PLAIN, bases_for, empty_partial, small_configuration
 
-from lowrank_kv_jax.attention.partial import AttnPartial, empty_partial, merge, merge_over
+from lowrank_kv_jax.attention.partial import AttnPartial, merge, merge_over
 from lowrank_kv_jax.method import Layout
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.methods.compose import machine_of
