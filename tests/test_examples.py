@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PLAIN, REPRESENTATIVES, prompts
+from helpers import PLAIN, prompts
 from suites import Loaded
 
 import lowrank_kv_jax as lkv
@@ -114,11 +114,11 @@ def parts(file):
 
 
 def of_both_decoders():
-    """With the one what is representative and what has few exact tokens, with its twin in Flax NNX the full cache; all
-    others are run under -m slow."""
+    """With the one a few and what has few exact tokens, with its twin in Flax NNX the full cache; all others are run
+    under -m slow."""
     for file in ("own_model.py", "own_model_nnx.py"):
         for method in (*EVERY_ONE, *BESIDES):
-            quick = method in BESIDES or method.split(":")[0] in REPRESENTATIVES
+            quick = method in BESIDES or method.split(":")[0] in ("full", "kivi")
             quick = quick if file == "own_model.py" else method == "full"
             yield pytest.param(file, method, marks=[] if quick else [pytest.mark.slow])
 

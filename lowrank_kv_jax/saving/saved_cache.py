@@ -28,6 +28,8 @@ from lowrank_kv_jax.storage.held import hold
 from lowrank_kv_jax.storage.lanes import lay_out
 
 KIND = "cache"
+_CUT = "token_devices"
+"""Over how many devices slots are cut, which round up to them; earlier saves do not say it."""
 _FIELDS = {"method": str, "model": str, "fingerprint": str, "bases": (str, type(None)), "layout": dict}
 
 
@@ -53,7 +55,7 @@ def save_cache(path: str | Path, cache: Cache, model: Any, *, bases: Any = None,
     bases_of_group(cache.method, cache.layout.spec, bases)
     metadata = {
         "method": repr(cache.method), "model": model.name, "fingerprint": model.fingerprint, "bases": digest_of(bases),
-        "layout": layout_fields(cache.layout),
+        "layout": layout_fields(cache.layout), _CUT: cache.layout.token_devices,
     }
     save_state(path, KIND, cache, metadata, compress)
 
@@ -82,6 +84,9 @@ def load_cache(
     if metadata["bases"] != digest_of(bases):
         raise ValueError(f"{path}: this cache was made with other calibrated bases than those given")
     layout = read_layout(file, metadata["layout"], model.config.attention, mesh)
+    if (made := metadata.get(_CUT, layout.token_devices)) != layout.token_devices:
+        raise ValueError(f"{path}: this cache was saved over tokens={short(made)} devices: give a mesh with as many, not "
+                         f"tokens={layout.token_devices}")
     return hold(load_state(path, metadata, _abstract_arrays(method, layout, bases)), layout.mesh)
 
 

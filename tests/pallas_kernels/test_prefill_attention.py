@@ -101,7 +101,8 @@ def case(size, window):
 
 
 @pytest.mark.parametrize("size, window, sinks", [
-    (513, None, None), (1100, None, None), (1100, 5, None), (1100, 600, None),
+    (1100, None, None), (1100, 5, None),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in ((513, None, None), (1100, 600, None))),
     pytest.param(600, 300, (2.0, -1.0, 4.0, 0.5), marks=pytest.mark.newest),
 ])
 def test_splash_attention_against_float64(size, window, sinks):

@@ -13,6 +13,7 @@ from lowrank_kv_jax.generation.forward import decode_step, prefill
 from lowrank_kv_jax.generation.generate import Generation
 from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.method.cache import fork
+from lowrank_kv_jax.method.layout import Layout
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.saving.checkpoint import METADATA, load_metadata
 from lowrank_kv_jax.saving.saved_cache import abstract_cache, load_cache, save_cache
@@ -106,6 +107,16 @@ def test_refusals_name_the_reason(tmp_path):
     (path / METADATA).write_text("{")
     with pytest.raises(ValueError, match="damaged"):
         load_metadata(path, "cache")
+
+
+def test_over_how_many_devices_slots_were_cut_is_told(tmp_path, monkeypatch):
+    method = small_configuration(REGISTRY["kivi"])
+    cache, _ = made_by(method)
+    with monkeypatch.context() as cut:
+        cut.setattr(Layout, "token_devices", 4)
+        save_cache(tmp_path / "cut", cache, MODEL)
+    with pytest.raises(ValueError, match="was saved over tokens=4 devices: give a mesh with as many, not tokens=1"):
+        load_cache(tmp_path / "cut", method, MODEL)
 
 
 def test_what_could_not_be_loaded_is_not_saved(tmp_path):

@@ -78,7 +78,8 @@ def decoded(cache):
     return extend(cache.method, PLAIN, model().params, cache, more, bases=bases, all_logits=True)
 
 
-@pytest.mark.parametrize("layout, chunk", [("rows", None), ("lanes", None), ("rows", 40)])
+@pytest.mark.parametrize("layout, chunk", [
+    ("rows", None), ("lanes", None), pytest.param("rows", 40, marks=pytest.mark.slow)])
 def test_a_cache_holds_its_ends_in_codes_of_what_it_would_hold(layout, chunk):
     held, logits = decoded(refreshed(NARROW, layout, chunk))
     exact, wanted = decoded(refreshed(WIDE, layout, chunk))
