@@ -13,7 +13,7 @@ from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.eight_bits import EightBits, eight_bits_of
 from lowrank_kv_jax.storage.positions import Runs
-from lowrank_kv_jax.storage.state import leaf, state, take_tokens, write_tokens
+from lowrank_kv_jax.storage.state import leaf, state, static, take_tokens, write_tokens
 
 
 @state
@@ -121,12 +121,23 @@ def _as_read(segment: Exact) -> tuple[Any, Any]:
     return k, v
 
 
+@state
 class Slots:
-    """Slots `begin` to `end` of a buffer, read where they lie: a slice would copy them at every step."""
+    """Slots `begin` to `end` of a buffer `[B, K, S, D]`, read where they lie: a slice would copy them at every step."""
 
-    def __init__(self, buffer: jax.Array, begin: int, end: int):
-        self.buffer, self.begin = buffer, begin
-        self.shape, self.dtype = (*buffer.shape[:2], end - begin, buffer.shape[3]), buffer.dtype
+    buffer: jax.Array = leaf("batch", "kv_heads", "end_tokens", "head_dim", kind="exact")
+    begin: int = static()
+    end: int = static()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part."""
+        return (*self.buffer.shape[:2], self.end - self.begin, self.buffer.shape[3])
+
+    @property
+    def dtype(self) -> Any:
+        """Of the buffer."""
+        return self.buffer.dtype
 
     def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
         """Slots `start` to `start + size` of the part."""

@@ -64,7 +64,7 @@ MORE = ("full", "ojakv:rank=0.5,sinks=4,recent=8,heads=joint", "ojakv:rank=0.5,r
         "osp:rank=0.5,sinks=4,recent=8", "osp:rank=0.5,heads=joint,sinks=4,recent=8", "snapkv:keep=0.5,sinks=4,recent=8",
         "ojakv:bits=8,rank=0.5,sinks=4,recent=8", "transform:bits=3,sampled=False,sinks=4,recent=8",
         "transform:bits=3,heads=per_head,sampled=False,sinks=4,recent=8+snapkv:keep=0.5",
-        "transform:bits=3,kv=joint,sampled=False,sinks=4,recent=8")
+        "transform:bits=3,kv=joint,sampled=False,sinks=4,recent=8", "streamingllm:budget=32,sinks=4", "kivi:bits=4,recent=8")
 
 
 @pytest.mark.parametrize("names", [KERNELS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["quick", "more"])
