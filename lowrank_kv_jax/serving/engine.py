@@ -211,13 +211,9 @@ class Engine:
     def _admit(self, pool: Pool, queue: collections.deque[Answer], errors: list[Exception]) -> list[Answer]:
         """Prompts into rows that are free; who is done at once."""
         ended, left = [], self._admits or len(queue)
-        while queue and left and pool.free:
-            in_chunks = pool.in_chunks(queue[0])
-            if in_chunks and pool.filling is not None:
-                break
-            group = _next(queue, min(len(pool.free), left, self._together), pool)
+        while left and pool.free and (group := _next(queue, min(len(pool.free), left, self._together), pool)):
             slots, left = pool.free[: len(group)], left - len(group)
-            if in_chunks:
+            if pool.in_chunks(group[0]):
                 pool.start(slots, group)
                 continue
             if group[0].prefix:
@@ -260,13 +256,19 @@ class Engine:
 
 
 def _next(queue: collections.deque[Answer], most: int, pool: Pool) -> list[Answer]:
-    """Who comes next: one behind a prefix, or up to so many without one that are read alike."""
-    group = [queue.popleft()]
-    alike = pool.in_chunks(group[0])
-    while (not group[0].prefix and len(group) < most and queue and not queue[0].prefix and not queue[0].done
-           and pool.in_chunks(queue[0]) == alike):
-        group.append(queue.popleft())
+    """Who comes next: one behind a prefix, or up to so many without one that are read alike; nobody, if all wait for the
+    end of a prompt that is read in chunks. Those that do not are not held back by who does."""
+    first = next((i for i, answer in enumerate(queue) if pool.filling is None or not pool.in_chunks(answer)), len(queue))
+    group: list[Answer] = []
+    while first < len(queue) and len(group) < most and (not group or _alike(group[0], queue[first], pool)):
+        group.append(queue[first])
+        del queue[first]
     return group
+
+
+def _alike(one: Answer, other: Answer, pool: Pool) -> bool:
+    """Whether one that comes next may be read with one that comes behind it."""
+    return not (one.prefix or other.prefix or other.done) and pool.in_chunks(one) == pool.in_chunks(other)
 
 
 def _tell(answer: Answer, new: list[int], errors: list[Exception]) -> None:

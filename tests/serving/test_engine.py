@@ -117,6 +117,17 @@ def test_those_in_flight_wait_for_a_chunk_and_not_for_a_prompt():
     assert gone.finish == "cancelled" and engine.bytes == idle <= 400_000 and _compiled() == before
 
 
+def test_short_prompts_are_not_held_back_by_a_long_one_that_waits():
+    engine = engine_of(FULL, prefill_chunk=24)
+    long = [engine.submit(Request(ROWS[0], max_new_tokens=3)) for _ in range(2)]
+    short = [engine.submit(Request(ROWS[2], max_new_tokens=3)) for _ in range(2)]
+    while not all(answer.done for answer in short):
+        assert not any(answer.done for answer in long)
+        engine.step()
+    engine.run()
+    assert long[0].tokens == long[1].tokens and len(long[0].tokens) == 3
+
+
 def _compiled():
     return layer_read._cache_size(), ingest_group._cache_size(), copy_rows._cache_size()
 
