@@ -3,8 +3,9 @@
 import argparse
 import dataclasses
 import statistics
+from typing import Any
 
-from lowrank_kv_jax.cli.options import append_records
+from lowrank_kv_jax.cli.options import add_model_options, append_records
 from lowrank_kv_jax.cli.tables import print_table
 
 HELP = "what the layers' caches share (CKA, cosine, ranks), and what sharing a basis costs"
@@ -12,16 +13,27 @@ COST_METHODS = (
     "xkv:group=1", "xkv:group=2", "xkv:group=5", "xkv:group=5,bits=8,basis_dtype=int8",
     "xkv:group=5,rank=0.1,bits=8,basis_dtype=int8",
 )
+REPLACED = {
+    **dict.fromkeys(("quality", "sides"), ("text", "length", "energy", "latents", "costs", "plot")),
+    "latents": ("groups", "energy", "costs"),
+}
+"""What is not read where an option is given."""
+NEEDED = {
+    "methods": ("quality",), **dict.fromkeys(("cost_length", "rounds"), ("costs",)),
+    **dict.fromkeys(("ratios", "fields", "samples", "windows"), ("quality", "sides")),
+}
+"""What is not read where none of other options is given."""
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     """Declare the command."""
     parser = subparsers.add_parser("cross-layer", help=HELP, description=HELP)
-    parser.add_argument("--model", default="smollm2-135m", help="name, directory, .gguf file or hub id (%(default)s)")
+    add_model_options(parser)
     parser.add_argument("--text", nargs="+", metavar="TEXT",
                         help="what to read, as for `calibrate --corpus`; by default Python's language reference")
     parser.add_argument("--length", type=int, default=2048, help="tokens read (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="shifts where reading starts (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0,
+                        help="shifts where reading starts; with --quality and --sides it is of the needles (%(default)s)")
     parser.add_argument("--groups", nargs="+", type=int, default=[1, 2, 3, 5, 6], metavar="G",
                         help="group sizes (%(default)s)")
     parser.add_argument("--energy", type=float, default=0.95, help="share that ranks must keep (%(default)s)")
@@ -48,7 +60,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="append records")
     parser.add_argument("--plot", metavar="PNG",
                         help="draw figure 2 of the xKV paper for this model, or what --latents compares")
-    parser.set_defaults(run=run)
+    options = {*NEEDED, *REPLACED, *sum(REPLACED.values(), ())}
+    parser.set_defaults(run=run, usual={name: parser.get_default(name) for name in options})
     return parser
 
 
@@ -59,24 +72,25 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: as `load_model`, `load_corpus`, `analyse`, `pair_similarity`, `parse_method`.
     """
     from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
-    from lowrank_kv_jax.cli.options import check_context, check_numbers, check_outputs
+    from lowrank_kv_jax.cli.options import check_context, check_numbers, check_outputs, load_from
     from lowrank_kv_jax.evals.asking.methods import check_methods, parse_methods
     from lowrank_kv_jax.evals.studies.cross_layer.analysis import analyse
-    from lowrank_kv_jax.evals.studies.cross_layer.cost import STEPS
-    from lowrank_kv_jax.models.load import load_model
+    from lowrank_kv_jax.evals.studies.cross_layer.cost import STEPS, ranks_of
 
     least = dict.fromkeys(("length", "groups", "cost_length", "quality", "sides", "samples", "windows", "rounds"), 1)
     check_numbers(args, **least, seed=0)
     check_outputs(args)
+    _check_read(args)
     costs = {} if args.costs is None else parse_methods(args.costs or COST_METHODS)
     parse_methods(args.methods or ())
-    model = load_model(args.model)
+    model = load_from(args)
     check_context(args, model, quality=0, sides=0)
     if args.quality or args.sides:
         return _quality(args, model)
     corpus = load_corpus(args.text)
     check_methods(model, costs, "cross-layer")
-    check_context(args, model, length=0, **({"cost_length": STEPS} if costs and args.latents is None else {}))
+    check_context(args, model, length=0, **({"cost_length": STEPS} if costs else {}))
+    ranks_of(costs, model.config.attention, args.cost_length)  # told now, not after the analyses
     tokens = token_windows(model.tokenizer, corpus.texts, args.length, 1, args.seed)[0]
     if args.latents is not None:
         return _latents(args, model, tokens, corpus.name)
@@ -93,6 +107,29 @@ def run(args: argparse.Namespace) -> int:
     append_records(args, "cross-layer", records, model=model.name, length=args.length, seed=args.seed,
                    corpus=corpus.name)
     return 0
+
+
+def _check_read(args: argparse.Namespace) -> None:
+    """Refuse options that change nothing beside the others; one that is given its default passes."""
+    given = {name: value for name, usual in args.usual.items() if (value := getattr(args, name)) != usual}
+    for by, names in REPLACED.items():
+        for name in names:
+            if by in given and name in given:
+                raise ValueError(f"{_shown(name, given[name])}: is not read with --{by}; leave one of the two out")
+    for name, others in NEEDED.items():
+        if name in given and not any(other in given for other in others):
+            needed = " or ".join(f"--{other}" for other in others)
+            raise ValueError(f"{_shown(name, given[name])}: is not read without {needed}; give that too, or leave it out")
+    if args.methods and not args.sides:
+        for name in ("groups", "ratios", "fields"):
+            if name in given:
+                raise ValueError(f"{_shown(name, given[name])}: is not read with --methods; leave one of the two out")
+
+
+def _shown(name: str, value: Any) -> str:
+    """An option as it was given."""
+    values = value if isinstance(value, list) else [value]
+    return " ".join([f"--{name.replace('_', '-')}", *map(str, values)])
 
 
 def _latents(args: argparse.Namespace, model, tokens, corpus: str) -> int:

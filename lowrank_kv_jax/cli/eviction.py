@@ -8,6 +8,8 @@ from lowrank_kv_jax.cli.tables import print_table
 
 HELP = "what eviction costs and saves, and what the moments of the evicted recover"
 STUDIES = ("error", "precision", "ablation", "bytes", "ojakv", "speed", "tasks")
+PROTOCOLS = ("query-aware", "query-agnostic")
+"""Of tasks, the first by default."""
 THOUSANDTHS = "{:.3f}".format
 
 
@@ -30,16 +32,21 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--evictions", nargs="+", type=int, default=[512, 4096, 100_000], metavar="N",
                         help="tokens evicted when the precision is measured (512 4096 100000)")
     parser.add_argument("--depths", type=int, default=4, help="of needles (%(default)s)")
-    parser.add_argument("--samples", type=int, default=2, help="needles at each depth, 0 for none (%(default)s)")
-    parser.add_argument("--protocol", choices=("query-agnostic", "query-aware"), default="query-aware",
-                        help="of tasks: compress before the question is seen, or with it (%(default)s)")
-    parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="of RULER (ruler-6) or LongBench (all)")
-    parser.add_argument("--longbench", metavar="DIR", help="tasks from files in LongBench's format instead of RULER")
+    parser.add_argument("--samples", type=int, default=2,
+                        help="needles at each depth, 0 for none; of tasks: samples of each task (%(default)s)")
+    parser.add_argument("--protocol", choices=PROTOCOLS,
+                        help=f"of tasks: compress before the question is seen, or with it ({PROTOCOLS[0]})")
+    parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK",
+                        help="which, of RULER (ruler-6) or LongBench (all); with --studies tasks")
+    parser.add_argument("--longbench", metavar="DIR",
+                        help="tasks from files in LongBench's format instead of RULER; with --studies tasks")
     parser.add_argument("--timed-length", type=int, default=4096, metavar="N",
                         help="context in which decoding is timed (%(default)s)")
     parser.add_argument("--timed-budget", type=int, default=256, metavar="N", help="budget there (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds, after one that compiles (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of texts and needles (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0,
+                        help="of needles, tasks and the texts of error, precision and speed; perplexities are of the "
+                             "first texts at every seed (%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="append records; scores that it holds are not computed again")
     parser.set_defaults(run=run)
     return parser
@@ -58,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
                                  samples=args.samples, seed=args.seed)
     check_numbers(args, evictions=1, timed_length=1, timed_budget=1, rounds=1, seed=0)
     check_outputs(args)
+    _check_studies(args)
     _check_methods(args)
     model = load_from(args)
     _check_lengths(args, model, settings)
@@ -77,6 +85,23 @@ def run(args: argparse.Namespace) -> int:
         _tasks(args, model, settings)
     print(device_line())
     return 0
+
+
+def _check_studies(args) -> None:
+    """Refuse options that none of the studies reads, and sizes that one of them cannot take."""
+    from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK
+
+    if "tasks" not in args.studies:
+        for name in ("tasks", "longbench", "protocol"):
+            given = getattr(args, name)
+            if given not in (None, []):
+                shown = " ".join(given) if isinstance(given, list) else given
+                raise ValueError(f"--{name} {shown}: is of the study tasks alone; give --studies tasks too")
+    elif args.samples < 1:
+        raise ValueError(f"--samples {args.samples}: must be at least 1 for --studies tasks")
+    if "precision" in args.studies and args.length < DEFAULT_BLOCK:
+        raise ValueError(f"--length {args.length}: must be at least {DEFAULT_BLOCK} for --studies precision, which "
+                         "evicts so many tokens at a time")
 
 
 def _check_methods(args) -> None:
@@ -103,11 +128,14 @@ def _check_methods(args) -> None:
 
 
 def _check_lengths(args, model, settings) -> None:
-    """The same of lengths beyond the model's context."""
+    """The same of lengths beyond the model's context, and of a model without a layer to measure."""
     from lowrank_kv_jax.cli.options import check_context
+    from lowrank_kv_jax.evals.studies.eviction.error import measured_layers
     from lowrank_kv_jax.evals.studies.eviction.run import SCORED
     from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK
 
+    if "error" in args.studies:
+        measured_layers(model.config)
     behind = {"error": DEFAULT_BLOCK, "precision": 0, "tasks": 0, **dict.fromkeys(SCORED, settings.scored)}
     for study in args.studies:
         check_context(args, model, **({"timed_length": 0} if study == "speed" else {"length": behind[study]}))
@@ -117,8 +145,11 @@ def _check_lengths(args, model, settings) -> None:
 
 def _errors(args, model, settings) -> None:
     from lowrank_kv_jax.evals.studies.eviction import run as eviction
-    from lowrank_kv_jax.evals.studies.eviction.error import average
+    from lowrank_kv_jax.evals.studies.eviction.error import average, measured_layers
 
+    measured, layers = measured_layers(model.config), model.config.num_layers
+    if len(measured) < layers:
+        print(f"eviction error: of {len(measured)} of {layers} layers; the others slide a window and are left out")
     by_text = eviction.errors_by_text(model, settings)
     rows = average(by_text)
     columns = {"mass": lambda r: r.mass, "cos f_E f_R": lambda r: r.angle, "error": lambda r: r.error}
@@ -156,10 +187,10 @@ def _precision(args, model, settings) -> None:
 def _tasks(args, model, settings) -> None:
     from lowrank_kv_jax.evals.studies.eviction.tasks import task_table
 
-    tasks = args.tasks or ([] if args.longbench else ["ruler-6"])
-    rows = task_table(model, settings, tasks, args.protocol, args.longbench, args.json, True)
+    tasks, protocol = args.tasks or ([] if args.longbench else ["ruler-6"]), args.protocol or PROTOCOLS[0]
+    rows = task_table(model, settings, tasks, protocol, args.longbench, args.json, True)
     names = list(rows[0].by_task)
-    print_table(f"tasks, {args.protocol}", ("method", "part", *names, "mean", "recovery, %", "x smaller"), [
+    print_table(f"tasks, {protocol}", ("method", "part", *names, "mean", "recovery, %", "x smaller"), [
         (row.spec, row.part, *(f"{row.by_task[name]:.0f}" for name in names), f"{row.score:.1f}",
          "" if row.recovery is None else f"{row.recovery:.0f}", f"{row.full_cache_bytes / row.cache_bytes:.2f}")
         for row in rows])

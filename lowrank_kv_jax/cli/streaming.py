@@ -123,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_lengths(args, model) -> None:
     """Refuse now what a later study would, after others have measured for minutes."""
     from lowrank_kv_jax.cli.options import check_context
+    from lowrank_kv_jax.evals.studies.streaming.reconstruction import check_hidden
     from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK
 
     scored, analysed = {"context": args.scored}, {"text_length": 0}
@@ -133,6 +134,8 @@ def _check_lengths(args, model) -> None:
     }
     for study in args.studies:
         check_context(args, model, **needs.get(study, {}))
+    if "reconstruction" in args.studies:
+        check_hidden(model)
 
 
 def _stream(args) -> None:
@@ -202,6 +205,7 @@ def _gains(args, settings, study: str, unit: str, form: str, gains) -> None:
 
 def _reconstruction(args, model, settings) -> None:
     from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
+    from lowrank_kv_jax.cli.options import WINDOW
     from lowrank_kv_jax.evals.asking.methods import bases_of, moments_of, parse_methods
     from lowrank_kv_jax.evals.studies.streaming.quality import ENDS, ablation_specs
     from lowrank_kv_jax.evals.studies.streaming.reconstruction import hidden_updates, means, reconstruction
@@ -209,10 +213,10 @@ def _reconstruction(args, model, settings) -> None:
 
     own = [spec for rank in settings.ranks for spec in (f"palu:rank={rank},{ENDS}", *ablation_specs(rank)[2:4])]
     methods = parse_methods(args.methods or own)
-    corpus = load_corpus(CALIBRATE)
+    corpus, length = load_corpus(CALIBRATE), min(WINDOW, model.config.context)
     moments = moments_of(model, methods, corpus, seed=args.seed)
     bases = bases_of(model, methods, corpus, seed=args.seed, dtype="float32")
-    texts = {name: token_windows(model.tokenizer, load_corpus(source).texts, 2048, 1, args.seed)
+    texts = {name: token_windows(model.tokenizer, load_corpus(source).texts, length, 1, args.seed)
              for name, source in (("prose", PROSE), ("code", CODE))}
     rows = reconstruction(model, methods, bases, texts, progress=True)
 
@@ -231,8 +235,8 @@ def _reconstruction(args, model, settings) -> None:
     print_table("equation 15 on hidden states, the encoder alone moved: lost energy of code",
                 ("side", "scale", "eta", "lost"),
                 [(h.side, h.scale, f"{h.eta:g}", "diverged" if h.lost is None else f"{h.lost:.4f}") for h in hidden])
-    append(args, "reconstruction", 2048, map(dataclasses.asdict, rows))
-    append(args, "hidden", 2048, [{"spec": "streamingkv", **dataclasses.asdict(row)} for row in hidden])
+    append(args, "reconstruction", length, map(dataclasses.asdict, rows))
+    append(args, "hidden", length, [{"spec": "streamingkv", **dataclasses.asdict(row)} for row in hidden])
 
 
 def _compared(args, model) -> list[Any]:

@@ -101,13 +101,47 @@ def attention_flops(spec: AttentionSpec, tokens: int, rank_k: float, rank_v: flo
     return 2.0 * spec.num_layers * tokens * per_token
 
 
+def timed_dtype() -> str:
+    """Of caches that are timed: float32 on a CPU, whose bfloat16 products are slow, else the library's."""
+    return "float32" if jax.default_backend() == "cpu" else default_cache_dtype()
+
+
+def ranks_of(
+    methods: Mapping[str, Part], spec: AttentionSpec, length: int, dtype: str | None = None
+) -> dict[str, tuple[float, float]]:
+    """Of each method `mean_ranks` in a cache of `dtype`, by default `timed_dtype`: what `measure_costs` can measure.
+
+    Raises:
+        ValueError: a method whose cache holds no bases of keys and values, by its spec.
+    """
+    ranks = {}
+    for name, method in methods.items():
+        try:
+            ranks[name] = mean_ranks(method, spec, length, dtype or timed_dtype())
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    return ranks
+
+
 def mean_ranks(method: Part, spec: AttentionSpec, length: int, dtype: str) -> tuple[float, float]:
-    """Ranks of keys and values of a cross-layer method at a prompt length, means over the groups."""
+    """Ranks of keys and values of a method that fits bases to its prompt, means over the groups.
+
+    Raises:
+        ValueError: another method, a prompt so short that nothing is coded, or a model that caches latents.
+    """
     layout, machine = _layout(method, spec, length, dtype), machine_of(method)
+    if spec.latent is not None:
+        raise ValueError("this model caches latents (MLA); costs are of bases of keys and values")
+    if machine.calibrated:
+        raise ValueError("reads calibrated bases; costs are of methods that fit bases to the prompt, such as xkv:group=2")
     ranks = []
     for group in machine.default_bases(spec):
         store = jax.eval_shape(functools.partial(machine.init, layout, group)).store
-        ranks.append((store.k_basis.shape[-1], store.v_basis.shape[-1]))
+        bases = [getattr(store, f"{side}_basis", None) for side in "kv"]
+        if any(basis is None for basis in bases):
+            raise ValueError(f"stores no bases of keys and values with {length} tokens of this model; costs are of "
+                             "methods that fit bases to the prompt, such as xkv:group=2")
+        ranks.append([basis.shape[-1] for basis in bases])
     k, v = np.mean(ranks, axis=0)
     return float(k), float(v)
 
@@ -125,10 +159,13 @@ def measure_costs(
     """Time prefill and decoding of cross-layer methods on random tokens, the full cache beside them.
 
     Args:
-        dtype: of the caches; by default float32 on a CPU, whose bfloat16 products are slow, else the library's.
+        dtype: of the caches, by default `timed_dtype`.
+
+    Raises:
+        ValueError: as `ranks_of`, before anything is timed.
     """
-    config = model.config
-    dtype = dtype or ("float32" if jax.default_backend() == "cpu" else default_cache_dtype())
+    config, dtype = model.config, dtype or timed_dtype()
+    ranks = ranks_of(methods, config.attention, length, dtype)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, length))
     contenders = {
         name: CacheContender(model, m, None, tokens, steps, dtype=dtype)
@@ -141,10 +178,7 @@ def measure_costs(
         name: Cost(
             times[name].ttft_s, times[FULL].ttft_s,
             *(1 / times[which].decode_tokens_per_s for which in (name, FULL, LAYERS)),
-            attention_flops(
-                config.attention, tokens_attended(method, length),
-                *mean_ranks(method, config.attention, length, dtype),
-            ),
+            attention_flops(config.attention, tokens_attended(method, length), *ranks[name]),
             bytes_at(method, config.attention, length, dtype), *rates(times),
         )
         for name, method in methods.items()

@@ -61,15 +61,31 @@ def average(texts: Sequence[Sequence[LayerError]]) -> list[LayerError]:
     return [mean_error(same, same[0].layer) for same in zip(*texts, strict=True)]
 
 
+def measured_layers(config: Any) -> list[int]:
+    """Layers that see everything: where a window slides moments are not merged, as they do not know what has left it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    layers = [layer for layer, window in enumerate(config.windows) if window is None]
+    if not layers:
+        raise ValueError(f"windows={config.windows}: every layer of this model slides one, and the study error is of "
+                         "layers that see everything")
+    return layers
+
+
 def eviction_errors(
     model: Any, methods: Mapping[str, Part], tokens: np.ndarray, queries: int = 32
 ) -> list[LayerError]:
-    """Compress all but the last `queries` of `tokens` `[S]` and attend with those.
+    """Compress all but the last `queries` of `tokens` `[S]` and attend with those, in `measured_layers`.
 
     Args:
         methods: by spec, each with the sums of a Gaussian summary ("moments:order=gaussian").
+
+    Raises:
+        ValueError: as `measured_layers`.
     """
-    config, prompt = model.config, len(tokens) - queries
+    config, prompt, measured = model.config, len(tokens) - queries, measured_layers(model.config)
     layout = make_layout(config, 1, prompt, len(tokens), queries, jnp.float32)
     ids = jnp.asarray(tokens, jnp.int32)[None]
     x = embed_tokens(config, model.params, ids)
@@ -77,6 +93,8 @@ def eviction_errors(
     rows = []
     for layer, weights in enumerate(model.params["layers"]):
         x, taps = layer_prefill(config.by_layer[layer], config.windows[layer], weights, x, positions)
+        if layer not in measured:
+            continue
         before, after = taps.part(slice(prompt)), taps.part(slice(prompt, None))
         for spec, method in methods.items():
             bases = method.default_bases(config.attention)[layer]

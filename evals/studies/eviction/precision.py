@@ -35,6 +35,13 @@ class PrecisionError:
     output: float
 
 
+def check_window(length: int) -> None:
+    """Raise ValueError for a text of which no block can be evicted."""
+    if length < DEFAULT_BLOCK:
+        raise ValueError(f"length={length}: must be at least {DEFAULT_BLOCK} for the study precision, which evicts so "
+                         "many tokens at a time")
+
+
 def precision_errors(
     model: Any, windows: np.ndarray, evictions: Sequence[int], dtypes: Sequence[str] = ("bfloat16", "float16", "int16"),
     order: str = "gaussian", progress: bool = False,
@@ -46,7 +53,11 @@ def precision_errors(
             one that is measured behind attend to what was evicted.
         evictions: when to measure; in whole windows, the next one that is not before.
         order: of the moments, see `summaries.moments.ORDERS`.
+
+    Raises:
+        ValueError: windows of less than a block.
     """
+    check_window(windows.shape[1])
     config, length = model.config, windows.shape[1] // DEFAULT_BLOCK * DEFAULT_BLOCK
     due = sorted({-(-count // length) for count in evictions})
     read = windows[: due[-1], :length]

@@ -37,7 +37,8 @@ class Settings:
         budgets: tokens a kv head keeps.
         windows, scored: texts for the perplexity, and tokens of each that are scored through the cache.
         depths, samples: needles at each of so many depths; no samples, no needles.
-        seed: of needles and texts.
+        seed: of needles, and of the windows of texts that errors and precision are measured on; perplexity is of the
+            first ones at every seed.
         text: what errors and perplexity are measured on.
     """
 
@@ -70,7 +71,8 @@ def error_specs(budgets: Sequence[int]) -> list[str]:
 
 
 def errors_by_text(model: Any, settings: Settings) -> list[list[LayerError]]:
-    """Errors of each layer at every budget, for each of `windows` texts; `error.average` takes their means."""
+    """Errors of each layer that is measured at every budget, for each of `windows` texts; `error.average` takes their
+    means."""
     corpus = load_corpus(settings.text)
     texts = token_windows(
         model.tokenizer, corpus.texts, settings.length + DEFAULT_BLOCK, settings.windows, settings.seed)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.calibration.calibrate import iterate_taps
+from lowrank_kv_jax.calibration.fisher import PROJECTIONS
 from lowrank_kv_jax.estimators.gha_tail import update_tail
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.evals.studies.streaming.learned_layers import SIDES, of_sides
@@ -104,6 +105,22 @@ class Hidden:
     lost: float | None
 
 
+def check_hidden(model: Any) -> None:
+    """Refuse a model whose keys and values are not x W, which equation 15 is of.
+
+    Raises:
+        ValueError: projections that are fused or latent, biases, or normed keys.
+    """
+    attention, config = model.params["layers"][0].get("attention", {}), model.config
+    if not all(name in attention for name in PROJECTIONS.values()):
+        raise ValueError("the study reconstruction: this model's keys and values have no projections of their own (found "
+                         f"{', '.join(sorted(attention))})")
+    for field, what in (("qk_norm", "a norm"), ("qkv_bias", "a bias")):
+        if getattr(config, field):
+            raise ValueError(f"{field}=True: the study reconstruction is of models whose keys and values are x W, and "
+                             f"this one has {what} behind W")
+
+
 def hidden_updates(
     model: Any, moments: Moments, tokens: np.ndarray, rank: float = 0.5, alpha: float = 0.2, iterations: int = 3,
     steps: Sequence[tuple[str, float]] = (("sum", 0.0), ("sum", 1e-6), ("sum", 1e-5), ("bound", 0.01), ("bound", 0.1)),
@@ -114,7 +131,11 @@ def hidden_updates(
     Args:
         moments: of the calibration.
         tokens: int32 `[S]`.
+
+    Raises:
+        ValueError: as `check_hidden`.
     """
+    check_hidden(model)
     found: dict[tuple[str, str, float], list[float]] = {}
     for layer, taps in enumerate(iterate_taps(model.config, model.params, np.asarray(tokens)[None])):
         x = taps.x[0].astype(jnp.float32)
@@ -123,7 +144,7 @@ def hidden_updates(
             kept = round(rank * len(values))
             v = jnp.asarray(vectors[:, ::-1][:, :kept], jnp.float32)
             root = jnp.asarray(np.maximum(values[::-1][:kept], 1e-12) ** 0.25, jnp.float32)
-            kernel = model.params["layers"][layer]["attention"][f"{side}_proj"]["kernel"].astype(jnp.float32)
+            kernel = model.params["layers"][layer]["attention"][PROJECTIONS[side]]["kernel"].astype(jnp.float32)
             y, moving = x @ kernel, max(1, int(alpha * kept))
             encoder = kernel @ v / root
             for scale, eta in steps:

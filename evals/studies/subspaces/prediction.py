@@ -62,8 +62,9 @@ def correlations(found: ChunkErrors) -> list[dict[str, Any]]:
 
 
 def rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Spearman's, 0 where one of the two is constant."""
+    """Spearman's, 0 where one of the two is constant; equal values share the mean of their ranks."""
+    from scipy.stats import rankdata
+
     if np.ptp(x) == 0 or np.ptp(y) == 0:
         return 0.0
-    ranks = [np.argsort(np.argsort(a)).astype(np.float64) for a in (x, y)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    return float(np.corrcoef(rankdata(x), rankdata(y))[0, 1])

@@ -1,13 +1,16 @@
 """What layers share: CKA, cosine, ranks of groups, and the costs of a shared basis."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 from helpers import PLAIN, model, prompts
 
+from lowrank_kv_jax.attention.spec import LatentSpec
 from lowrank_kv_jax.evals.speed import machine_rates
 from lowrank_kv_jax.evals.speed.timing import Timing
+from lowrank_kv_jax.evals.studies.cross_layer import cost
 from lowrank_kv_jax.evals.studies.cross_layer.analysis import analyse, cka_matrix, cosine_matrix, group_ranks
 from lowrank_kv_jax.evals.studies.cross_layer.cost import Cost, attention_flops, break_even, measure_costs, smaller_at
 from lowrank_kv_jax.evals.studies.cross_layer.latents import _coefficients, _compare, pair_similarity
@@ -151,6 +154,22 @@ def test_costs_of_a_tiny_model_are_measured():
     (cost,) = measure_costs(model(), {"x": parse_method("xkv:group=3,sinks=2,recent=2")}, 64, steps=4, rounds=1).values()
     assert cost.ttft > 0 and cost.decode > 0 and cost.layers > 0 and cost.floor > cost.layers
     assert cost.bytes > 0 and cost.flops == attention_flops(PLAIN.attention, 64, 16, 32)
+
+
+@pytest.mark.parametrize("spec, words", [
+    *((spec, "stores no bases of keys and values with 128 tokens") for spec in ("kivi:bits=4", "full", "minicache:start=0")),
+    ("snapkv:keep=0.5", "stores no bases of keys and values"), ("ojakv", "reads calibrated bases"),
+])
+def test_costs_of_what_fits_no_bases_are_refused_before_anything_is_timed(spec, words, monkeypatch):
+    monkeypatch.setattr(cost, "alternate", None)
+    with pytest.raises(ValueError, match=f"^{spec}: {words}"):
+        measure_costs(model(), {spec: parse_method(spec)}, 128)
+
+
+def test_costs_are_not_of_latents():
+    spec = dataclasses.replace(PLAIN.attention, q_heads=4, kv_heads=1, head_dim=24, latent=LatentSpec(16, 1e-6))
+    with pytest.raises(ValueError, match="xkv: this model caches latents"):
+        cost.ranks_of({"xkv": parse_method("xkv")}, spec, 128)
 
 
 def test_compared_methods_have_equal_bytes():

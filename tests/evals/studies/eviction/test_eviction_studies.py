@@ -1,7 +1,10 @@
 """The studies of `lowrank-kv eviction` on a tiny model: errors against float64, equal bytes, and what is printed."""
 
+import argparse
+import contextlib
 import dataclasses
 import functools
+import io
 import json
 
 import jax
@@ -10,14 +13,15 @@ import numpy as np
 import pytest
 from character_tokenizer import Characters
 from eviction_oracle import kept_positions, softmax
-from helpers import PLAIN, model, prompts
+from helpers import PLAIN, WINDOWED, model, prompts
 from suites import Letters
 
+from lowrank_kv_jax.cli import eviction as command
 from lowrank_kv_jax.cli import main, options
 from lowrank_kv_jax.evals.results.records import read_records
 from lowrank_kv_jax.evals.studies.eviction import run as eviction
 from lowrank_kv_jax.evals.studies.eviction import tasks
-from lowrank_kv_jax.evals.studies.eviction.error import average, eviction_errors
+from lowrank_kv_jax.evals.studies.eviction.error import ORDERS, LayerError, average, eviction_errors
 from lowrank_kv_jax.evals.studies.eviction.speed import eviction_speed
 from lowrank_kv_jax.generation.forward import embed_tokens, layer_prefill, make_layout
 from lowrank_kv_jax.method.accounting import cache_bytes
@@ -90,6 +94,29 @@ def test_means_are_taken_over_texts_and_layers():
     assert mean.corrected["0"] == pytest.approx(np.mean([rows[0].corrected["0"] for rows in each]))
 
 
+def test_layers_that_slide_a_window_are_left_out():
+    """Their moments are never merged, and attention to the whole prompt is not what they compute."""
+    loaded = Loaded(WINDOWED, model(WINDOWED).params)
+    specs = ("h2o:budget=24+moments:order=gaussian", "momentkv:budget=40,order=gaussian")
+    rows = eviction_errors(loaded, {s: parse_method(s) for s in specs}, np.asarray(prompts(rows=1, length=104)[0]), 8)
+    assert [(row.spec, row.layer) for row in rows] == [(spec, 1) for spec in specs]
+
+
+def test_what_is_left_out_is_said_once_and_a_model_without_a_layer_to_measure_is_refused(monkeypatch, capsys):
+    loaded, orders = Loaded(WINDOWED, params=None), dict.fromkeys(ORDERS, 0.5)
+    row = LayerError(eviction.error_specs([48])[0], 1, 0.5, 0.5, 0.5, orders, orders, orders)
+    monkeypatch.setattr(eviction, "errors_by_text", lambda *_: [[row], [row]])
+    monkeypatch.setattr(eviction, "error_specs", lambda budgets: [row.spec])
+    monkeypatch.setattr(options, "load_from", lambda args: loaded)
+    arguments = ["eviction", "--studies", "error", "--length", "128", "--budgets", "48"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.count("of 1 of 2 layers; the others slide a window") == 1
+    loaded = Loaded(dataclasses.replace(WINDOWED, windows=(24, 24)), params=None)
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and "windows=(24, 24): every layer of this model slides one" in shown.err
+
+
 @pytest.mark.parametrize("layers", [3, 10])
 def test_equal_bytes_are_equal_but_for_a_slot_in_each_layer(layers):
     loaded = Loaded(dataclasses.replace(PLAIN, num_layers=layers, windows=(None,) * layers), params=None)
@@ -119,6 +146,8 @@ def test_moments_in_16_bits_are_measured_after_whole_windows():
     assert all(0 < row.lse < 0.1 and 0 < row.output < 0.1 for row in rows)
     bfloat16, float16, int16 = rows[3:]
     assert int16.lse < float16.lse < bfloat16.lse and int16.output < float16.output < bfloat16.output
+    with pytest.raises(ValueError, match="length=31: must be at least 32"):
+        eviction.precision_errors(Loaded(), windows[:, :31], (10,))
 
 
 @pytest.mark.slow
@@ -168,10 +197,25 @@ def test_tasks_of_a_file_under_the_papers_protocol(tmp_path, monkeypatch, capsys
     (["--length", "64", "--budgets", "64"], "budgets=[64]: each must lie in 1..63"),
     (["--windows", "0"], "windows=0: must be at least 1"),
     (["--rounds", "0"], "--rounds 0: must be at least 1"),
+    (["--studies", "precision", "--length", "16", "--budgets", "4"], "--length 16: must be at least 32 for --studies precision"),
+    (["--tasks", "vt"], "--tasks vt: is of the study tasks alone; give --studies tasks too"),
+    (["--longbench", "x", "--studies", "error"], "--longbench x: is of the study tasks alone"),
+    (["--protocol", "query-aware"], "--protocol query-aware: is of the study tasks alone"),
+    (["--studies", "tasks", "--samples", "0"], "--samples 0: must be at least 1 for --studies tasks"),
 ])
-def test_mistakes_are_named(arguments, message, capsys):
+def test_mistakes_are_named(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr("lowrank_kv_jax.models.load.load_model", None)
     assert main(["eviction", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_help_says_what_samples_and_seeds_are_of():
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as shown:
+        parser.parse_args(["eviction", "--help"])
+    text = " ".join(shown.getvalue().split())
+    assert "of tasks: samples of each task" in text and "perplexities are of the first texts at every seed" in text
 
 
 @pytest.mark.parametrize("words, message", [

@@ -1,8 +1,10 @@
 """What `lowrank-kv streaming` and `cross-layer` print of the analyses, and what they record."""
 
+import dataclasses
 import json
 
 import pytest
+from helpers import PLAIN
 from suites import Loaded
 
 from lowrank_kv_jax.cli import main
@@ -34,6 +36,24 @@ def test_distributions_and_columns_are_printed_drawn_and_recorded(tiny, tmp_path
     layers, cases = 3, 2 * 2 * 2
     assert [r["task"] for r in found] == ["distributions"] * (layers + 1) * cases + ["columns"] * layers * cases
     assert {(r["method"], r["text"]) for r in found} == {(spec, text) for spec in OWN for text in ("pydoc:second", "python")}
+
+
+def test_reconstruction_takes_no_more_tokens_than_the_context(tiny, tmp_path, capsys):
+    found = streaming(tmp_path, "--studies", "reconstruction", "--ranks", "0.5", "--methods", OWN[0])
+    assert "equation 15 on hidden states" in capsys.readouterr().out
+    assert {r["task"] for r in found} == {"reconstruction", "hidden"} and {r["length"] for r in found} == {PLAIN.context}
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"config": dataclasses.replace(PLAIN, qk_norm=True)}, "qk_norm=True: the study reconstruction is of models whose keys"),
+    ({"config": dataclasses.replace(PLAIN, qkv_bias=True)}, "qkv_bias=True: the study reconstruction is of models whose keys"),
+    ({"params": {"layers": [{"attention": {"qkv": {}, "o": {}}}]}}, "have no projections of their own (found o, qkv)"),
+])
+def test_reconstruction_is_refused_before_anything_is_measured(tiny, changes, message, monkeypatch, capsys):
+    monkeypatch.setattr("lowrank_kv_jax.models.load.load_model", lambda *_: Loaded(**changes))
+    assert main(["streaming", "--studies", "stream", "reconstruction"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and message in shown.err
 
 
 def test_the_fisher_overlap_is_printed_drawn_and_recorded(tiny, tmp_path, capsys):
@@ -103,6 +123,7 @@ def test_adjacent_layers_are_printed(tiny, tmp_path, capsys):
     ("streaming --studies stream spread --tasks nothing", "task='nothing': allowed are prose"),
     ("streaming --studies stream speed --timed-length 99999999", "--timed-length 99999999: must be at most 448, the model's"),
     ("cross-layer --length 64 --groups 1 --costs xkv:group=1 --cost-length 500", "--cost-length 500: must be at most 496, the model's context of 512"),
+    ("cross-layer --length 64 --groups 1 --costs kivi:bits=4 --cost-length 128", "kivi:bits=4: stores no bases of keys and"),
     ("roofline --lengths 64 99999999", "--lengths 99999999: must be at most 512, the model's context of 512 tokens"),
     ("cross-layer --quality 64 600", "--quality 600: must be at most 512, the model's context of 512 tokens"),
 ])
@@ -110,6 +131,14 @@ def test_mistakes_are_told_before_anything_is_measured(tiny, words, message, cap
     assert main(words.split()) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and message in shown.err
+
+
+def test_cross_layer_loads_as_others_do(tiny, tmp_path, monkeypatch):
+    done = []
+    monkeypatch.setattr("lowrank_kv_jax.models.load.load_model", lambda *args: done.append(args) or Loaded())
+    monkeypatch.setattr("lowrank_kv_jax.cli.compilation_cache.enable_compilation_cache", lambda: done.append("cached"))
+    assert main(["cross-layer", "--model", "some", "--dtype", "bfloat16", "--latents", "0.5", "--length", "32"]) == 0
+    assert done == ["cached", ("some", "bfloat16", None)]
 
 
 def test_texts_that_are_too_short_are_refused(tiny, tmp_path, capsys):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from character_tokenizer import Characters
 from helpers import PLAIN, PROMPT, bases_for, model, prompts
+from scipy.stats import spearmanr
 
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.calibration.calibrate import collect_moments
@@ -180,6 +181,9 @@ def test_rank_correlation_is_spearmans():
     assert rank_correlation(x, x**3) == pytest.approx(1)
     assert rank_correlation(x, -x) == pytest.approx(-1)
     assert rank_correlation(x, np.ones(4)) == 0
+    tied, falling = np.array([1.0, 1.0, 2.0, 2.0]), np.arange(4.0)
+    assert rank_correlation(tied, falling) == pytest.approx(spearmanr(tied, falling).statistic)
+    assert rank_correlation(tied[::-1], falling[::-1]) == pytest.approx(rank_correlation(tied, falling))
 
 
 def tiny():
