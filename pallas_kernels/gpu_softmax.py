@@ -139,27 +139,6 @@ def dot(a, b):
     return jnp.dot(a, b, preferred_element_type=jnp.float32, precision=precision)
 
 
-def with_beside(beside, rows: int, top, total, accs, columns):
-    """The running sums, in the first split with attention over other tokens (`Limits.beside`).
-
-    Args:
-        columns: of each of `accs`, which channels they are, int32 `[w]`.
-    """
-    if beside is None:
-        return top, total, accs
-    out_ref, lse_ref = beside
-    row = jnp.arange(rows)
-    there = (row < lse_ref.shape[0]) & (pl.program_id(0) == 0)
-    lse = LOG2_E * jnp.maximum(plgpu.load(lse_ref.at[row], mask=there, other=EMPTY), EMPTY)
-    new_top = jnp.maximum(top, lse)
-    shrink, weight = jnp.exp2(top - new_top), jnp.where(lse > EMPTY, jnp.exp2(lse - new_top), 0.0)
-
-    def taken_in(acc, channels):
-        return acc * shrink[:, None] + load_columns(out_ref, there, channels) * weight[:, None]
-
-    return new_top, total * shrink + weight, tuple(map(taken_in, accs, columns))
-
-
 def write_partial(out_ref, lse_ref, grid: Grid, accs, pieces, top, total) -> None:
     """Store a split's partial; rows that saw nothing get (0, `empty_of` the splits)."""
     rows = grid.rows
@@ -178,3 +157,19 @@ def start_carry(rows: int, pieces):
     """Running maximum, sum and outputs of no tokens."""
     top, total = jnp.full((rows,), EMPTY, jnp.float32), jnp.zeros((rows,), jnp.float32)
     return top, total, tuple(jnp.zeros((rows, w), jnp.float32) for _, w in pieces)
+
+
+def start_beside(beside, rows: int, columns):
+    """The same of the tokens of `Limits.beside` in the first split; behind the loop registers would be short of it.
+
+    Args:
+        columns: of each output, which channels it has, int32 `[w]`.
+    """
+    if beside is None:
+        return start_carry(rows, [(0, own.shape[0]) for own in columns])
+    out_ref, lse_ref = beside
+    row = jnp.arange(rows)
+    there = (row < lse_ref.shape[0]) & (pl.program_id(0) == 0)
+    top = jnp.maximum(LOG2_E * plgpu.load(lse_ref.at[row], mask=there, other=EMPTY), EMPTY)
+    outs = (load_columns(out_ref, there, channels) for channels in columns)
+    return top, jnp.where(top > EMPTY, 1.0, 0.0), tuple(outs)

@@ -86,7 +86,8 @@ def moments_of(
     seed: int = 0, progress: bool = False,
 ) -> Moments:
     """What the fits of these methods read; an evaluation asks again and again, for the same text."""
-    tokens = token_windows(model.tokenizer, corpus.texts, min(length, model.config.context), windows, seed)
+    length = min(length, model.config.context)
+    tokens = token_windows(model.tokenizer, corpus.texts, length, windows, seed, corpus=corpus.name)
     key = model.fingerprint, weights_dtype(model), corpus.sha256, tokens.shape, seed
     moments = _LAST.get(key)
     if moments is None or not all(serve(moments, method, model.config.attention) for method in methods.values()):

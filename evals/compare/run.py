@@ -212,10 +212,11 @@ def _questions(model: Any, settings: Settings, length: int) -> list[Question]:
 
 def _texts(model: Any, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
     """Tokens that are compressed and scored, and those of the prompt that is timed."""
-    texts, context = load_corpus(settings.text).texts, model.config.context
+    text, context = load_corpus(settings.text), model.config.context
     size = min(settings.prefix(context) + settings.scored, context)
-    scored = token_windows(model.tokenizer, texts, size, settings.windows, settings.seed)
-    return scored, token_windows(model.tokenizer, texts, settings.length_timed - settings.steps, 1, settings.seed)
+    sizes = (size, settings.windows), (settings.length_timed - settings.steps, 1)
+    scored, timed = (token_windows(model.tokenizer, text.texts, *own, settings.seed, corpus=text.name) for own in sizes)
+    return scored, timed
 
 
 def _needles(

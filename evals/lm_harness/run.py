@@ -5,7 +5,6 @@ import json as json_format
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ CHUNK = 32  # documents that are scored before their records are written; solved
 
 
 def evaluate_lm_eval(
-    model: Any, methods: Mapping[str, Part], tasks: Sequence[str] = TASKS, samples: int | None = None,
+    model: Any, methods: Mapping[str, Part], tasks: Sequence[str] | Mapping[str, Any] = TASKS, samples: int | None = None,
     fewshot: int | None = None, seed: int = SEED, *, data: str | os.PathLike | None = None,
     json: str | os.PathLike | None = None, rows: int = 8, dtype: str | None = None, calibrate: Corpus | None = None,
     progress: bool = False, mesh: Any = None, prefill_chunk: int | None = None,
@@ -36,7 +35,7 @@ def evaluate_lm_eval(
     """Score methods on tasks of lm-eval.
 
     Args:
-        tasks, data: see `load_tasks`.
+        tasks, data: see `load_tasks`; or what that has loaded, with the same `fewshot` and `seed`.
         samples: the first documents of each task; None for all.
         fewshot, seed: solved examples in front of each question, and the seed of their choice.
         rows: contexts that share a batch.
@@ -52,7 +51,7 @@ def evaluate_lm_eval(
     """
     check_methods(model, methods, COMMAND)
     require_lm_eval()
-    loaded = load_tasks(tasks, None if data is None else Path(data), fewshot, seed)
+    loaded = tasks if isinstance(tasks, Mapping) else load_tasks(tasks, data, fewshot, seed)
     documents = {name: list(task.eval_docs)[:samples] for name, task in loaded.items()}
     corpus, dtype = calibrate or load_corpus("pydoc:first"), dtype or default_cache_dtype()
     conditions = {"fewshot": fewshot, "fewshot_drawn_for": CHUNK if fewshot else None,

@@ -1,5 +1,6 @@
 """lm-eval's task objects: its own by name, or the papers' five sets from files."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ FIELDS = {
 }
 
 
-def load_tasks(names: Sequence[str], data: Path | None, fewshot: int | None, seed: int) -> dict[str, Any]:
+def load_tasks(
+    names: Sequence[str], data: str | os.PathLike | None, fewshot: int | None, seed: int
+) -> dict[str, Any]:
     """Task objects by name.
 
     Args:
@@ -56,7 +59,7 @@ def load_tasks(names: Sequence[str], data: Path | None, fewshot: int | None, see
     return dict(tasks)
 
 
-def _config(name: str, data: Path) -> dict[str, Any]:
+def _config(name: str, data: str | os.PathLike) -> dict[str, Any]:
     """The configuration of one of `TASKS` with its file filled in."""
     import yaml
 

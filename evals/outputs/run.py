@@ -22,6 +22,12 @@ from lowrank_kv_jax.storage.cache_dtype import default_cache_dtype
 COMMAND = "eval outputs"
 
 
+def check_queries(length: int, queries: int) -> None:
+    """Raise ValueError unless something stands before the queries in a window of `length` tokens."""
+    if not 1 <= queries < length:
+        raise ValueError(f"queries={queries}: must lie in 1..{length - 1} for windows of {length} tokens")
+
+
 def evaluate_outputs(
     model: Any, methods: Mapping[str, Part], text: Corpus | None = None, length: int = 2048, queries: int = 128,
     windows: int = 2, seed: int = 0, *, json: str | os.PathLike | None = None, dtype: str | None = None,
@@ -47,8 +53,7 @@ def evaluate_outputs(
     check_methods(model, methods, COMMAND)
     if length > model.config.context:
         raise ValueError(f"length={length}: the model's context is {model.config.context} tokens")
-    if not 1 <= queries < length:
-        raise ValueError(f"queries={queries}: must lie in 1..{length - 1} for windows of {length} tokens")
+    check_queries(length, queries)
     text, corpus = text or load_corpus("pydoc:second"), calibrate or load_corpus("pydoc:first")
     dtype = dtype or default_cache_dtype()
     cut = token_windows(model.tokenizer, text.texts, length, windows, seed)

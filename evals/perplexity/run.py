@@ -41,6 +41,12 @@ class Window:
         return len(self.context), len(self.scored)
 
 
+def check_step(length: int, step: int) -> None:
+    """Raise ValueError unless a step leaves something of a window of `length` tokens."""
+    if not 1 <= step < length:
+        raise ValueError(f"step={step}: must lie in 1..{length - 1} for windows of {length} tokens")
+
+
 def cut_windows(tokens: Sequence[int], mode: str, length: int, step: int) -> list[Window]:
     """Windows of at most `length` tokens over a text.
 
@@ -56,11 +62,11 @@ def cut_windows(tokens: Sequence[int], mode: str, length: int, step: int) -> lis
     """
     if mode not in MODES:
         raise ValueError(f"mode={mode!r}: must be {' or '.join(MODES)}")
-    if not 1 <= step < length:
-        raise ValueError(f"step={step}: must lie in 1..{length - 1} for windows of {length} tokens")
-    if len(tokens) < (length if mode == "stream" else 2):
-        raise ValueError(f"the text has {len(tokens)} tokens; a window needs "
-                         f"{length if mode == 'stream' else 2}")
+    check_step(length, step)
+    if len(tokens) < 2:
+        raise ValueError(f"the text has {len(tokens)} tokens: must have at least 2")
+    if mode == "stream" and length > len(tokens):
+        raise ValueError(f"length={length}: must be at most {len(tokens)}, as many as the text has tokens")
     ids = tuple(tokens)
     if mode == "stream":
         begins = range(0, len(ids) - length + 1, length)
@@ -101,8 +107,8 @@ def evaluate_perplexity(
     Returns:
         One record for each window and method, with `nll` (in nats, the sum over `scored_tokens`),
         `perplexity` and, where `full` is among the methods, `divergence` (see `divergence`, nats, the mean
-        over scored tokens); `ttft_s` is the prefill's, whose logits predict the first token, and `scored_tokens_per_s`
-        counts all rows of the batch.
+        over scored tokens; None where it is not finite, too, and `compared` says whether it was measured); `ttft_s` is
+        the prefill's, whose logits predict the first token, and `scored_tokens_per_s` counts all rows of the batch.
 
     Raises:
         ValueError: as `cut_windows`, windows beyond the model's context, or a file that holds results of
@@ -124,8 +130,9 @@ def evaluate_perplexity(
     }
     run = _Run(model, f"perplexity-{mode}", length, conditions)
     known = {} if json is None else finished(json, run.wanted(methods, cut))
-    if _full(methods):  # else left from a run without it, which had nothing to compare with: scored once more
-        known = {key: own for key, own in known.items() if own["nll"] is None or own.get("divergence") is not None}
+    if _full(methods):  # left from a run without it, which had nothing to compare with: scored once more
+        known = {key: own for key, own in known.items() if own["nll"] is None or own.get("divergence") is not None
+                 or own.get("compared")}
     batches = [(batch, left) for batch in _batches(cut, rows) if (left := run.left(methods, batch, known))]
     if batches:
         needed = {spec: m for spec, m in methods.items() if any(spec in left for _, left in batches)}
@@ -205,7 +212,7 @@ class _Run:
                     length=self.length, index=window.index, samples=1, nll=total if finite else None,
                     scored_tokens=len(window.scored), context_tokens=len(window.context),
                     perplexity=math.exp(min(total / len(window.scored), LARGEST)) if finite else None,
-                    divergence=_mean(scored.divergence, row),
+                    divergence=_mean(scored.divergence, row), compared=scored.divergence is not None,
                     **size_fields(size), window_sha256=_digest(window), **times,
                     **conditions_of(self.conditions, methods[spec]),
                 )

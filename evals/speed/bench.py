@@ -59,7 +59,7 @@ def bench_decode(
     bases = bases_of(model, methods, source, windows=1, seed=seed, dtype=cache_dtype)
     speeds = []
     for length in lengths:
-        tokens = token_windows(model.tokenizer, source.texts, length, 1, seed)
+        tokens = token_windows(model.tokenizer, source.texts, length, 1, seed, name="lengths=")
         contenders: dict[str, Contender] = {
             spec: CacheContender(model, method, bases.get(spec), tokens, steps, dtype=cache_dtype)
             for spec, method in methods.items()

@@ -74,7 +74,7 @@ def bench_saves(
     bases = bases_of(model, methods, source, **CALIBRATION, seed=seed, dtype=cache_dtype)
     speeds = []
     for length in lengths:
-        tokens = jnp.asarray(token_windows(model.tokenizer, source.texts, length, 1, seed), jnp.int32)
+        tokens = jnp.asarray(token_windows(model.tokenizer, source.texts, length, 1, seed, name="lengths="), jnp.int32)
         turns: dict[str, list[_Turn]] = {spec: [] for spec in methods}
         for _ in range(rounds + 1):
             for spec, method in methods.items():

@@ -14,7 +14,7 @@ from lowrank_kv_jax.calibration import layer_votes, sensitivity
 from lowrank_kv_jax.calibration.calibrator import Calibrator, fit_to
 from lowrank_kv_jax.calibration.checkpoint_sums import CheckpointedSums
 from lowrank_kv_jax.calibration.corpus import Corpus, load_corpus, token_windows
-from lowrank_kv_jax.calibration.fisher import FisherSample, collect_fisher
+from lowrank_kv_jax.calibration.fisher import FisherSample, check_projections, collect_fisher
 from lowrank_kv_jax.calibration.identifiers import SHARE, with_identifiers
 from lowrank_kv_jax.calibration.needs import groups_read, groups_read_by_values
 from lowrank_kv_jax.calibration.output_errors import collect_output_errors
@@ -165,7 +165,9 @@ def moments_for(
     tokens = checked_windows(model.config, tokens)
     of_moments, of_fisher, of_sampled = sums or (None, None, None)
     read = frozenset().union(*(method.reads for method in methods))
-    if "sensitivity" in read:  # what is read last would be refused after minutes
+    if "fisher" in read:  # what is read last would be refused after minutes
+        check_projections(model.params)
+    if "sensitivity" in read:
         sensitivity.text_length(tokens.shape[1])
     if "votes" in read:
         layer_votes.text_length(model.config, tokens.shape[1])

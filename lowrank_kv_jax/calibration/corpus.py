@@ -163,7 +163,8 @@ BUILT_IN = {
 
 
 def token_windows(
-    tokenizer: Any, texts: Sequence[str], length: int, count: int, seed: int = 0
+    tokenizer: Any, texts: Sequence[str], length: int, count: int, seed: int = 0, *, name: str = "length=",
+    corpus: str | None = None,
 ) -> Int[np.ndarray, "n S"]:
     """Windows of a corpus whose documents are put one behind the other.
 
@@ -176,6 +177,8 @@ def token_windows(
         length: tokens of a window.
         count: windows wanted; fewer come back where the corpus is too short for so many.
         seed: of the common shift.
+        name: of the length and the sign behind it, as the caller wrote them.
+        corpus: name of the texts, where `length` is not the caller's to choose: what is too short is the text then.
 
     Returns:
         int32 `[n, length]`, 1 <= n <= count.
@@ -193,8 +196,10 @@ def token_windows(
         raise ValueError(f"length={length}: no room behind the token that opens a sequence")
     ids = np.concatenate([_encode(tokenizer, text) for text in texts] or [np.zeros(0, np.int32)])
     if len(ids) < body:
+        if corpus is not None:
+            raise ValueError(f"corpus {corpus!r}: has {len(ids)} tokens, must have at least {body}")
         most = len(ids) + len(opening)
-        raise ValueError(f"length={length}: must be at most {most}, as the corpus has {len(ids)} tokens")
+        raise ValueError(f"{name}{length}: must be at most {most}, as the corpus has {len(ids)} tokens")
     count = min(count, len(ids) // body)
     slot = len(ids) // count
     shift = int(np.random.default_rng(seed).integers(0, slot - body + 1))

@@ -45,12 +45,17 @@ class FisherSample(NamedTuple):
         return rows[np.arange(self.sequences) * len(rows) // self.sequences]
 
 
-def check_projections(params: Any) -> None:
-    """Raise ValueError where keys and values have no projections of their own to differentiate by."""
+def check_projections(params: Any, reader: str = "rank_by='fisher'", instead: str = "; use rank_by='uniform'") -> None:
+    """Raise ValueError where keys and values have no projections of their own to differentiate by.
+
+    Args:
+        reader: what reads these projections.
+        instead: what to do without, for the end of the message.
+    """
     attention = params["layers"][0].get("attention", {})
     if not all(name in attention for name in PROJECTIONS.values()):
-        raise ValueError("rank_by='fisher': this model's keys and values have no projections of their own (found "
-                         f"{', '.join(sorted(attention))}); use rank_by='uniform'")
+        raise ValueError(f"{reader}: this model's keys and values have no projections of their own (found "
+                         f"{', '.join(sorted(attention)) or 'none'}){instead}")
 
 
 def collect_fisher(

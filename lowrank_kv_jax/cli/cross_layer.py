@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     check_methods(model, costs, "cross-layer")
     check_context(args, model, length=0, **({"cost_length": STEPS} if costs else {}))
     ranks_of(costs, model.config.attention, args.cost_length)  # told now, not after the analyses
-    tokens = token_windows(model.tokenizer, corpus.texts, args.length, 1, args.seed)[0]
+    tokens = token_windows(model.tokenizer, corpus.texts, args.length, 1, args.seed, name="--length ")[0]
     if args.latents is not None:
         return _latents(args, model, tokens, corpus.name)
     analysis = analyse(model, tokens, args.groups, args.energy)

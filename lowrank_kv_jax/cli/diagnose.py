@@ -82,11 +82,11 @@ def run(args: argparse.Namespace) -> int:
                          f"the model's context of {model.config.context} tokens behind {half}")
 
     def windows_of(text: str, size: int):
-        return token_windows(model.tokenizer, tests[text].texts, size, args.test_windows, args.seed)
+        return token_windows(model.tokenizer, tests[text].texts, size, args.test_windows, args.seed, corpus=text)
 
     windows = {name: windows_of(name, length) for name in tests}
     if set(args.tables) - {REFINEMENT}:
-        own = token_windows(model.tokenizer, corpus.texts, length, args.windows, args.seed)
+        own = token_windows(model.tokenizer, corpus.texts, length, args.windows, args.seed, corpus=corpus.name)
         calibration = collect_moments(model, own, progress=True)
     first, last = list(tests)[0], list(tests)[-1]
 

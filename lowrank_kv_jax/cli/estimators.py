@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     model = load_from(args)
     check_context(args, model, length=0)
     rank = resolve_rank("--rank", args.rank, model.config.head_dim)
-    texts = (token_windows(model.tokenizer, load_corpus(x).texts, args.length, 1, args.seed) for x in args.texts)
+    texts = (token_windows(model.tokenizer, load_corpus(x).texts, args.length, 1, args.seed, name="--length ")
+             for x in args.texts)
     shifted = shifted_texts(*texts).shifted
     _show(args, model, "stream", "Excess error on the stream of StreamingKV, A.6 (d 40, r 6)", comparison.stream_table())
     for tap, what in (("k", "keys"), ("v", "values")):

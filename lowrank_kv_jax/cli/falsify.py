@@ -71,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     check_context(args, model, length=args.scored)
     size = args.length + args.scored
     prose, code = (
-        token_windows(model.tokenizer, load_corpus(source).texts, size, args.windows, args.seed) for source in args.texts
+        token_windows(model.tokenizer, load_corpus(source).texts, size, args.windows, args.seed, corpus=source)
+        for source in args.texts
     )
     moments = moments_of(model, methods, load_corpus(args.calibrate), windows=args.calibrate_windows, seed=args.seed,
                          progress=True)

@@ -35,7 +35,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
                         help="tokens behind a prompt, the longest answer (%(default)s)")
     parser.add_argument("--prefixes", type=int, default=0, metavar="N",
                         help="rows that keep shared prefixes (the field `prefix`); with --memory at most one of four "
-                             "(%(default)s)")
+                             "and those that fit beyond --slots (%(default)s)")
     parser.add_argument("--admits", type=int, metavar="N",
                         help="prompts of each length that are prefilled between two blocks, at most")
     parser.add_argument("--prefill-chunk", type=int, metavar="N",

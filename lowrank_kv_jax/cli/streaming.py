@@ -22,6 +22,7 @@ from lowrank_kv_jax.cli.tables import print_table
 HELP = "StreamingKV beside Palu: quality after a shift, ablations, analyses of bases, Fisher overlap, speed"
 STUDIES = ("stream", "quality", "ablation", "spread", "reconstruction", "distributions", "columns", "fisher", "prefill",
            "learning", "speed")
+SCORED = ("quality", "ablation")
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
@@ -94,10 +95,11 @@ def run(args: argparse.Namespace) -> int:
         _tasks(args)
     model = load_from(args)
     _check_lengths(args, model)
+    _check_methods(args, model, settings)
     texts, pair = texts_of(args, model), _compared(args, model) if "fisher" in args.studies else []
     if "stream" in args.studies:
         _stream(args)
-    for study in ("quality", "ablation"):
+    for study in SCORED:
         if study in args.studies:
             _scores(args, model, settings, study)
     if "spread" in args.studies:
@@ -138,6 +140,23 @@ def _check_lengths(args, model) -> None:
         check_hidden(model)
 
 
+def _check_methods(args, model, settings) -> None:
+    """The same of methods that do not suit the model, and of Fisher information that it has not."""
+    from lowrank_kv_jax.calibration.fisher import check_projections
+    from lowrank_kv_jax.evals.asking.methods import check_methods
+    from lowrank_kv_jax.methods.parse import parse_method
+
+    specs = [spec for study in SCORED if study in args.studies for spec in _specs(args, model, settings, study)]
+    if {"reconstruction", "distributions", "columns"} & set(args.studies):
+        specs += args.methods or ()
+    methods = {spec: parse_method(spec) for spec in specs}
+    if "fisher" in args.studies:
+        check_projections(model.params, "the study fisher", "")
+    if any("fisher" in method.reads for method in methods.values()):
+        check_projections(model.params)
+    check_methods(model, methods, "streaming")
+
+
 def _stream(args) -> None:
     from lowrank_kv_jax.evals.studies.bases.piecewise_stream import Followed, follow_stream, piecewise_stream
 
@@ -149,19 +168,27 @@ def _stream(args) -> None:
     append(args, "stream", 0, [{"spec": name, "errors": found.tolist()} for name, found in per_segment.items()])
 
 
-def _scores(args, model, settings, study: str) -> None:
+def _specs(args, model, settings, study: str) -> list[str]:
+    """The methods of one of `SCORED`."""
     from lowrank_kv_jax.evals.studies.streaming import quality as streaming
     from lowrank_kv_jax.methods.parse import parse_method
 
-    spec, tasks = model.config.attention, _tasks(args)
+    spec = model.config.attention
     palu: Any = parse_method("palu")
     width = spec.head_dim * palu.group_of(spec)
     own = [named for rank in settings.ranks for named in streaming.quality_specs(rank, width)]
     if study == "ablation":
-        settings, tasks = dataclasses.replace(settings, samples=0), ("code",)
         own = streaming.ablation_specs(min(settings.ranks))
-    specs = args.methods or streaming.with_prefill(own, args.prefill)
-    rows = streaming.scores(model, ["full", *specs], settings, tasks, json=args.json, progress=True)
+    return ["full", *(args.methods or streaming.with_prefill(own, args.prefill))]
+
+
+def _scores(args, model, settings, study: str) -> None:
+    from lowrank_kv_jax.evals.studies.streaming import quality as streaming
+
+    tasks, specs = _tasks(args), _specs(args, model, settings, study)
+    if study == "ablation":
+        settings, tasks = dataclasses.replace(settings, samples=0), ("code",)
+    rows = streaming.scores(model, specs, settings, tasks, json=args.json, progress=True)
     if tasks:
         print_table(study, ("method", "x smaller", *tasks),
                     [(row.spec, f"{row.smaller:.2f}", *(f"{row.perplexity[task]:.3f}" for task in tasks))
@@ -245,7 +272,7 @@ def _compared(args, model) -> list[Any]:
     from lowrank_kv_jax.calibration.fisher import FisherSample
 
     length = min(FisherSample().length, model.config.context)
-    return [token_windows(model.tokenizer, load_corpus(name).texts, length, 4 * args.windows, args.seed)
+    return [token_windows(model.tokenizer, load_corpus(name).texts, length, 4 * args.windows, args.seed, corpus=name)
             for name in args.corpora]
 
 

@@ -45,8 +45,8 @@ def texts_of(args: argparse.Namespace, model: Any) -> dict[str, Any]:
     from lowrank_kv_jax.calibration.corpus import load_corpus, token_windows
 
     read = {"distributions", "columns"} & set(args.studies)
-    return {name: token_windows(model.tokenizer, load_corpus(name).texts, args.text_length, 1, args.seed)
-            for name in (args.texts if read else ())}
+    return {name: token_windows(model.tokenizer, load_corpus(name).texts, args.text_length, 1, args.seed,
+                                name="--text-length ") for name in (args.texts if read else ())}
 
 
 def _fitted(args, model, settings, texts):

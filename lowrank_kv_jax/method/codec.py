@@ -196,10 +196,11 @@ class Codec(Part):
 
     def attend_beside(
         self, layout: Layout, bases: Any, store: Any, q: Float[jax.Array, "B T N D"],
-        positions: Int[jax.Array, "B T"], place: Place, beside: AttnPartial,
+        positions: Int[jax.Array, "B T"], place: Place, beside: AttnPartial | None,
     ) -> AttnPartial:
-        """The same, merged with attention over other tokens. For codecs whose kernels can take that in."""
-        return merge([beside, self.attend(layout, bases, store, q, positions, place)])
+        """The same, merged with attention over other tokens, if any. For codecs whose kernels can take that in."""
+        part = self.attend(layout, bases, store, q, positions, place)
+        return part if beside is None else merge([beside, part])
 
     def fault(self, stores: tuple[Any, ...]) -> str | None:
         """As `KVMethod.fault`, of the stores of all groups."""

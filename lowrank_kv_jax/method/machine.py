@@ -324,9 +324,9 @@ class Machine(KVMethod):
 
     def attend(self, layout, bases, state, q, positions, place):
         q = half_split_channels(layout.spec.rope, q)
-        return self._all(layout, self.of_group(bases), state, q, positions, place)
+        return self._attend(layout, self.of_group(bases), state, q, positions, place)
 
-    def _all(self, layout, bases, state, q, positions, place, whole=False):
+    def _attend(self, layout, bases, state, q, positions, place, whole=False):
         part = self._retained(layout, bases, state, q, positions, place, whole)
         if self.standing is not None and place.window is None:  # moments do not know which left a sliding window
             part = merge([part, moment_summary.partial(state.gone[place.held], q, layout.spec.scale)])
@@ -385,7 +385,7 @@ class Machine(KVMethod):
     def past(self, layout, bases, state, q, positions, place):
         """Attention of a chunk's queries over all that the cache holds."""
         q = half_split_channels(layout.spec.rope, q)
-        return self._all(layout, self.of_group(bases), state, q, positions, place, whole=True)
+        return self._attend(layout, self.of_group(bases), state, q, positions, place, whole=True)
 
     def ingest(self, layout, bases, state, taps, seen, positions, counts, *, of_prompt):
         """The state of a group with a chunk that `read_chunk` has read in each of its layers; see `method.chunk`."""

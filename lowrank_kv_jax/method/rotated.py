@@ -28,10 +28,9 @@ def attend_by_index(
     spec, exact = layout.spec, state.ends[place.held]
     sinks = method.ends_of(layout, bases).sinks
     near = exact_tokens.part(exact, sinks, exact.k.shape[2]) if sinks else exact
-    q_near = q
     turned = method.selection.positions == "cache" and spec.rope is not None
     index, kept = _indices(exact, state.store, spec.kv_heads)
-    nearer = jnp.zeros((*positions.shape, 1), jnp.int32)
+    moved, nearer = q, jnp.zeros((*positions.shape, 1), jnp.int32)
     if turned:
         begin = exact.positions.at(jnp.asarray([sinks]))  # [B, 1], position of the first recent token
         if window != place.window:
@@ -40,13 +39,13 @@ def attend_by_index(
         nearer = jnp.where(exact.length[:, None, None] > sinks, nearer, 0)
         nearer = jnp.broadcast_to(nearer, (*positions.shape, nearer.shape[2]))
         angles = jnp.repeat(nearer, q.shape[2] // nearer.shape[2], axis=2)
-        q = rotate(q, *rope_angles(spec.rope, angles))
+        moved = rotate(q, *rope_angles(spec.rope, angles))
     part = None
     if sinks:
         first = exact_tokens.part(exact, 0, sinks)
         at = positions + nearer[..., 0] if state.store is None else positions
-        part = exact_tokens.attend(first, q, at, **spec.logits, window=place.window)
-    part = exact_tokens.attend(near, q_near, positions, **spec.logits, window=window, beside=part)
+        part = exact_tokens.attend(first, moved, at, **spec.logits, window=place.window)
+    part = exact_tokens.attend(near, q, positions, **spec.logits, window=window, beside=part)
     if state.store is not None:
         store, tokens = state.store, state.store.tokens
         if turned:
@@ -54,7 +53,7 @@ def attend_by_index(
             turn = jnp.where(there, sinks + index - tokens.positions.position, 0)
             tokens = dataclasses.replace(tokens, k=rotate(codes_of(store)[0], *rope_angles(spec.rope, turn)))
             store = dataclasses.replace(store, tokens=tokens)
-        part = method.codec.attend_beside(layout, bases.codec, store, q, positions, place, part)
+        part = method.codec.attend_beside(layout, bases.codec, store, moved, positions, place, part)
     return part
 
 

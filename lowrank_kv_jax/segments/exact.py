@@ -107,11 +107,13 @@ def attend(
     segment: Exact, q: jax.Array, q_positions: jax.Array, *, scale: float, cap: float | None = None,
     window: int | None = None, beside: AttnPartial | None = None,
 ) -> AttnPartial:
-    """Causal attention of `q` `[B, T, N, D]` (after RoPE) over the segment, merged with that `beside` it."""
+    """Causal attention of the last T tokens' `q` `[B, T, N, D]` (after RoPE) over the segment, merged with that `beside`
+    it."""
     k, v = _as_read(segment)
     tokens = CachedTokens(k, v if v.shape[-1] else k, segment.length, segment.positions)
+    causal = q.shape[1] > 1  # nothing lies behind the last token: what a mask costs is a program of each layer's own
     return coefficient_attention(
-        q, tokens, scale=scale, cap=cap, q_positions=q_positions, causal=True, window=window, beside=beside
+        q, tokens, scale=scale, cap=cap, q_positions=q_positions, causal=causal, window=window, beside=beside
     )
 
 

@@ -43,7 +43,8 @@ class Engine:
         prompt: tokens of the longest prompt, or of several lengths: each has rows of its own size, and a request sits in
             the shortest that it fits. Methods keep a share of this length, as of any padded prompt.
         room: tokens behind a padded prompt: the answer, and what follows a prefix.
-        prefixes: rows, of each length, that keep prefixes for others to share; with `memory`, at most one of four rows.
+        prefixes: rows, of each length, that keep prefixes for others to share; with `memory`, at most one of four rows
+            and those that fit beyond `slots`.
         admits: prompts of each length that are prefilled in a step at the most, between two blocks of tokens of those in
             flight; None: as many as there are free rows.
         prefill_chunk: read prompts so many tokens at a time, one chunk a step of each prompt length, as `generate` does
@@ -57,6 +58,8 @@ class Engine:
     Raises:
         ValueError: sizes that do not fit the model's context or the budget, a method that does not suit the model, no
             bases where it needs them.
+        TypeError: neither a method nor text, or a dtype that is not floating, or that JAX would not hold (float64
+            without x64).
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from lowrank_kv_jax.checks.shown import short
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 MOST_BYTES = 2**62
 PREFIX_SHARE = 4
-"""Of so many rows that a budget holds, one at the most is kept for a shared prefix."""
+"""Of so many rows that a budget holds, one at the most is taken from requests for a shared prefix."""
 
 
 class Rows(NamedTuple):
@@ -44,7 +44,8 @@ def rows_within(
         each: bytes of a row of every pool.
         memory: bytes of all of them.
         most: requests of a pool.
-        prefixes: rows of a pool that are to hold shared prefixes, one of `PREFIX_SHARE` at the most.
+        prefixes: rows of a pool that are to hold shared prefixes: those that fit beyond `most`, and where these are too
+            few, one of `PREFIX_SHARE` at the most.
         step: rows come in so many at a time; `most` and `prefixes` are rounded up to that.
 
     Raises:
@@ -62,8 +63,8 @@ def rows_within(
         for i, size in reversed(list(enumerate(each))):
             if step * size <= left and counts[i] + step <= most + prefixes:
                 counts[i], left, grows = counts[i] + step, left - step * size, True
-    kept = [min(prefixes, count // PREFIX_SHARE) // step * step for count in counts]
-    return tuple(Rows(min(count - own, most), own) for count, own in zip(counts, kept, strict=True))
+    kept = [max(min(prefixes, count // PREFIX_SHARE) // step * step, count - most) for count in counts]
+    return tuple(Rows(count - own, own) for count, own in zip(counts, kept, strict=True))
 
 
 def widths_of(prompt: int, least: int = 64) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from lowrank_kv_jax.pallas_kernels.over_mesh import POSITIONS, QUERIES, cut, cut
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 
 KERNELS = {"triton": "gpu_triton", "mosaic_gpu": "gpu_mosaic", "tpu": "tpu"}
-"""Modules of this folder whose `attend_slots` is the op's, by backend."""
+"""Modules of this folder whose `attend_slots` is the op's, by backend; each says by `JOINS` what it takes."""
 
 
 def coefficient_attention(

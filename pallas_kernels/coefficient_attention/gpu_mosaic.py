@@ -38,6 +38,9 @@ IN_FLIGHT = 64 * 1024  # bytes of tiles in shared memory; programs share a core 
 SHARED = 223 * 1024  # bytes of shared memory that a program has, less some KiB for barriers and alignment
 MOST_STAGES = 6
 
+JOINS = False
+"""As in `gpu_triton`."""
+
 
 def attend_slots(
     q, tokens, begin, end, *, scale: float, size: int, interpret: bool, owner: jax.Array | None = None

@@ -21,9 +21,8 @@ from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     online_softmax,
     span,
     split_range,
-    start_carry,
+    start_beside,
     visible_slots,
-    with_beside,
     write_partial,
 )
 from lowrank_kv_jax.pallas_kernels.gpu_tiled import Form, Tiled, numbers, tile_for, tiled
@@ -97,6 +96,6 @@ def _kernel(
         pieces = read(v_refs, values, tiles[1])
         return top, total, add_values(weights.astype(q_ref.dtype), shrink, accs, values.pieces(), pieces, None)
 
-    top, total, accs = jax.lax.fori_loop(start, stop, body, start_carry(grid.rows, values.pieces()))
-    top, total, accs = with_beside(limits.beside, grid.rows, top, total, accs, values.channels_of_pieces())
+    carry = start_beside(limits.beside, grid.rows, values.channels_of_pieces())
+    top, total, accs = jax.lax.fori_loop(start, stop, body, carry)
     write_partial(out_ref, lse_ref, grid, accs, values.pieces(), top, total)

@@ -21,10 +21,9 @@ from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     load_block,
     load_ranges,
     online_softmax,
-    start_carry,
+    start_beside,
     tile_range,
     visible_slots,
-    with_beside,
     write_partial,
 )
 from lowrank_kv_jax.pallas_kernels.owned_slots import numbers
@@ -148,7 +147,7 @@ def _kernel(limits, *refs, grid: Grid, scale: float, quantised: bool, owned: boo
         values = (read(v_ref, piece) for piece in value_pieces)
         return top, total, add_values(weights.astype(q_ref.dtype), shrink, accs, value_pieces, values, value_scale)
 
-    top, total, accs = jax.lax.fori_loop(start, stop, body, start_carry(grid.rows, value_pieces))
-    channels = [begin + jnp.arange(size) for begin, size in value_pieces]
-    top, total, accs = with_beside(limits.beside, grid.rows, top, total, accs, channels)
+    channels = [first + jnp.arange(size) for first, size in value_pieces]
+    carry = start_beside(limits.beside, grid.rows, channels)
+    top, total, accs = jax.lax.fori_loop(start, stop, body, carry)
     write_partial(out_ref, lse_ref, grid, accs, value_pieces, top, total)

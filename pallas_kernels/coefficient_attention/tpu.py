@@ -17,6 +17,9 @@ from lowrank_kv_jax.pallas_kernels.tpu_pages import paged_tokens
 from lowrank_kv_jax.pallas_kernels.tpu_softmax import Step
 from lowrank_kv_jax.pallas_kernels.tpu_tiled import tiled_tokens
 
+JOINS = False
+"""As in `gpu_triton`."""
+
 
 def attend_slots(
     q, tokens, begin, end, *, scale: float, size: int, interpret: bool, owner: jax.Array | None = None

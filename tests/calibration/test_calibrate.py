@@ -153,6 +153,10 @@ def test_windows_open_like_a_sequence_where_the_tokenizer_does():
 def test_a_corpus_too_short_for_one_window_says_how_many_tokens_it_has():
     with pytest.raises(ValueError, match="length=64: must be at most 10, as the corpus has 10 tokens"):
         token_windows(Characters(), ["short text"], 64, 4)
+    with pytest.raises(ValueError, match="--text-length 64: must be at most 10"):
+        token_windows(Characters(), ["short text"], 64, 4, name="--text-length ")
+    with pytest.raises(ValueError, match="corpus 'a.txt': has 10 tokens, must have at least 63"):
+        token_windows(Characters(bos=61), ["short text"], 64, 4, corpus="a.txt")
 
 
 # ---- moments
@@ -244,6 +248,13 @@ def test_methods_without_bases_need_no_corpus():
 def test_methods_that_do_not_suit_the_model_are_refused_before_anything_runs():
     with pytest.raises(ValueError, match="rank=33"):
         calibrate(model(), methods.OjaKV(rank=33), ["too short"])
+
+
+def test_fused_projections_are_refused_before_moments_are_collected(monkeypatch):
+    monkeypatch.setattr("lowrank_kv_jax.calibration.calibrate.collect_moments", None)
+    fused = dataclasses.replace(model(), params={"layers": [{"attention": {"qkv": {}, "o": {}}}]})
+    with pytest.raises(ValueError, match="rank_by='fisher': .* have no projections of their own .found o, qkv.; use rank_by='uni"):
+        calibrate(fused, methods.parse.parse_method("palu:rank=0.5,rank_by=fisher"), [TEXT], length=64)
 
 
 def test_the_command_saves_what_load_bases_reads(tmp_path, monkeypatch, capsys):

@@ -62,6 +62,7 @@ TABLE = (
     (engine, {"room": 0}, "room=0: must be at least 1"),
     (engine, {"room": HUGE}, "room=1000000000000: must be at most 268435456"),
     (engine, {"block": 0}, "block=0: must be at least 1"),
+    (engine, {"dtype": "int8"}, "dtype='int8': must be a floating dtype, such as bfloat16, float16, float32"),
     (engine, {"dtype": "float64"}, "dtype='float64': JAX would hold float32"),
     (request, {"max_new_tokens": 0}, "max_new_tokens=0: must be at least 1"),
     (request, {"temperature": -1}, "temperature=-1: must be at least 0"),

@@ -25,9 +25,11 @@ def test_rows_fill_the_budget_and_long_ones_are_not_forgotten():
     assert rows_within([10], 99, most=4) == ((4, 0),)
     assert rows_within([10], 39, most=64, prefixes=2) == ((3, 0),)
     assert rows_within([10], 99, most=64, prefixes=2) == ((7, 2),)
-    assert rows_within([10], 10**6, most=4, prefixes=2) == ((5 - 1, 1),)
+    assert rows_within([10], 10**6, most=4, prefixes=2) == ((4, 2),)  # all that were asked for, however few the slots
+    assert rows_within([10, 20], 10**6, most=1, prefixes=3) == ((1, 3),) * 2
+    assert [rows_within([10], memory, most=4, prefixes=2) for memory in (30, 40, 50)] == [((3, 0),), ((3, 1),), ((4, 1),)]
     assert rows_within([10], 99, most=64, prefixes=1, step=2) == ((6, 2),)
-    assert rows_within([100], 10**4, most=3, prefixes=1, step=2) == ((4, 0),)  # rows of a pool are whole steps
+    assert rows_within([100], 10**4, most=3, prefixes=1, step=2) == ((4, 2),)  # rows of a pool are whole steps
     with pytest.raises(ValueError, match="memory: 69 bytes are left for rows, one of each length takes 70; give 1 more"):
         rows_within([10, 20, 40], 69, most=64)
 

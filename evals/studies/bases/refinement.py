@@ -46,7 +46,8 @@ def refinement_table(
     parsed = [parse_method(one) if isinstance(one, str) else one for one in methods]
     for method in parsed:
         check_refinable(method)
-    tokens = token_windows(model.tokenizer, corpus.texts, min(length, model.config.context), windows, seed)
+    size = min(length, model.config.context)
+    tokens = token_windows(model.tokenizer, corpus.texts, size, windows, seed, corpus=corpus.name)
     calibrated = {spell_method(method): method for method in parsed}
     fitted = bases_of(model, calibrated, corpus, length=length, windows=windows, seed=seed, progress=progress)
     rows = []

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lowrank_kv_jax.calibration.calibrate import iterate_taps
-from lowrank_kv_jax.calibration.fisher import PROJECTIONS
+from lowrank_kv_jax.calibration.fisher import PROJECTIONS, check_projections
 from lowrank_kv_jax.estimators.gha_tail import update_tail
 from lowrank_kv_jax.estimators.moments import Moments
 from lowrank_kv_jax.evals.studies.streaming.learned_layers import SIDES, of_sides
@@ -111,12 +111,9 @@ def check_hidden(model: Any) -> None:
     Raises:
         ValueError: projections that are fused or latent, biases, or normed keys.
     """
-    attention, config = model.params["layers"][0].get("attention", {}), model.config
-    if not all(name in attention for name in PROJECTIONS.values()):
-        raise ValueError("the study reconstruction: this model's keys and values have no projections of their own (found "
-                         f"{', '.join(sorted(attention))})")
+    check_projections(model.params, "the study reconstruction", "")
     for field, what in (("qk_norm", "a norm"), ("qkv_bias", "a bias")):
-        if getattr(config, field):
+        if getattr(model.config, field):
             raise ValueError(f"{field}=True: the study reconstruction is of models whose keys and values are x W, and "
                              f"this one has {what} behind W")
 

@@ -70,7 +70,8 @@ def windows_of(
         ValueError: a text that is too short for so many windows, and as `text_of`.
     """
     texts = [text_of(name) for name in (("prose", "code") if task == MIXED else (task, task))]
-    first, second = (token_windows(tokenizer, text.texts, context + scored, count, seed) for text in texts)
+    first, second = (
+        token_windows(tokenizer, text.texts, context + scored, count, seed, corpus=text.name) for text in texts)
     if min(len(first), len(second)) < count:
         raise ValueError(f"task={task!r}: the text has {min(len(first), len(second))} windows of {context + scored} "
                          f"tokens, not {count}")

@@ -40,17 +40,18 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.cli.eval.options import load_on_mesh, print_scores
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, corpus_of
     from lowrank_kv_jax.evals.asking.methods import parse_methods
-    from lowrank_kv_jax.evals.lm_harness.run import TASKS, evaluate_lm_eval, require_lm_eval
+    from lowrank_kv_jax.evals.lm_harness.run import TASKS, evaluate_lm_eval, load_tasks, require_lm_eval
 
     methods = parse_methods(args.methods)
     check_numbers(args, samples=1, fewshot=0, rows=1, seed=0, prefill_chunk=1)
     require_lm_eval()
     check_outputs(args)
+    calibrate = load_corpus(corpus_of(args.calibrate, "pydoc:first"))
+    tasks = load_tasks(args.tasks or TASKS, args.data, args.fewshot, args.seed)
     model, mesh = load_on_mesh(args)
     records = evaluate_lm_eval(
-        model, methods, args.tasks or TASKS, args.samples, args.fewshot, args.seed, data=args.data, json=args.json,
-        rows=args.rows, dtype=args.cache_dtype, calibrate=load_corpus(corpus_of(args.calibrate, "pydoc:first")),
-        progress=True, mesh=mesh, prefill_chunk=args.prefill_chunk,
+        model, methods, tasks, args.samples, args.fewshot, args.seed, json=args.json, rows=args.rows,
+        dtype=args.cache_dtype, calibrate=calibrate, progress=True, mesh=mesh, prefill_chunk=args.prefill_chunk,
     )
     print_scores(records, "lm-eval: acc_norm, acc where a task has no other (0-100)",
                  {"mean": list(dict.fromkeys(record["task"] for record in records))})

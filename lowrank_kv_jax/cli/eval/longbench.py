@@ -44,10 +44,11 @@ def run(args: argparse.Namespace) -> int:
     tasks = list(dict.fromkeys(find_task(name).name for name in args.tasks or all_tasks()))
     check_numbers(args, samples=1, max_length=2, rows=1, seed=0, prefill_chunk=1)
     check_outputs(args)
+    shared = suite_arguments(args)
     model, mesh = load_on_mesh(args)
     records = evaluate_longbench(
         model, methods, tasks, args.samples, data=args.data, max_length=args.max_length,
-        mesh=mesh, **suite_arguments(args)
+        mesh=mesh, **shared
     )
     print_scores(records, f"LongBench, {args.protocol}: score (0-100)",
                  {"mean": tasks} if len(tasks) > 1 else None)

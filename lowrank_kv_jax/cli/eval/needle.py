@@ -35,11 +35,12 @@ def run(args: argparse.Namespace) -> int:
     methods = parse_methods(args.methods)
     check_numbers(args, lengths=1, depths=2, samples=1, rows=1, seed=0, prefill_chunk=1)
     check_outputs(args)
+    shared = suite_arguments(args)
     model, mesh = load_on_mesh(args)
     lengths = tuple(dict.fromkeys(args.lengths))
     check_lengths(lengths, model.config.context)
     records = evaluate_needles(
-        model, methods, lengths, args.depths, args.samples, mesh=mesh, **suite_arguments(args)
+        model, methods, lengths, args.depths, args.samples, mesh=mesh, **shared
     )
     print_scores(records, f"Needles found, {args.protocol} (%)")
     if args.plot:

@@ -39,11 +39,12 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, corpus_of, load_from
     from lowrank_kv_jax.cli.tables import print_table
     from lowrank_kv_jax.evals.asking.methods import parse_methods
-    from lowrank_kv_jax.evals.outputs.run import evaluate_outputs
+    from lowrank_kv_jax.evals.outputs.run import check_queries, evaluate_outputs
     from lowrank_kv_jax.evals.results.summary import SIZE_HEADS, size_texts
 
     methods = parse_methods(args.methods)
     check_numbers(args, length=2, queries=1, windows=1, seed=0)
+    check_queries(args.length, args.queries)
     check_outputs(args)
     text = load_corpus(corpus_of(args.text, "pydoc:second"))
     calibrate = load_corpus(corpus_of(args.calibrate, "pydoc:first"))

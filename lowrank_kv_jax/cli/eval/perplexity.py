@@ -43,11 +43,12 @@ def run(args: argparse.Namespace) -> int:
     from lowrank_kv_jax.cli.options import check_numbers, check_outputs, corpus_of
     from lowrank_kv_jax.cli.tables import print_table
     from lowrank_kv_jax.evals.asking.methods import parse_methods
-    from lowrank_kv_jax.evals.perplexity.run import evaluate_perplexity, mean_divergence, total_perplexity
+    from lowrank_kv_jax.evals.perplexity.run import check_step, evaluate_perplexity, mean_divergence, total_perplexity
     from lowrank_kv_jax.evals.results.summary import SIZE_HEADS, size_texts
 
     methods = parse_methods(args.methods)
     check_numbers(args, length=2, step=1, windows=0, rows=1, prefill_chunk=1, block=1)
+    check_step(args.length, args.step)
     check_outputs(args)
     text = load_corpus(corpus_of(args.text, "pydoc:second"))
     calibrate = load_corpus(corpus_of(args.calibrate, "pydoc:first"))

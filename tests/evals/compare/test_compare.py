@@ -405,6 +405,12 @@ def test_compare_refuses_before_it_measures(model, settings, message):
         compare(model, parse_methods(["full"]), Settings(**{"lengths": (1000,), "samples": 1, **settings}), measured)
 
 
+def test_compare_names_a_text_that_is_too_short(model, tmp_path):
+    (tmp_path / "short").write_text("short")
+    with pytest.raises(ValueError, match="short': has 5 tokens, must have at least 1256"):
+        compare(model, parse_methods(["full"]), Settings(lengths=(1000,), samples=1, text=str(tmp_path / "short")))
+
+
 def test_all_methods_have_defaults_to_compare():
     methods = parse_methods(["all"])
     assert list(methods)[0] == "full" and len(methods) > 5

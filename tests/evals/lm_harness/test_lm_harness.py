@@ -254,6 +254,18 @@ def test_published_documents_are_taken(task):
     check_lines(shared("lm_eval", f"{task}.jsonl"), task)
 
 
+@pytest.mark.parametrize("options, message", [
+    ("--tasks nothing --data {}", "unknown task 'nothing': files are read for piqa"),
+    ("--tasks hellaswag --data {}", "has no hellaswag.jsonl, but piqa, winogrande"),
+    ("--tasks piqa --data {} --calibrate {}/none.txt", "none.txt': no such file"),
+])
+def test_mistakes_are_told_before_a_model_is_loaded(files, options, message, capsys, monkeypatch):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setattr("lowrank_kv_jax.models.load.load_model", None)
+    assert main(["eval", "lm-eval", *options.replace("{}", str(files)).split()]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_without_lm_eval_it_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["eval", "lm-eval"]) == 2

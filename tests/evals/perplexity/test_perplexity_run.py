@@ -106,6 +106,15 @@ def test_divergence_is_not_lost_when_a_run_goes_on(tmp_path):
     assert [r["divergence"] for r in run(full, other)] == [r["divergence"] for r in records]
 
 
+def test_a_divergence_that_is_not_finite_is_not_measured_again(tmp_path, monkeypatch):
+    path, args = tmp_path / "r.jsonl", (Loaded(), TWO, TEXT, "stream", 64, 48, 1)
+    monkeypatch.setattr(divergence.Predictions, "divergence", lambda self, at, logits: np.full(logits.shape[:2], np.nan))
+    records = evaluate_perplexity(*args, json=path, rows=1)
+    assert all(record["nll"] > 0 and record["divergence"] is None for record in records)
+    monkeypatch.setattr(perplexity_run, "score_many", None)
+    assert evaluate_perplexity(*args, json=path, rows=1) == records
+
+
 def test_what_no_float_holds_is_infinite():
     assert total_perplexity([{"method": "full", "nll": 1e4, "scored_tokens": 10}], "full") == float("inf")
 
@@ -154,8 +163,10 @@ def test_mistakes_are_named():
         cut_windows(range(300), "stream", 64, 64)
     with pytest.raises(ValueError, match="mode='both'"):
         cut_windows(range(300), "both", 64, 32)
-    with pytest.raises(ValueError, match="the text has 30 tokens; a window needs 64"):
+    with pytest.raises(ValueError, match="length=64: must be at most 30, as many as the text has tokens"):
         cut_windows(range(30), "stream", 64, 32)
+    with pytest.raises(ValueError, match="the text has 1 tokens: must have at least 2"):
+        cut_windows(range(1), "sliding", 64, 32)
     with pytest.raises(ValueError, match="length=1000: the model's context is 512"):
         evaluate_perplexity(Loaded(), TWO, TEXT, length=1000)
     with pytest.raises(ValueError, match="no tokenizer"):

@@ -56,6 +56,21 @@ def test_reconstruction_is_refused_before_anything_is_measured(tiny, changes, me
     assert shown.out == "" and message in shown.err
 
 
+@pytest.mark.parametrize("options, message", [
+    ("quality", "rank_by='fisher': this model's keys and values have no projections of their own (found o, qkv)"),
+    ("ablation --methods palu:rank=0.5,rank_by=fisher", "rank_by='fisher': this model's keys and values have no proj"),
+    ("columns --text-length 48 --methods palu:rank=0.5,rank_by=fisher", "rank_by='fisher': this model's keys and values"),
+    ("fisher", "the study fisher: this model's keys and values have no projections of their own"),
+    ("ablation --methods palu:rank=0.5,head_group=3", "palu:rank=0.5,head_group=3: head_group=3: must divide"),
+])
+def test_methods_are_refused_before_anything_is_measured(tiny, options, message, monkeypatch, capsys):
+    fused = Loaded(params={"layers": [{"attention": {"qkv": {}, "o": {}}}]})
+    monkeypatch.setattr("lowrank_kv_jax.models.load.load_model", lambda *_: fused)
+    assert main(["streaming", *SHORT, "--studies", "stream", *options.split()]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and message in shown.err
+
+
 def test_the_fisher_overlap_is_printed_drawn_and_recorded(tiny, tmp_path, capsys):
     found = streaming(tmp_path, "--studies", "fisher", "--windows", "1", "--bands", "2", "--plot", str(tmp_path / "f.png"))
     assert "Fisher overlap of pydoc:first and python" in capsys.readouterr().out and (tmp_path / "f.png").exists()
@@ -141,8 +156,18 @@ def test_cross_layer_loads_as_others_do(tiny, tmp_path, monkeypatch):
     assert done == ["cached", ("some", "bfloat16", None)]
 
 
-def test_texts_that_are_too_short_are_refused(tiny, tmp_path, capsys):
+@pytest.mark.parametrize("words, message", [
+    ("streaming --studies columns --texts {} --methods palu:rank=0.5 --text-length 48", "--text-length 48: must be at most 5, as"),
+    ("streaming --studies fisher --corpora pydoc {}", "short': has 5 tokens, must have at least 512"),
+    ("estimators --length 64 --page 16 --texts {0} {0}", "--length 64: must be at most 5, as the corpus has 5 tokens"),
+    ("cross-layer --length 64 --text {}", "--length 64: must be at most 5, as the corpus has 5 tokens"),
+    ("falsify --length 64 --lengths 64 --scored 16 --texts {0} {0}", "short': has 5 tokens, must have at least 80"),
+    ("diagnose --length 64 --test {} --methods static-pca:rank=0.5", "short': has 5 tokens, must have at least 64"),
+    ("eval perplexity --length 64 --step 32 --methods full --text {}", "length=64: must be at most 5, as many as the text has"),
+    ("eval perplexity --length 64 --step 32 --methods ojakv --calibrate {}", "short': has 5 tokens, must have at least 512"),
+    ("bench decode --lengths 64 --methods full --corpus {}", "lengths=64: must be at most 5, as the corpus has 5 tokens"),
+])
+def test_texts_that_are_too_short_are_refused(tiny, tmp_path, words, message, capsys):
     (tmp_path / "short").write_text("short")
-    assert main(["streaming", "--studies", "columns", "--texts", str(tmp_path / "short"), "--methods", "palu:rank=0.5",
-                 "--text-length", "48"]) == 2
-    assert "length=48: must be at most 5, as the corpus has 5 tokens" in capsys.readouterr().err
+    assert main(words.format(tmp_path / "short").split()) == 2
+    assert message in capsys.readouterr().err
