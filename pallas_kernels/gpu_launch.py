@@ -11,8 +11,9 @@ from jax.experimental.pallas import triton as plgpu
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid
-from lowrank_kv_jax.pallas_kernels.gpu_softmax import Limits
-from lowrank_kv_jax.pallas_kernels.packing import Packed, merge_splits
+from lowrank_kv_jax.pallas_kernels.gpu_softmax import Limits, Others
+from lowrank_kv_jax.pallas_kernels.owned_slots import Rows
+from lowrank_kv_jax.pallas_kernels.packing import Packed, merge_splits, pack, stored_arrays
 
 SIGNED = 2**31
 """Numbers that 32 signed bits tell. Pallas counts in 64 from 2^32 *bytes* on: what has two bytes and more is safe."""
@@ -23,7 +24,7 @@ Operand = tuple[jax.Array, pl.BlockSpec]
 
 def launch(
     name: str, kernel: Callable[..., None], grid: Grid, packed: Packed, head: jax.Array | None,
-    operands: Sequence[Operand], width: int, *, interpret: bool, beside: AttnPartial | None = None,
+    operands: Sequence[Operand], width: int, *, interpret: bool, beside: Rows | None = None,
 ) -> AttnPartial:
     """Partial `[B, H, M, width]`, float32, lse -inf where a row sees nothing.
 
@@ -31,17 +32,17 @@ def launch(
         kernel: takes `Limits` of a row, and references: the operands, its out `[M, width]` and lse `[M]`.
         packed: queries.
         head: what else a row's programs are told, int32 `[B, n]`: one array, because each costs a launch; or None.
-        beside: partial `[B, H, M, width]` over other tokens that the kernel takes in, or None.
+        beside: other tokens that the kernel reads, or None.
     """
-    told = [(x, row_spec(x)) for x in (packed.begin, packed.end, head) if x is not None]
+    told = [(x, row_spec(x, len(packed.q))) for x in (packed.begin, packed.end, head) if x is not None]
 
     def with_limits(begin, end, *refs):
         more, refs = (refs[0], refs[1:]) if head is not None else (None, refs)
-        others, refs = (refs[:2], refs[2:]) if beside is not None else (None, refs)
+        others, refs = (Others(*refs[:5]), refs[5:]) if beside is not None else (None, refs)
         kernel(Limits(begin, end, more, others), *refs)
 
     batch, heads, rows, _ = packed.q.shape
-    others = [] if beside is None else by_head(packed, *beside)
+    others = [] if beside is None else _others(packed, beside)
     arrays, specs = zip(*told, *others, *operands, strict=True)
     shapes = (batch, heads, grid.splits, rows, width), (batch, heads, rows, grid.splits)  # as `merge_splits` takes them
     out, lse = pl.pallas_call(
@@ -60,9 +61,18 @@ def launch(
     return merge_splits(out, lse)
 
 
-def row_spec(x: jax.Array) -> pl.BlockSpec:
-    """A batch row of `x` `[B, ..]`."""
-    return pl.BlockSpec((None, *x.shape[1:]), lambda s, h, b: (b, *(0,) * (x.ndim - 1)))
+def _others(packed: Packed, beside: Rows) -> list[Operand]:
+    """What `Others` refer to."""
+    own = pack(beside.q, packed.q.shape[1], beside.begin, beside.end)
+    keys, values = (stored_arrays(x).codes for x in beside.tokens[:2])
+    ranges = [(x, row_spec(x, len(packed.q))) for x in (own.begin, own.end)]
+    return [*ranges, *by_head(packed, own.q, keys, values)]
+
+
+def row_spec(x: jax.Array, rows: int) -> pl.BlockSpec:
+    """What row `b` of `rows` has of `x` `[B', ..]`, whose B' rows they share in order."""
+    share = rows // x.shape[0]
+    return pl.BlockSpec((None, *x.shape[1:]), lambda s, h, b: (b // share, *(0,) * (x.ndim - 1)))
 
 
 def by_head(packed: Packed, *arrays: Any) -> list[Operand]:

@@ -8,8 +8,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from lowrank_kv_jax.pallas_kernels import packing
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid
 from lowrank_kv_jax.pallas_kernels.packing import EMPTY, LOG2_E, empty_of, power_of_two
+
+LEAST_TILE = 16  # tokens that a tensor core multiplies
+BESIDE_BYTES = 80 * 1024  # of other tokens under way at most, so that two programs share a core
 
 
 def split_range(tiles, grid: Grid):
@@ -26,7 +30,7 @@ class Limits(NamedTuple):
         begin, end: int32 `[T]`, the slots that a query sees: begin <= slot < end. As they come, because what XLA puts
             together first is a launch of its own.
         head: int32 `[n]`, what else there is to know, or None.
-        beside: out `[M, D]` and lse `[M]` over other tokens, which the first split takes in, or None.
+        beside: `Others`, or None.
     """
 
     begin: Any
@@ -35,7 +39,23 @@ class Limits(NamedTuple):
     beside: Any
 
 
-def span(limits: Limits):
+class Others(NamedTuple):
+    """References to other tokens, as they are: keys and values `[S, D]`, which the first split attends to.
+
+    Attributes:
+        begin, end: as of `Limits`.
+        q: their queries `[M, D]`.
+        keys, values: them.
+    """
+
+    begin: Any
+    end: Any
+    q: Any
+    keys: Any
+    values: Any
+
+
+def span(limits: Limits | Others):
     """The lowest begin and the highest end of queries that see something; (0, 0) where none does."""
     count = limits.begin.shape[0]
     if count == 1:
@@ -57,7 +77,7 @@ def tile_range(limits: Limits, grid: Grid):
     return first + start, first + stop, high
 
 
-def load_ranges(limits: Limits, rows: int, there: int):
+def load_ranges(limits: Limits | Others, rows: int, there: int):
     """begin and end `[rows]` for `there` query rows, as `pack` orders them; those beyond see nothing."""
     row, each = jnp.arange(rows), there // limits.begin.shape[0]
     return tuple(plgpu.load(ref.at[row // each], mask=row < there, other=0) for ref in (limits.begin, limits.end))
@@ -68,11 +88,11 @@ def load_block(ref, start, rows, piece: tuple[int, int]):
     return plgpu.load(_block(ref, start, rows.shape[0], piece), mask=_inside(rows, piece, ref.shape[-1]), other=0)
 
 
-def load_columns(ref, rows, columns):
-    """Some columns `[w]` of the first n rows of `ref` `[.., R]`, in any order; zeros where not `rows` `[n]`, and beyond
-    R."""
+def load_columns(ref, start, rows, columns):
+    """Some columns `[w]` of n rows of `ref` `[.., R]` from row `start`, in any order; zeros where not `rows` `[n]`, and
+    beyond R."""
     at = tuple(jnp.broadcast_to(x, (rows.shape[0], columns.shape[0]))
-               for x in (jnp.arange(rows.shape[0])[:, None], columns[None]))
+               for x in (start + jnp.arange(rows.shape[0])[:, None], columns[None]))
     return plgpu.load(ref.at[at], mask=rows[:, None] & (columns < ref.shape[-1])[None], other=0)
 
 
@@ -159,17 +179,42 @@ def start_carry(rows: int, pieces):
     return top, total, tuple(jnp.zeros((rows, w), jnp.float32) for _, w in pieces)
 
 
-def start_beside(beside, rows: int, columns):
-    """The same of the tokens of `Limits.beside` in the first split; behind the loop registers would be short of it.
+def start_beside(others: Others | None, grid: Grid, scale: float, columns, there: int):
+    """The same of `Others` in the first split, where there are some.
 
     Args:
         columns: of each output, which channels it has, int32 `[w]`.
+        there: query rows.
     """
-    if beside is None:
-        return start_carry(rows, [(0, own.shape[0]) for own in columns])
-    out_ref, lse_ref = beside
-    row = jnp.arange(rows)
-    there = (row < lse_ref.shape[0]) & (pl.program_id(0) == 0)
-    top = jnp.maximum(LOG2_E * plgpu.load(lse_ref.at[row], mask=there, other=EMPTY), EMPTY)
-    outs = (load_columns(out_ref, there, channels) for channels in columns)
-    return top, jnp.where(top > EMPTY, 1.0, 0.0), tuple(outs)
+    carry = start_carry(grid.rows, [(0, own.shape[0]) for own in columns])
+    if others is None:
+        return carry
+    pieces = packing.columns(others.keys.shape[-1])
+    row = jnp.arange(grid.rows) < there
+    queries = [load_block(others.q, 0, row, piece) for piece in pieces]
+    begin, end = load_ranges(others, grid.rows, there)
+    low, high = span(others)
+    size = _tile_of(others, grid)
+
+    def body(tile, carry):
+        top, total, accs = carry
+        at = tile * size
+        inside = at + jnp.arange(size) < high
+        logits = jnp.zeros((grid.rows, size), jnp.float32)
+        for q, piece in zip(queries, pieces, strict=True):
+            logits += dot(q, load_block(others.keys, at, inside, piece).astype(q.dtype).T)
+        visible = visible_slots(at, inside, begin, end, None, None)
+        weights, shrink, top, total = online_softmax(logits * (scale * LOG2_E), visible, top, total)
+        values = (load_columns(others.values, at, inside, own) for own in columns)
+        return top, total, add_values(weights.astype(others.q.dtype), shrink, accs, columns, values, None)
+
+    stop = jnp.where(pl.program_id(0) == 0, pl.cdiv(high, size), 0)
+    return jax.lax.fori_loop(low // size, stop, body, carry)
+
+
+def _tile_of(others: Others, grid: Grid) -> int:
+    """As many of them at once as the stages of a pipeline over the others have room for."""
+    size, each = grid.tile, sum(x.shape[-1] * x.dtype.itemsize for x in (others.keys, others.values))
+    while size > LEAST_TILE and (grid.stages - 1) * size * each > BESIDE_BYTES:
+        size //= 2
+    return size

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
-from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.cached_tokens import Beside, CachedTokens
 from lowrank_kv_jax.storage.over_tokens import axes_here, mesh_here
 from lowrank_kv_jax.storage.sharding import OF_AXIS, partition
 from lowrank_kv_jax.storage.state import map_leaves
@@ -117,9 +117,10 @@ def cut_tokens(tokens: CachedTokens) -> CachedTokens:
     return CachedTokens(k, v, cut(tokens.lengths, ("batch",)), cut_state(tokens.positions))
 
 
-def cut_partial(part: AttnPartial) -> AttnPartial:
-    """How attention over other tokens lies, `[B, T, N, ..]`."""
-    return AttnPartial(cut(part.out, QUERIES), cut(part.lse, QUERIES[:3]))
+def cut_beside(others: Beside) -> Beside:
+    """How other tokens lie, and their queries."""
+    tokens, (q, positions) = cut_tokens(others.tokens), (cut(others.q, QUERIES), cut(others.q_positions, POSITIONS))
+    return dataclasses.replace(others, q=q, tokens=tokens, q_positions=positions)
 
 
 def cut_basis(x: jax.Array) -> PartitionSpec:

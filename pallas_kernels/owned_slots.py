@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.packing import visible_range
+from lowrank_kv_jax.storage.cached_tokens import Beside
 
 
 class Rows(NamedTuple):
@@ -42,12 +43,14 @@ class Rows(NamedTuple):
 
         return AttnPartial(together(part.out), together(part.lse))
 
-    def by_row(self, part: AttnPartial) -> AttnPartial:
-        """A partial of `[B, T, N, ..]` as one of the rows."""
+    def beside(self, others: Beside) -> "Rows":
+        """Other tokens of the same queries, by the same rows, of packed ones begin and end `[B, T]`."""
+        own = rows_of(others.q, others.tokens, others.q_positions, others.causal, others.window)
         if self.owner is None:
-            return part
-        kv_heads = self.q.shape[0] // part.out.shape[0]
-        return AttnPartial(*(_heads_as_rows(x, kv_heads) for x in part))
+            return own
+        kv_heads = self.q.shape[0] // own.q.shape[0]
+        keys, values = (x.reshape(-1, 1, *x.shape[2:]) for x in own.tokens[:2])
+        return own._replace(q=_heads_as_rows(own.q, kv_heads), tokens=own.tokens._replace(keys=keys, values=values))
 
 
 def _heads_as_rows(x: jax.Array, kv_heads: int) -> jax.Array:

@@ -67,12 +67,6 @@ def by_program(x: jax.Array, heads: int) -> jax.Array:
     return x.reshape(batch, heads, stretches, -1, width)
 
 
-def pack_partial(part: AttnPartial, heads: int) -> AttnPartial:
-    """Partial `[B, H, M, ...]` of one `[B, T, N, ...]`, query rows as `pack` orders them."""
-    out, lse = (by_program(x[:, None], heads)[:, :, 0] for x in (part.out, part.lse[..., None]))
-    return AttnPartial(out, lse[..., 0])
-
-
 def by_query(part: AttnPartial, queries: int) -> AttnPartial:
     """Partial `[B, T, N, ...]` of one `[B, H, M, ...]`."""
 

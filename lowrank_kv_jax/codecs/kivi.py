@@ -112,9 +112,12 @@ class KIVI(TokenCodec):
         return k, v
 
     def attend(self, layout, bases, store, q, positions, place):
-        return self.attend_beside(layout, bases, store, q, positions, place, None)
+        return self._attend(layout, store, q, positions, place)
 
     def attend_beside(self, layout, bases, store, q, positions, place, beside):
+        return self._attend(layout, store, q, positions, place, beside)
+
+    def _attend(self, layout, store, q, positions, place, beside=None):
         return coefficient_attention(
             q, coded_tokens.cached_tokens(store.tokens), **layout.spec.logits, q_positions=positions, causal=False,
             window=place.window, beside=beside,

@@ -14,7 +14,9 @@ from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
 from lowrank_kv_jax.method.layout import Layout, Place
 from lowrank_kv_jax.method.part import Part
 from lowrank_kv_jax.method.reading import Reading
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import attend_to
 from lowrank_kv_jax.segments import coded as coded_tokens
+from lowrank_kv_jax.storage.cached_tokens import Beside
 from lowrank_kv_jax.storage.positions import PerHead, Runs
 from lowrank_kv_jax.storage.quantised import read_tokens
 
@@ -196,11 +198,11 @@ class Codec(Part):
 
     def attend_beside(
         self, layout: Layout, bases: Any, store: Any, q: Float[jax.Array, "B T N D"],
-        positions: Int[jax.Array, "B T"], place: Place, beside: AttnPartial | None,
+        positions: Int[jax.Array, "B T"], place: Place, beside: Beside,
     ) -> AttnPartial:
-        """The same, merged with attention over other tokens, if any. For codecs whose kernels can take that in."""
-        part = self.attend(layout, bases, store, q, positions, place)
-        return part if beside is None else merge([beside, part])
+        """The same, and over other tokens. For codecs whose kernels can read these, too."""
+        others = attend_to(beside, **layout.spec.logits)
+        return merge([others, self.attend(layout, bases, store, q, positions, place)])
 
     def fault(self, stores: tuple[Any, ...]) -> str | None:
         """As `KVMethod.fault`, of the stores of all groups."""

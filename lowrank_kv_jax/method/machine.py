@@ -344,11 +344,11 @@ class Machine(KVMethod):
             window = min(self.ends_of(layout, bases).recent, window or layout.capacity)
         if rule is not None and (rule.positions == "cache" or window != place.window):
             return attend_by_index(self, layout, bases, state, q, positions, place, window)
-        part = exact_tokens.attend(ends, q, positions, **layout.spec.logits, window=window)
         if state.store is None:
-            return part
+            return exact_tokens.attend(ends, q, positions, **layout.spec.logits, window=window)
         store = state.store if whole else pages.read(self, layout, state, q, positions, place)
-        return attend_store(self.codec, layout, bases.codec, store, q, positions, place, part)
+        beside = exact_tokens.asked(ends, q, positions, window)
+        return attend_store(self.codec, layout, bases.codec, store, q, positions, place, beside)
 
     def observe(self, layout, bases, state, q, lse, positions, place):
         if not self.votes:

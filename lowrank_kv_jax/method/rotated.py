@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.attention.partial import AttnPartial, merge
 from lowrank_kv_jax.attention.rope import rope_angles, rotate
 from lowrank_kv_jax.method.codec import codes_of
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import attend_to
 from lowrank_kv_jax.segments import exact as exact_tokens
 
 
@@ -40,21 +41,21 @@ def attend_by_index(
         nearer = jnp.broadcast_to(nearer, (*positions.shape, nearer.shape[2]))
         angles = jnp.repeat(nearer, q.shape[2] // nearer.shape[2], axis=2)
         moved = rotate(q, *rope_angles(spec.rope, angles))
-    part = None
+    first = None
     if sinks:
-        first = exact_tokens.part(exact, 0, sinks)
         at = positions + nearer[..., 0] if state.store is None else positions
-        part = exact_tokens.attend(first, moved, at, **spec.logits, window=place.window)
-    part = exact_tokens.attend(near, q, positions, **spec.logits, window=window, beside=part)
-    if state.store is not None:
-        store, tokens = state.store, state.store.tokens
-        if turned:
-            there = jnp.arange(tokens.k.shape[2])[None, None] < tokens.length[:, None, None]
-            turn = jnp.where(there, sinks + index - tokens.positions.position, 0)
-            tokens = dataclasses.replace(tokens, k=rotate(codes_of(store)[0], *rope_angles(spec.rope, turn)))
-            store = dataclasses.replace(store, tokens=tokens)
-        part = method.codec.attend_beside(layout, bases.codec, store, moved, positions, place, part)
-    return part
+        first = exact_tokens.asked(exact_tokens.part(exact, 0, sinks), moved, at, place.window)
+    if state.store is None:
+        return exact_tokens.attend(near, q, positions, **spec.logits, window=window, beside=first)
+    store, tokens = state.store, state.store.tokens
+    if turned:
+        there = jnp.arange(tokens.k.shape[2])[None, None] < tokens.length[:, None, None]
+        turn = jnp.where(there, sinks + index - tokens.positions.position, 0)
+        tokens = dataclasses.replace(tokens, k=rotate(codes_of(store)[0], *rope_angles(spec.rope, turn)))
+        store = dataclasses.replace(store, tokens=tokens)
+    beside = exact_tokens.asked(near, q, positions, window)
+    part = method.codec.attend_beside(layout, bases.codec, store, moved, positions, place, beside)
+    return part if first is None else merge([attend_to(first, **spec.logits), part])
 
 
 def _indices(exact: exact_tokens.Exact, store: Any, heads: int) -> tuple[jax.Array, jax.Array]:

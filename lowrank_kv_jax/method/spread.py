@@ -8,12 +8,14 @@ import jax
 
 from lowrank_kv_jax.attention.partial import AttnPartial, merge, merge_over
 from lowrank_kv_jax.method.layout import Layout, Place
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import attend_to
+from lowrank_kv_jax.storage.cached_tokens import Beside
 from lowrank_kv_jax.storage.over_tokens import TOKENS, on_each, own_segments, token_devices
 
 
 def attend_store(
     codec: Any, layout: Layout, bases: Any, store: Any, q: jax.Array, positions: jax.Array, place: Place,
-    beside: AttnPartial,
+    beside: Beside,
 ) -> AttnPartial:
     """`codec.attend_beside`: on each device over its own slots, partials merged by log-sum-exp."""
     if token_devices() == 1:
@@ -22,7 +24,7 @@ def attend_store(
     def attend(number: jax.Array, own: Any, bases: Any, q: jax.Array, positions: jax.Array) -> AttnPartial:
         return merge_over(codec.attend(layout, bases, own_segments(number, own), q, positions, place), TOKENS)
 
-    return merge([beside, on_each(attend, store, bases, q, positions)])
+    return merge([attend_to(beside, **layout.spec.logits), on_each(attend, store, bases, q, positions)])
 
 
 @dataclasses.dataclass(frozen=True)

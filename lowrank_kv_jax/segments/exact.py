@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.partial import AttnPartial
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import attend_to
 from lowrank_kv_jax.storage.bits import Bits
 from lowrank_kv_jax.storage.block_reads import slice_block
 from lowrank_kv_jax.storage.cache_dtype import narrow
-from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.cached_tokens import Beside, CachedTokens
 from lowrank_kv_jax.storage.eight_bits import EightBits, eight_bits_of
 from lowrank_kv_jax.storage.positions import Runs
 from lowrank_kv_jax.storage.state import leaf, state, static, take_tokens, write_tokens
@@ -103,18 +103,20 @@ def newest(segment: Exact) -> jax.Array:
     return jnp.max(jnp.where(slots < segment.length[:, None], segment.positions.at(slots), -1), axis=1)
 
 
-def attend(
-    segment: Exact, q: jax.Array, q_positions: jax.Array, *, scale: float, cap: float | None = None,
-    window: int | None = None, beside: AttnPartial | None = None,
-) -> AttnPartial:
-    """Causal attention of the last T tokens' `q` `[B, T, N, D]` (after RoPE) over the segment, merged with that `beside`
-    it."""
+def asked(segment: Exact, q: jax.Array, q_positions: jax.Array, window: int | None = None) -> Beside:
+    """The segment as the last T tokens' `q` `[B, T, N, D]` (after RoPE) see it."""
     k, v = _as_read(segment)
     tokens = CachedTokens(k, v if v.shape[-1] else k, segment.length, segment.positions)
     causal = q.shape[1] > 1  # nothing lies behind the last token: what a mask costs is a program of each layer's own
-    return coefficient_attention(
-        q, tokens, scale=scale, cap=cap, q_positions=q_positions, causal=causal, window=window, beside=beside
-    )
+    return Beside(q, tokens, q_positions, causal, window)
+
+
+def attend(
+    segment: Exact, q: jax.Array, q_positions: jax.Array, *, scale: float, cap: float | None = None,
+    window: int | None = None, beside: Beside | None = None,
+) -> AttnPartial:
+    """Causal attention of the last T tokens' `q` over the segment, and over what is `beside` it."""
+    return attend_to(asked(segment, q, q_positions, window), scale=scale, cap=cap, beside=beside)
 
 
 def _as_read(segment: Exact) -> tuple[Any, Any]:

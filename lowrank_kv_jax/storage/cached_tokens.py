@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from lowrank_kv_jax.storage.state import state, static
+
 
 class CachedTokens(NamedTuple):
     """Tokens of a segment, J key and J' value heads of possibly different width.
@@ -19,3 +21,22 @@ class CachedTokens(NamedTuple):
     values: jax.Array
     lengths: jax.Array
     positions: Any  # Runs, or another state whose `at(slots)` gives positions [B, S] or [B, J, S]
+
+
+@state
+class Beside:
+    """Other tokens that the same tokens' queries attend to, with values of the same space.
+
+    Attributes:
+        q: queries as they meet these keys `[B, T, N, D]`.
+        tokens: them.
+        q_positions: int32 `[B, T]`.
+        causal: whether some may lie after a query.
+        window: sliding window in tokens, or None.
+    """
+
+    q: jax.Array
+    tokens: CachedTokens
+    q_positions: jax.Array
+    causal: bool = static()
+    window: int | None = static(default=None)

@@ -38,8 +38,11 @@ IN_FLIGHT = 64 * 1024  # bytes of tiles in shared memory; programs share a core 
 SHARED = 223 * 1024  # bytes of shared memory that a program has, less some KiB for barriers and alignment
 MOST_STAGES = 6
 
-JOINS = False
-"""As in `gpu_triton`."""
+
+def reads_beside(tokens, others) -> bool:
+    """As of `gpu_triton`."""
+    del tokens, others
+    return False
 
 
 def attend_slots(

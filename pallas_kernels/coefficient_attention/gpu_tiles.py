@@ -26,15 +26,16 @@ from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     write_partial,
 )
 from lowrank_kv_jax.pallas_kernels.gpu_tiled import Form, Tiled, numbers, tile_for, tiled
+from lowrank_kv_jax.pallas_kernels.owned_slots import Rows
 from lowrank_kv_jax.pallas_kernels.owned_slots import numbers as numbers_of_heads
-from lowrank_kv_jax.pallas_kernels.packing import LOG2_E, by_query, pack, pack_partial, power_of_two
+from lowrank_kv_jax.pallas_kernels.packing import LOG2_E, by_query, pack, power_of_two
 
 HEAD = 4  # of a row: the head that is read, its first slot, its first tiles of keys and of values; otherwise zeros
 
 
 def attend_slots(
     q, tokens, begin, end, *, scale: float, size: int, interpret: bool, owner: jax.Array | None = None,
-    beside: AttnPartial | None = None,
+    beside: Rows | None = None,
 ) -> AttnPartial:
     """As `gpu_triton.attend_slots`."""
     keys, values = (tiled(getattr(tokens, name), name) for name in ("keys", "values"))
@@ -50,7 +51,7 @@ def attend_slots(
         "coefficient_attention", kernel, grid, packed, _head(batch, keys, values, owner),
         by_head(packed, owner, packed.q, *keys.arrays(), *values.arrays()),
         sum(size for _, size in values.form.pieces()), interpret=interpret,
-        beside=None if beside is None else pack_partial(beside, heads),
+        beside=beside,
     )
     return by_query(AttnPartial(values.form.collected(part.out), part.lse), q.shape[1])
 
@@ -72,7 +73,7 @@ def _kernel(
     k_refs, v_refs = stored[:key_refs], stored[key_refs:]
     begin, end = load_ranges(limits, grid.rows, lse_ref.shape[0])
     there = jnp.arange(grid.rows) < lse_ref.shape[0]
-    queries = [load_columns(q_ref, there, channels) for channels in keys.channels_of_pieces()]
+    queries = [load_columns(q_ref, 0, there, channels) for channels in keys.channels_of_pieces()]
     low, high = span(limits)
     number, origin, *tiles = (0 if limits.head is None else limits.head[i] for i in range(HEAD))
     first = (low - origin) // grid.tile
@@ -96,6 +97,6 @@ def _kernel(
         pieces = read(v_refs, values, tiles[1])
         return top, total, add_values(weights.astype(q_ref.dtype), shrink, accs, values.pieces(), pieces, None)
 
-    carry = start_beside(limits.beside, grid.rows, values.channels_of_pieces())
+    carry = start_beside(limits.beside, grid, scale, values.channels_of_pieces(), lse_ref.shape[0])
     top, total, accs = jax.lax.fori_loop(start, stop, body, carry)
     write_partial(out_ref, lse_ref, grid, accs, values.pieces(), top, total)

@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.attention.partial import AttnPartial, merge
+from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import gpu_codes, gpu_tiles
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid
@@ -26,7 +26,7 @@ from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     visible_slots,
     write_partial,
 )
-from lowrank_kv_jax.pallas_kernels.owned_slots import numbers
+from lowrank_kv_jax.pallas_kernels.owned_slots import Rows, numbers
 from lowrank_kv_jax.pallas_kernels.packing import (
     LOG2_E,
     TILE_OF_SCALES,
@@ -36,44 +36,45 @@ from lowrank_kv_jax.pallas_kernels.packing import (
     columns,
     in_tiles,
     pack,
-    pack_partial,
     stored_arrays,
 )
+from lowrank_kv_jax.storage.eight_bits import EightBits
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
-JOINS = True
-"""Whether `attend_slots` takes a partial `beside`, so that nothing has to be merged behind it."""
+
+
+def reads_beside(tokens, others) -> bool:
+    """Whether `attend_slots` over `tokens` reads `others`, too: as they are, in bands of as many channels."""
+    coded = any(isinstance(x, EightBits) or hasattr(x, "tile") or hasattr(x, "runs") for x in others[:2])
+    return not (coded or hasattr(tokens.values, "runs")) and tokens.values.shape[-1] == others.values.shape[-1]
 
 
 def attend_slots(
     q, tokens, begin, end, *, scale: float, size: int, interpret: bool, owner: jax.Array | None = None,
-    beside: AttnPartial | None = None,
+    beside: Rows | None = None,
 ) -> AttnPartial:
     """Queries `[B, T, N, Rk]` over the slots `begin <= slot < end` `[B, T]` of tokens that B / B' rows in order share.
 
     Args:
         size: about how many tokens a row sees at most; decides into how many splits they are cut.
         owner: see `owned_slots.Rows`.
-        beside: attention over other tokens, which is taken in by the same programs.
+        beside: other tokens that the same programs attend to; see `reads_beside`.
     """
     common = dict(scale=scale, size=size, interpret=interpret, owner=owner)
     if in_tiles(tokens.keys) or in_tiles(tokens.values):
         return gpu_tiles.attend_slots(q, tokens, begin, end, **common, beside=beside)
     keys, values = stored_arrays(tokens.keys), stored_arrays(tokens.values)
     if keys.runs is not None or values.runs is not None:
-        part = gpu_codes.attend_slots(q, keys, values, begin, end, **common)
-        return part if beside is None else merge([beside, part])
+        return gpu_codes.attend_slots(q, keys, values, begin, end, **common)
     packed = pack(q, max(keys.codes.shape[1], values.codes.shape[1]), begin, end)
-    if beside is not None:
-        beside = pack_partial(beside, packed.q.shape[1])
     return by_query(attend_packed(packed, keys, values, **common, beside=beside), q.shape[1])
 
 
 def attend_packed(
     packed: Packed, keys: Stored, values: Stored, *, scale: float, size: int, interpret: bool,
-    owner: jax.Array | None = None, beside: AttnPartial | None = None,
+    owner: jax.Array | None = None, beside: Rows | None = None,
 ) -> AttnPartial:
-    """Partial `[B, H, M, Rv]`, with another `beside` in it."""
+    """Partial `[B, H, M, Rv]`, with what is `beside` in it."""
     check_stored(packed, keys, values)
     batch, heads, rows, _ = packed.q.shape
     grid = decode_grid(rows, batch * heads, size, bytes_of_token(keys) + bytes_of_token(values))
@@ -148,6 +149,6 @@ def _kernel(limits, *refs, grid: Grid, scale: float, quantised: bool, owned: boo
         return top, total, add_values(weights.astype(q_ref.dtype), shrink, accs, value_pieces, values, value_scale)
 
     channels = [first + jnp.arange(size) for first, size in value_pieces]
-    carry = start_beside(limits.beside, grid.rows, channels)
+    carry = start_beside(limits.beside, grid, scale, channels, lse_ref.shape[0])
     top, total, accs = jax.lax.fori_loop(start, stop, body, carry)
     write_partial(out_ref, lse_ref, grid, accs, value_pieces, top, total)

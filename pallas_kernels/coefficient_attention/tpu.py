@@ -17,8 +17,11 @@ from lowrank_kv_jax.pallas_kernels.tpu_pages import paged_tokens
 from lowrank_kv_jax.pallas_kernels.tpu_softmax import Step
 from lowrank_kv_jax.pallas_kernels.tpu_tiled import tiled_tokens
 
-JOINS = False
-"""As in `gpu_triton`."""
+
+def reads_beside(tokens, others) -> bool:
+    """As of `gpu_triton`."""
+    del tokens, others
+    return False
 
 
 def attend_slots(

@@ -9,15 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import softmax_attention
+from jax.experimental import pallas as pl
 from kernel_cases import SCALE, Case, check, make, make_owned, newest, slow
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.rope import RopeSpec
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import attend_to, coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.segments.exact import Slots
-from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.cached_tokens import Beside, CachedTokens
 from lowrank_kv_jax.storage.eight_bits import eight_bits_of
+from lowrank_kv_jax.storage.positions import Runs
 from lowrank_kv_jax.storage.quantised import Tile
 
 ROPE = RopeSpec(10000.0, 64)
@@ -162,18 +164,37 @@ def test_a_head_without_tokens_reads_none():
         pytest.param(make_owned, id="heads of unequal budgets"),
     ],
 )
-def test_attention_to_other_tokens_is_taken_in(inputs):
-    """As the merge of both in float64: of rows that see tokens here, there, on both sides and on none."""
-    x, rng = inputs(), np.random.default_rng(1)
-    out, lse = x.oracle
-    others, levels = rng.normal(size=out.shape), rng.normal(size=lse.shape) * 3 + 4
-    levels[:, :, ::3], others[:, :, ::3] = -np.inf, 0
-    beside = AttnPartial(*(jnp.asarray(y, jnp.float32) for y in (others, levels)))
+@pytest.mark.parametrize("slots", [40, 150])
+def test_other_tokens_are_read_by_the_same_program(inputs, slots, monkeypatch):
+    """As the merge of both: of rows that see tokens here, there, on both sides and on none."""
+    x = inputs()
+    others, poisoned = _beside(x, slots)
+    programs, call = [], pl.pallas_call
+    monkeypatch.setattr(pl, "pallas_call", lambda *args, **options: programs.append(1) or call(*args, **options))
+    found = run(coefficient_attention, x.q, x.tokens, beside=poisoned, **x.options)
+    assert len(programs) == 1 + hasattr(x.tokens.values, "runs")
+    parts = x.oracle, [np.asarray(y, np.float64) for y in attend_to(others, scale=SCALE, backend="xla")]
     with np.errstate(divide="ignore"):
-        total = np.logaddexp(lse, levels)
+        total = np.logaddexp(*(lse for _, lse in parts))
     safe = np.where(np.isneginf(total), 0, total)
-    wanted = sum(np.exp(level - safe)[..., None] * part for part, level in ((out, lse), (others, levels))), total
-    check(run(coefficient_attention, x.q, x.tokens, beside=beside, **x.options), wanted, x.q.dtype.name)
+    check(found, (sum(np.exp(lse - safe)[..., None] * out for out, lse in parts), total), x.q.dtype.name)
+
+
+def _beside(x, slots):
+    """Exact tokens beside those of `x`, with zeros and with NaN beyond the valid ones."""
+    rng, (batch, queries, q_heads, _), dim = np.random.default_rng(1), x.q.shape, x.tokens.values.shape[-1]
+    heads = getattr(x.tokens.positions, "kv_heads", None) or x.tokens.keys.shape[1]
+    lengths = jnp.asarray(([0, slots - 7, 9] * batch)[:batch], jnp.int32)
+    valid = (jnp.arange(slots) < lengths[:, None])[:, None, :, None]
+    sides = [jnp.asarray(rng.normal(size=(batch, heads, slots, dim)), x.q.dtype) for _ in range(2)]
+    q, none = jnp.asarray(rng.normal(size=(batch, queries, q_heads, dim)), x.q.dtype), jnp.zeros((batch, 2), jnp.int32)
+    at = (lengths[:, None] - queries + jnp.arange(queries)).astype(jnp.int32)
+
+    def beside(beyond):
+        tokens = CachedTokens(*(jnp.where(valid, side, beyond) for side in sides), lengths, Runs(none, none))
+        return Beside(q, tokens, at, causal=queries > 1)
+
+    return beside(0), beside(jnp.nan)
 
 
 def test_a_part_of_a_buffer_is_read_where_it_lies():
