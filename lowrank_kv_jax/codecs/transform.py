@@ -139,6 +139,8 @@ class Transform(TokenCodec):
             value = getattr(self, field)
             if (type(value) is not int or value < least) and not (field in ("group", "positions") and value is None):
                 raise ValueError(f"{field}={value!r}: must be an int of at least {least}")
+        if self.positions is not None and self.rope != "post":
+            raise ValueError(f"positions={self.positions}: must be None with rope={self.rope}, whose bases hold at any")
         if self.recent_bits not in (None, 8):
             raise ValueError(f"recent_bits={self.recent_bits!r}: must be 8 or None")
         if self.bits is None and (self.bits_k is None) != (self.bits_v is None):

@@ -78,7 +78,7 @@ def fitted_steps(
 
 
 def _above_zero(step: jax.Array, dtype) -> jax.Array:
-    return narrow(jnp.maximum(step, jnp.finfo(dtype).tiny), dtype)
+    return narrow(jnp.maximum(step, float(jnp.finfo(dtype).tiny)), dtype)
 
 
 def _bits_of(runs: WidthRuns) -> np.ndarray:

@@ -106,6 +106,10 @@ IMPOSSIBLE = (
         lambda m: m.selection and m.standing_reading,
     ),
     Impossible(
+        "the size is given twice", "smaller= and budget_bytes= both say how many bytes the cache takes",
+        lambda m: m.selection and m.selection.budget_bytes is not None and getattr(m.codec, "smaller", None) is not None,
+    ),
+    Impossible(
         "the reading is given twice", "the codec reads some of its tokens already",
         lambda m: m.reading and m.codec.reading,
     ),

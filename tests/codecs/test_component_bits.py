@@ -14,6 +14,7 @@ from transform_oracle import SIZE, SPEC, tokens_like
 import lowrank_kv_jax as lkv
 from lowrank_kv_jax.codecs.component_bits import typical_profile, typical_runs
 from lowrank_kv_jax.estimators.bit_allocation import STEP, at_most, bits_of
+from lowrank_kv_jax.estimators.row_steps import fitted_steps
 from lowrank_kv_jax.method import Place
 from lowrank_kv_jax.method.accounting import full_cache_bytes
 from lowrank_kv_jax.method.layout import layout_of
@@ -110,6 +111,13 @@ def test_widths_and_steps_are_by_variance_and_by_prompt():
     moved = np.asarray(store.v_steps.zero[0] - bases.v_zero)
     own = np.einsum("btkd,kdr->kr", np.asarray(shifted.v)[:1], np.asarray(bases.v)) / SIZE - np.asarray(bases.v_zero)
     np.testing.assert_allclose(moved, own * SIZE / (SIZE + 32), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float16"])
+def test_steps_of_narrow_caches_are_above_zero(dtype):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, SIZE, 12)) * 1e-4, jnp.float32)
+    steps = fitted_steps(x, BOTH, ((4, 4), (1, 8)), jnp.dtype(dtype))
+    assert steps.step.dtype == dtype and (np.asarray(steps.step, np.float32) > 0).all()
 
 
 def test_uniform_bits_and_bases_without_widths_stay_as_they_were():

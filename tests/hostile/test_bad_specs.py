@@ -101,6 +101,8 @@ TABLE = (
     ("minicache+snapkv:keep=0.5", "the codec does not store tokens one by one"),
     ("momentkv+moments", "the summary is given twice"),
     ("ojakv+sliding-window", "the codec would have nothing to store"),
+    ("xkv:smaller=4+h2o:budget_bytes=24000", "the size is given twice"),
+    ("transform:positions=4096", "positions=4096: must be None with rope=pre"),
     ("snapkv:keep=0.5+quest", "a selection moves the tokens that pages are made of"),
 )
 
