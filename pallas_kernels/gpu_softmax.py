@@ -40,12 +40,12 @@ class Limits(NamedTuple):
 
 
 class Others(NamedTuple):
-    """References to other tokens, as they are: keys and values `[S, D]`, which the first split attends to.
+    """References to other tokens, as they are, which the splits share as they do the stored ones.
 
     Attributes:
         begin, end: as of `Limits`.
         q: their queries `[M, D]`.
-        keys, values: them.
+        keys, values: them, `[S, D]`.
     """
 
     begin: Any
@@ -180,7 +180,7 @@ def start_carry(rows: int, pieces):
 
 
 def start_beside(others: Others | None, grid: Grid, scale: float, columns, there: int):
-    """The same of `Others` in the first split, where there are some.
+    """The same of this split's share of `Others`, where there are some.
 
     Args:
         columns: of each output, which channels it has, int32 `[w]`.
@@ -208,8 +208,9 @@ def start_beside(others: Others | None, grid: Grid, scale: float, columns, there
         values = (load_columns(others.values, at, inside, own) for own in columns)
         return top, total, add_values(weights.astype(others.q.dtype), shrink, accs, columns, values, None)
 
-    stop = jnp.where(pl.program_id(0) == 0, pl.cdiv(high, size), 0)
-    return jax.lax.fori_loop(low // size, stop, body, carry)
+    first = low // size
+    start, stop = split_range(pl.cdiv(high, size) - first, grid)
+    return jax.lax.fori_loop(first + start, first + stop, body, carry)
 
 
 def _tile_of(others: Others, grid: Grid) -> int:

@@ -14,8 +14,9 @@ def coefficient_attention(
     """The op of `api.coefficient_attention` by a module's `attend_slots`; `Unsupported` for what that does not cover."""
     rows, common = rows_of(q, tokens, q_positions, causal, window), dict(scale=scale, interpret=interpret)
     read = beside is not None and kernel.reads_beside(tokens, beside.tokens)
+    size = tokens.keys.shape[2] + (beside.tokens.keys.shape[2] if read else 0)
     part = kernel.attend_slots(
-        rows.q, rows.tokens, rows.begin, rows.end, **common, size=tokens.keys.shape[2], owner=rows.owner,
+        rows.q, rows.tokens, rows.begin, rows.end, **common, size=size, owner=rows.owner,
         **({"beside": rows.beside(beside)} if read else {}),
     )
     part = rows.heads_of(part, q.shape[2])
