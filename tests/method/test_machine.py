@@ -108,7 +108,8 @@ def test_every_step_keeps_the_shapes_that_init_foretells(codec, rule, config):
 def test_every_refusal_of_the_table_is_met_and_gives_its_reason(entry):
     specs = ("momentkv+moments", "momentkv:nc=false+moments:order=0", "ojakv+streamingllm", "osp+snapkv",
              "kivi+snapkv:positions=cache", "ojakv+momentkv:schedule=paper",
-             "xkv:rebuild=8+snapkv", "xkv:recompress=8+snapkv", "xkv:rebuild=8+quest")
+             "xkv:rebuild=8+snapkv", "xkv:recompress=8+snapkv", "xkv:rebuild=8+quest",
+             "transform:smaller=4+h2o:budget_bytes=9999")
     said = []
     for spec in specs:
         with pytest.raises(ValueError) as error:
