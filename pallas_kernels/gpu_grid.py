@@ -24,6 +24,7 @@ PACKED_TILE, PACKED_WARPS = 64, 8  # packed tokens of a tile; warps of a core, b
 PACKED_SUMS = {1: 80, 2: 168, 4: 160}  # registers that sums may have, by a program's warps
 PACKED_ADDED = 24  # fewer, where each slot's logits are added to: with as many some spill
 SHARED = 227 * 1024  # bytes of a core of an H100 or H200 that its programs share
+LEAST_TILE = 16  # tokens that a tensor core multiplies
 LEAST_TILES = 4  # a split of fewer tiles costs more to merge than it saves
 
 

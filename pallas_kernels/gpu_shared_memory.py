@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
-from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid
+from lowrank_kv_jax.pallas_kernels.gpu_grid import LEAST_TILE, Grid
 from lowrank_kv_jax.pallas_kernels.packing import Stored, columns
 
 KIB = 1024
@@ -19,7 +19,6 @@ OF_CAPABILITY = {
 }
 """Bytes that a program may have, by the compute capability of the GPU."""
 LEAST_STAGES = 3
-LEAST_TILE = 16  # tokens that a tensor core multiplies
 OTHERS = 99 * KIB  # of the consumers' GPUs since 8.6
 
 

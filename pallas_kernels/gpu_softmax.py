@@ -9,10 +9,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.pallas_kernels import packing
-from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid
+from lowrank_kv_jax.pallas_kernels.gpu_grid import LEAST_TILE, Grid
 from lowrank_kv_jax.pallas_kernels.packing import EMPTY, LOG2_E, empty_of, power_of_two
 
-LEAST_TILE = 16  # tokens that a tensor core multiplies
 BESIDE_BYTES = 80 * 1024  # of other tokens under way at most, so that two programs share a core
 
 
@@ -144,13 +143,30 @@ def online_softmax(logits, visible, top, total, axis: int = 1, dtype=jnp.float32
     return weights, shrink, new_top, total * shrink + jnp.sum(weights.astype(jnp.float32), axis=axis)
 
 
-def add_values(weights, shrink, accs, pieces, values, scale):
-    """Weighted values of a tile, which come piece by piece of their columns; `scale` (or None) gives that of a piece."""
+def logits_of(queries, keys, tile: int):
+    """Float32 `[rows, tile]` of queries and a tile's keys, both piece by piece of their columns."""
+    logits = jnp.zeros((queries[0].shape[0], tile), jnp.float32)
+    for q, own in zip(queries, keys, strict=True):
+        logits += dot(q, own.astype(q.dtype).T)
+    return logits
+
+
+def add_tile(carry, logits, scale: float, visible, dtype, pieces, values, value_scale=None):
+    """One tile into the running maximum, sum and outputs.
+
+    Args:
+        logits: not scaled yet.
+        dtype: of weights and values that are multiplied.
+        pieces: of the values' columns, in which `values` come.
+        value_scale: gives what a piece's sums are multiplied by, or None.
+    """
+    top, total, accs = carry
+    weights, shrink, top, total = online_softmax(logits * (scale * LOG2_E), visible, top, total)
     out = []
     for acc, piece, own in zip(accs, pieces, values, strict=True):
-        added = dot(weights, own.astype(weights.dtype))
-        out.append(acc * shrink[:, None] + (added if scale is None else added * scale(piece)))
-    return tuple(out)
+        added = dot(weights.astype(dtype), own.astype(dtype))
+        out.append(acc * shrink[:, None] + (added if value_scale is None else added * value_scale(piece)))
+    return top, total, tuple(out)
 
 
 def dot(a, b):
@@ -197,16 +213,12 @@ def start_beside(others: Others | None, grid: Grid, scale: float, columns, there
     size = _tile_of(others, grid)
 
     def body(tile, carry):
-        top, total, accs = carry
         at = tile * size
         inside = at + jnp.arange(size) < high
-        logits = jnp.zeros((grid.rows, size), jnp.float32)
-        for q, piece in zip(queries, pieces, strict=True):
-            logits += dot(q, load_block(others.keys, at, inside, piece).astype(q.dtype).T)
-        visible = visible_slots(at, inside, begin, end, None, None)
-        weights, shrink, top, total = online_softmax(logits * (scale * LOG2_E), visible, top, total)
+        keys = (load_block(others.keys, at, inside, piece) for piece in pieces)
         values = (load_columns(others.values, at, inside, own) for own in columns)
-        return top, total, add_values(weights.astype(others.q.dtype), shrink, accs, columns, values, None)
+        visible = visible_slots(at, inside, begin, end, None, None)
+        return add_tile(carry, logits_of(queries, keys, size), scale, visible, others.q.dtype, columns, values)
 
     first = low // size
     start, stop = split_range(pl.cdiv(high, size) - first, grid)

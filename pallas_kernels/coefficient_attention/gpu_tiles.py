@@ -14,11 +14,10 @@ from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, tiled_grid
 from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, launch
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
-    add_values,
-    dot,
+    add_tile,
     load_columns,
     load_ranges,
-    online_softmax,
+    logits_of,
     span,
     split_range,
     start_beside,
@@ -28,7 +27,7 @@ from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
 from lowrank_kv_jax.pallas_kernels.gpu_tiled import Form, Tiled, numbers, tile_for, tiled
 from lowrank_kv_jax.pallas_kernels.owned_slots import Rows
 from lowrank_kv_jax.pallas_kernels.owned_slots import numbers as numbers_of_heads
-from lowrank_kv_jax.pallas_kernels.packing import LOG2_E, by_query, pack, power_of_two
+from lowrank_kv_jax.pallas_kernels.packing import by_query, pack, power_of_two
 
 HEAD = 4  # of a row: the head that is read, its first slot, its first tiles of keys and of values; otherwise zeros
 
@@ -81,7 +80,6 @@ def _kernel(
     start, stop = split_range(jnp.where(high > low, pl.cdiv(high - origin, grid.tile) - first, 0), grid)
 
     def body(step, carry):
-        top, total, accs = carry
         place = (first + step) * grid.tile
         at = origin + place
         inside = at + jnp.arange(grid.tile) < high
@@ -89,13 +87,9 @@ def _kernel(
         def read(refs, form: Form, tile):
             return numbers(refs, form, at, tile + place // form.tokens, inside)
 
-        logits = jnp.zeros((grid.rows, grid.tile), jnp.float32)
-        for q, own in zip(queries, read(k_refs, keys, tiles[0]), strict=True):
-            logits += dot(q, own.astype(q.dtype).T)
+        logits = logits_of(queries, read(k_refs, keys, tiles[0]), grid.tile)
         visible = visible_slots(at, inside, begin, end, owner_ref, number)
-        weights, shrink, top, total = online_softmax(logits * (scale * LOG2_E), visible, top, total)
-        pieces = read(v_refs, values, tiles[1])
-        return top, total, add_values(weights.astype(q_ref.dtype), shrink, accs, values.pieces(), pieces, None)
+        return add_tile(carry, logits, scale, visible, q_ref.dtype, values.pieces(), read(v_refs, values, tiles[1]))
 
     carry = start_beside(limits.beside, grid, scale, values.channels_of_pieces(), lse_ref.shape[0])
     top, total, accs = jax.lax.fori_loop(start, stop, body, carry)

@@ -16,11 +16,10 @@ from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid
 from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, launch
 from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import coefficient_grid
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
-    add_values,
-    dot,
+    add_tile,
     load_block,
     load_ranges,
-    online_softmax,
+    logits_of,
     start_beside,
     tile_range,
     visible_slots,
@@ -28,7 +27,6 @@ from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
 )
 from lowrank_kv_jax.pallas_kernels.owned_slots import Rows, numbers
 from lowrank_kv_jax.pallas_kernels.packing import (
-    LOG2_E,
     TILE_OF_SCALES,
     Packed,
     Stored,
@@ -129,7 +127,6 @@ def _kernel(limits, *refs, grid: Grid, scale: float, quantised: bool, owned: boo
     start, stop, high = tile_range(limits, grid)
 
     def body(tile, carry):
-        top, total, accs = carry
         at = tile * grid.tile
         inside = at + jnp.arange(grid.tile) < high
         scale_row = at // TILE_OF_SCALES
@@ -137,16 +134,15 @@ def _kernel(limits, *refs, grid: Grid, scale: float, quantised: bool, owned: boo
         def read(ref, piece):
             return load_block(ref, at, inside, piece)
 
-        logits = jnp.zeros((grid.rows, grid.tile), jnp.float32)
-        for q, piece in zip(queries, key_pieces, strict=True):
-            if ks_ref is not None:
-                q = (q.astype(jnp.float32) * load_scale(ks_ref, scale_row, piece)).astype(q.dtype)
-            logits += dot(q, read(k_ref, piece).astype(q.dtype).T)
+        def scaled(q, piece):
+            return q if ks_ref is None else (q.astype(jnp.float32) * load_scale(ks_ref, scale_row, piece)).astype(q.dtype)
+
+        asked = [scaled(q, piece) for q, piece in zip(queries, key_pieces, strict=True)]
+        logits = logits_of(asked, (read(k_ref, piece) for piece in key_pieces), grid.tile)
         visible = visible_slots(at, inside, begin, end, owner_ref, limits.head[0] if owned else None)
-        weights, shrink, top, total = online_softmax(logits * (scale * LOG2_E), visible, top, total)
         value_scale = None if vs_ref is None else functools.partial(load_scale, vs_ref, scale_row)
         values = (read(v_ref, piece) for piece in value_pieces)
-        return top, total, add_values(weights.astype(q_ref.dtype), shrink, accs, value_pieces, values, value_scale)
+        return add_tile(carry, logits, scale, visible, q_ref.dtype, value_pieces, values, value_scale)
 
     channels = [first + jnp.arange(size) for first, size in value_pieces]
     carry = start_beside(limits.beside, grid, scale, channels, lse_ref.shape[0])

@@ -18,17 +18,15 @@ from lowrank_kv_jax.pallas_kernels.gpu_grid import MOST_REBUILT, Grid, decode_gr
 from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, launch
 from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import rotary_grid
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
-    add_values,
+    add_tile,
     dot,
     load_block,
     load_ranges,
-    online_softmax,
     split_range,
     start_carry,
     write_partial,
 )
 from lowrank_kv_jax.pallas_kernels.packing import (
-    LOG2_E,
     TILE_OF_SCALES,
     Stored,
     by_query,
@@ -121,17 +119,15 @@ def _kernel(
     logits_of = whole_keys(k_ref, ks_ref, basis_ref, mean_ref, q_ref, rotating, grid=grid, resident=resident)
 
     def body(visit, carry):
-        top, total, accs = carry
         run = read_run(lambda i: limits.head[i], runs, visit)
         at = run.tile * grid.tile
         slots = at + jnp.arange(grid.tile)
         mine = (slots >= run.low) & (slots < run.high)
         logits = logits_of(at, mine, run.offset)
         visible = mine[None] & (slots[None] >= begin[:, None]) & (slots[None] < end[:, None])
-        weights, shrink, top, total = online_softmax(logits * (scale * LOG2_E), visible, top, total)
         value_scale = None if vs_ref is None else functools.partial(load_scale, vs_ref, at // TILE_OF_SCALES)
         values = (load_block(v_ref, at, mine, piece) for piece in value_pieces)
-        return top, total, add_values(weights.astype(dtype), shrink, accs, value_pieces, values, value_scale)
+        return add_tile(carry, logits, scale, visible, dtype, value_pieces, values, value_scale)
 
     top, total, accs = jax.lax.fori_loop(start, stop, body, start_carry(grid.rows, value_pieces))
     write_partial(out_ref, lse_ref, grid, accs, value_pieces, top, total)
