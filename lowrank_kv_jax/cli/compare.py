@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: as `load_model`, `parse_methods`, `load_corpus` and `compare`.
     """
+    from lowrank_kv_jax.calibration.corpus import load_corpus
     from lowrank_kv_jax.cli.options import check_outputs, corpus_of, load_from
     from lowrank_kv_jax.evals.asking.methods import parse_methods
     from lowrank_kv_jax.evals.compare.run import Settings, compare, records, work
@@ -62,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         text=corpus_of(args.text, "pydoc:second"),
     )
     check_outputs(args)
+    for corpus in (settings.calibrate, settings.text):
+        load_corpus(corpus)  # what is not there is said before a model is loaded
     model = load_from(args)
     with ProgressBar("compare", work(methods, settings), shown=True) as bar:
         def step(name: str, done: float) -> None:

@@ -160,6 +160,8 @@ def test_a_refused_command_leaves_no_file(capsys, tmp_path):
     (["bench", "serve", "--asked", "0"], "--asked 0: must be at least 1"),
     (["bench", "serve", "--memory", "much"], "--memory='much': must be a number and its unit, such as '256MiB'"),
     (["roofline", "--batch", "0"], "--batch 0: must be at least 1"),
+    (["compare", "--calibrate", "none.txt"], "corpus 'none.txt': no such file"),
+    (["compare", "--text", "none.txt"], "corpus 'none.txt': no such file"),
     (["generate", "--prompt", "x\udcff"], "--prompt 'x\\udcff': is not UTF-8 text"),
 ))
 def test_mistakes_are_told_before_a_model_is_loaded(capsys, monkeypatch, argv, message):
