@@ -54,8 +54,12 @@ def local(
         given = {name: x for name, x in arguments.items() if x is not None}
         rows, heads = (_axis(mesh, name) for name in ("data", "model"))
         out = PartitionSpec(rows, None, heads, None)
+        def on_device(given):
+            own = {name: _own_heads(x, heads) for name, x in given.items()}
+            return kernel(**(arguments | own), interpret=interpret)
+
         own = jax.shard_map(
-            lambda given: kernel(**(arguments | given), interpret=interpret), mesh=mesh, axis_names={*axes},
+            on_device, mesh=mesh, axis_names={*axes},
             in_specs=({name: spec for name, spec in specs().items() if name in given},),
             out_specs=AttnPartial(out, PartitionSpec(rows, None, heads)) if lse else out,
             check_vma=False,  # kernels do not say over which axes their results vary
@@ -109,12 +113,29 @@ def cut_state(x: Any) -> Any:
     return map_leaves(lambda info, leaf: cut(leaf, info.axes), x)
 
 
-def cut_tokens(tokens: CachedTokens) -> CachedTokens:
-    """How tokens lie."""
+def cut_tokens(tokens: CachedTokens, packed: bool = False) -> CachedTokens:
+    """How tokens lie.
+
+    Args:
+        packed: whether the kernel reads those of heads with budgets of their own, which every device has all of.
+    """
     if getattr(tokens.positions, "owner", None) is not None:
-        raise Unsupported("tokens of heads with budgets of their own, over several devices")
+        if not packed:
+            raise Unsupported("tokens of heads with budgets of their own, over several devices")
+        if hasattr(tokens.keys, "starts") or hasattr(tokens.values, "starts"):
+            raise Unsupported("tiles of heads with budgets of their own, over several devices")
     k, v = (cut(x, TOKENS) if isinstance(x, jax.Array) else cut_state(x) for x in (tokens.keys, tokens.values))
     return CachedTokens(k, v, cut(tokens.lengths, ("batch",)), cut_state(tokens.positions))
+
+
+def _own_heads(x: Any, axis: str | None) -> Any:
+    """Tokens of all heads in one buffer as a device reads them whose heads are some of them, counted from 0; else `x`."""
+    where = getattr(x, "positions", None)
+    if axis is None or getattr(where, "owner", None) is None:
+        return x
+    heads = where.kv_heads // devices_of_heads()
+    first = (jax.lax.axis_index(axis) * heads).astype(where.owner.dtype)
+    return x._replace(positions=dataclasses.replace(where, owner=where.owner - first, kv_heads=heads))
 
 
 def cut_beside(others: Beside) -> Beside:

@@ -45,7 +45,8 @@ def coefficient_attention(
     arrays = {"q": q, "tokens": tokens, "q_positions": q_positions}
 
     def specs():
-        found = {"q": cut(q, QUERIES), "tokens": cut_tokens(tokens), "q_positions": cut(q_positions, POSITIONS)}
+        at = cut(q_positions, POSITIONS)
+        found = {"q": cut(q, QUERIES), "tokens": cut_tokens(tokens, packed=True), "q_positions": at}
         return found if beside is None else found | {"beside": cut_beside(beside)}
 
     def on_xla() -> AttnPartial:

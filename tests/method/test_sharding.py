@@ -30,10 +30,11 @@ for codec in ("ojakv", "palu", "xkv"):
 
 
 @functools.cache
-def results(*names):
+def results(*names, **environment):
     """Of each method, by a process with 8 devices; the device count cannot change after JAX has started."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "64", "PYTHONPATH": str(HERE.parent)}
+    env |= environment
     done = subprocess.run(
         [sys.executable, str(HERE / "sharded_methods.py"), *names], env=env, capture_output=True, text=True, timeout=1200
     )
@@ -73,6 +74,17 @@ def test_kernels_read_what_lies_on_their_device(names, monkeypatch):
     monkeypatch.setenv("LOWRANK_KV_BACKEND", "triton")
     for record in results.__wrapped__(*names).values():
         assert record["same_tokens"] and record["largest_collective"] < record["capacity"] * PLAIN.head_dim
+
+
+@pytest.mark.slow
+def test_heads_with_budgets_of_their_own_are_read_by_kernels_too():
+    """Each device has all of their tokens and reads those of its heads; that XLA does it instead would be an error."""
+    names = ("adakv", "momentkv:keep=0.5,sinks=4,recent=8", "kvzip:keep=0.5,sinks=4,recent=8",
+             "static-pca-h:rank=0.5,sinks=4,recent=8+adakv:keep=0.5,recent=8")
+    environment = {"LOWRANK_KV_BACKEND": "triton", "PYTHONWARNINGS": "error::RuntimeWarning"}
+    for record in results.__wrapped__(*names, **environment).values():
+        assert record["difference"] < 1e-4 and record["same_tokens"]
+        assert record["largest_collective"] < record["capacity"] * PLAIN.head_dim
 
 
 ROWS = """
