@@ -10,6 +10,7 @@ from jax.experimental.pallas import triton as plgpu
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import load_block
 from lowrank_kv_jax.storage.eight_bits import EightBits
+from lowrank_kv_jax.storage.packed import heads_of
 
 BLOCK = 32  # bytes of a token that are unpacked together
 MOST_PIECES = 8  # of them, times components of a byte: more would spill registers
@@ -73,7 +74,7 @@ class Tiled(NamedTuple):
         codes: int8 or uint8 `[B, J, S, C]`.
         scales, lows: uint16 `[B, J, tiles, groups]`, bits of bfloat16 numbers; no lows in 8 bits, no scales where
             they are behind the codes.
-        starts: int32 `[B, H]`, slots at which tiles begin anew, as in `PackedTokens`; None where they do not.
+        starts, first: int32 `[B, H]`, slots at which tiles begin anew, and the tiles that do; None where none does.
         form: of a token.
     """
 
@@ -81,6 +82,7 @@ class Tiled(NamedTuple):
     scales: jax.Array | None
     lows: jax.Array | None
     starts: jax.Array | None
+    first: jax.Array | None
     form: Form
 
     def arrays(self) -> list[jax.Array]:
@@ -89,11 +91,9 @@ class Tiled(NamedTuple):
 
     def first_tiles(self, rows: int) -> tuple[jax.Array, jax.Array]:
         """Where each of `rows` rows, heads behind each other, begins, and its first tile, int32 `[rows, 1]`."""
-        if self.starts is None:
+        if self.starts is None or self.first is None:
             return jnp.zeros((rows, 1), jnp.int32), jnp.zeros((rows, 1), jnp.int32)
-        tiles = -(-jnp.diff(self.starts, axis=1) // self.form.tokens)
-        before = jnp.pad(jnp.cumsum(tiles, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
-        return self.starts.reshape(rows, 1), before.reshape(rows, 1)
+        return self.starts.reshape(rows, 1), self.first.reshape(rows, 1)
 
 
 def tiled(tokens: Any, name: str) -> Tiled:
@@ -103,7 +103,8 @@ def tiled(tokens: Any, name: str) -> Tiled:
         Unsupported: another storage, or more channels than the kernel has registers for.
     """
     if isinstance(tokens, EightBits):
-        return Tiled(tokens.rows, None, None, None, _checked(Form(8, 1, tokens.shape[-1], tokens.shape[-1], True), name))
+        width = tokens.shape[-1]
+        return Tiled(tokens.rows, None, None, None, None, _checked(Form(8, 1, width, width, behind=True), name))
     bits, tile = getattr(tokens, "bits", None), getattr(tokens, "tile", None)
     if bits not in TOKEN_BITS or tile is None:
         raise Unsupported(f"{name} stored as {type(tokens).__name__}, beside others in tiles with a scale each")
@@ -112,7 +113,8 @@ def tiled(tokens: Any, name: str) -> Tiled:
     form = _checked(Form(bits, size, min(channels, width), width), name)
     if form.channels not in (1, width) and form.channels % form.each:
         raise Unsupported(f"{name}: {form.channels} channels of {bits} bits share a scale, which are no whole bytes")
-    return Tiled(tokens.codes, tokens.scales, tokens.lows, getattr(tokens, "starts", None), form)
+    starts, first = heads_of(tokens)
+    return Tiled(tokens.codes, tokens.scales, tokens.lows, starts, first, form)
 
 
 def _checked(form: Form, name: str) -> Form:

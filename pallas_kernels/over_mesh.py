@@ -14,6 +14,7 @@ from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.storage.cached_tokens import Beside, CachedTokens
 from lowrank_kv_jax.storage.over_tokens import axes_here, mesh_here
+from lowrank_kv_jax.storage.packed import of_some_heads
 from lowrank_kv_jax.storage.sharding import OF_AXIS, partition
 from lowrank_kv_jax.storage.state import map_leaves
 
@@ -122,8 +123,6 @@ def cut_tokens(tokens: CachedTokens, packed: bool = False) -> CachedTokens:
     if getattr(tokens.positions, "owner", None) is not None:
         if not packed:
             raise Unsupported("tokens of heads with budgets of their own, over several devices")
-        if hasattr(tokens.keys, "starts") or hasattr(tokens.values, "starts"):
-            raise Unsupported("tiles of heads with budgets of their own, over several devices")
     k, v = (cut(x, TOKENS) if isinstance(x, jax.Array) else cut_state(x) for x in (tokens.keys, tokens.values))
     return CachedTokens(k, v, cut(tokens.lengths, ("batch",)), cut_state(tokens.positions))
 
@@ -134,8 +133,10 @@ def _own_heads(x: Any, axis: str | None) -> Any:
     if axis is None or getattr(where, "owner", None) is None:
         return x
     heads = where.kv_heads // devices_of_heads()
-    first = (jax.lax.axis_index(axis) * heads).astype(where.owner.dtype)
-    return x._replace(positions=dataclasses.replace(where, owner=where.owner - first, kv_heads=heads))
+    first = jax.lax.axis_index(axis) * heads
+    own = dataclasses.replace(where, owner=where.owner - first.astype(where.owner.dtype), kv_heads=heads)
+    stored = (of_some_heads(y, first, heads) if hasattr(y, "starts") else y for y in x[:2])
+    return CachedTokens(*stored, x.lengths, own)
 
 
 def cut_beside(others: Beside) -> Beside:

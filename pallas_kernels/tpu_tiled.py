@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from lowrank_kv_jax.pallas_kernels.tpu_softmax import LANES, TILE_BYTES, Step, dot, widened
+from lowrank_kv_jax.storage.packed import heads_of
 from lowrank_kv_jax.storage.tiles_on_lanes import (
     CodesOnLanes,
     GroupedOnLanes,
@@ -60,7 +61,7 @@ class TiledTokens(NamedTuple):
         codes: int8 or uint8 `[B, J, C, S]`.
         sides: scales and least values (none in 8 bits) `[B, J, tiles, width]`, or both in one `[B, J, Q, S]`: uint16,
             the bits of bfloat16 numbers.
-        starts: int32 `[B, H]`, slots at which tiles begin anew; None where they do not.
+        starts, first: int32 `[B, H]`, slots at which tiles begin anew, and the tiles that do; None where none does.
         form: of a token.
         order: of its channels, what `in_planes` and `from_planes` take.
         column: of a row's numbers, where its own begin: the first slot and the first tile of its head.
@@ -69,6 +70,7 @@ class TiledTokens(NamedTuple):
     codes: jax.Array
     sides: tuple[jax.Array, ...]
     starts: jax.Array | None
+    first: jax.Array | None
     form: Form
     order: CodesOnLanes
     column: int = 0
@@ -106,11 +108,9 @@ class TiledTokens(NamedTuple):
 
     def numbers(self, rows: int) -> jax.Array:
         """What the steps of each row are told, int32 `[rows, n]`: of which its head's first slot and its first tile."""
-        if self.starts is None:
+        if self.starts is None or self.first is None:
             return jnp.zeros((rows, 0), jnp.int32)
-        tiles = -(-jnp.diff(self.starts, axis=1) // self.form.tokens)
-        before = jnp.pad(jnp.cumsum(tiles, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
-        return jnp.stack([self.starts.reshape(rows), before.reshape(rows)], axis=1)
+        return jnp.stack([self.starts.reshape(rows), self.first.reshape(rows)], axis=1)
 
     def arrays(self, tile: int) -> list[jax.Array]:
         return [self.codes, *(x for x in self.sides for _ in range(self.form.blocks(tile)))]
@@ -262,4 +262,4 @@ def tiled_tokens(tokens: Any) -> TiledTokens | None:
         sides = [tokens.scales] if tokens.lows is None else [tokens.scales, tokens.lows]
         begins = isinstance(tokens, PackedOnLanes)
         form = Form(codes.bits, width, tokens.tile if begins else tokens.tile.tokens, 1, begins)
-    return TiledTokens(codes.on_lanes, tuple(sides), tokens.starts if form.begins else None, form, codes)
+    return TiledTokens(codes.on_lanes, tuple(sides), *heads_of(tokens), form, codes)

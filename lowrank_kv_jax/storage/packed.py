@@ -1,5 +1,8 @@
 """Quantised tokens of several heads behind each other in one buffer: no two heads share a scale."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Float32, Int, Int32
@@ -20,6 +23,8 @@ class PackedTokens:
         bits: 2, 4 or 8.
         tile: tokens that share a scale, each channel its own.
         channels: R.
+        first: int32 `[B, H]`, the tile with which each head begins, where these are not all heads; None: see
+            `first_tiles`.
     """
 
     codes: jax.Array = leaf("batch", None, "tokens", None, kind="coefficients")
@@ -29,6 +34,7 @@ class PackedTokens:
     bits: int = static()
     tile: int = static()
     channels: int = static()
+    first: jax.Array | None = leaf("batch", None, kind="indices", default=None)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -49,10 +55,28 @@ def tiles_of(starts: Int[jax.Array, "B H"], slots: Int[jax.Array, " S"], tile: i
 
     Counted from any head that begins before a slot the tile comes out too low, or right: the highest count is right.
     """
-    before = jnp.cumsum(-(-jnp.diff(starts, axis=1) // tile), axis=1)
-    before = jnp.pad(before, ((0, 0), (1, 0)))
     from_start = slots[None, None] - starts[:, :, None]
-    return jnp.max(jnp.where(from_start >= 0, before[:, :, None] + from_start // tile, 0), axis=1)
+    counted = first_tiles(starts, tile)[:, :, None] + from_start // tile
+    return jnp.max(jnp.where(from_start >= 0, counted, 0), axis=1)
+
+
+def first_tiles(starts: Int[jax.Array, "B H"], tile: int) -> Int32[jax.Array, "B H"]:
+    """The tile with which each of all heads begins, int32 `[B, H]`, from its first slot."""
+    tiles = -(-jnp.diff(starts, axis=1) // tile)
+    return jnp.pad(jnp.cumsum(tiles, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+
+
+def heads_of(stored: Any) -> tuple[jax.Array | None, jax.Array | None]:
+    """First slots and first tiles of the heads of `PackedTokens`, or of what stands for them; None of other storage."""
+    if not hasattr(stored, "starts"):
+        return None, None
+    return stored.starts, first_tiles(stored.starts, stored.tile) if stored.first is None else stored.first
+
+
+def of_some_heads(stored: Any, begin: Int[jax.Array, ""], count: int) -> Any:
+    """`PackedTokens`, or what stands for them, of `count` heads from `begin` on, in the same buffer."""
+    starts, first = (jax.lax.dynamic_slice_in_dim(x, begin, count, axis=1) for x in heads_of(stored))
+    return dataclasses.replace(stored, starts=starts, first=first)
 
 
 def empty_packed(batch: int, heads: int, size: int, channels: int, bits: int, tile: int) -> PackedTokens:

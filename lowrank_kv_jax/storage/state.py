@@ -29,12 +29,12 @@ class LeafInfo(NamedTuple):
     kind: str
 
 
-def leaf(*axes: str | None, kind: str) -> Any:
+def leaf(*axes: str | None, kind: str, **kwargs: Any) -> Any:
     """Declare an array field of a `@state` class."""
     unknown = [a for a in axes if a is not None and a not in AXES]
     if unknown or kind not in KINDS:
         raise ValueError(f"leaf{axes} of kind {kind!r}: axes must be of {AXES}, kind of {KINDS}")
-    return dataclasses.field(metadata={"leaf": LeafInfo(axes, kind)})
+    return dataclasses.field(metadata={"leaf": LeafInfo(axes, kind)}, **kwargs)
 
 
 def static(**kwargs: Any) -> Any:

@@ -114,7 +114,7 @@ class PackedOnLanes:
     Attributes:
         codes: theirs, `[B, 1, C, S']`.
         scales, lows: as there, in planes `[B, 1, tiles', R']`, tiles rounded up.
-        starts: as there, int32 `[B, H]`.
+        starts, first: as there, int32 `[B, H]`.
         tile: tokens that share them.
     """
 
@@ -123,6 +123,7 @@ class PackedOnLanes:
     lows: jax.Array | None = leaf("batch", None, None, None, kind="scales")
     starts: jax.Array = leaf("batch", None, kind="indices")
     tile: int = static()
+    first: jax.Array | None = leaf("batch", None, kind="indices", default=None)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -80,7 +80,7 @@ def test_kernels_read_what_lies_on_their_device(names, monkeypatch):
 def test_heads_with_budgets_of_their_own_are_read_by_kernels_too():
     """Each device has all of their tokens and reads those of its heads; that XLA does it instead would be an error."""
     names = ("adakv", "momentkv:keep=0.5,sinks=4,recent=8", "kvzip:keep=0.5,sinks=4,recent=8",
-             "static-pca-h:rank=0.5,sinks=4,recent=8+adakv:keep=0.5,recent=8")
+             "kivi:bits=4,recent=8+kvzip:keep=0.5", "static-pca-h:rank=0.5,sinks=4,recent=8+adakv:keep=0.5,recent=8")
     environment = {"LOWRANK_KV_BACKEND": "triton", "PYTHONWARNINGS": "error::RuntimeWarning"}
     for record in results.__wrapped__(*names, **environment).values():
         assert record["difference"] < 1e-4 and record["same_tokens"]
