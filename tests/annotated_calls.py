@@ -37,6 +37,7 @@ from lowrank_kv_jax.storage import (
     eight_bits,
     lanes,
     on_host,
+    packed,
     pages_in_rows,
     positions,
     precise,
@@ -90,10 +91,11 @@ def stored(x, taps):
     quantised.store_tokens(x, 4, jnp.float32)
     quantised.store_basis(x, "int8")
     lanes.tokens_on_lanes(x).write_tokens(some, length, length)
-    packed = water_filled.empty_water_filled(2, 3, 10, ((4, 8),))
-    lanes.tokens_on_lanes(packed.write_block(0, some)).write_tokens(some, length, length)
+    filled = water_filled.empty_water_filled(2, 3, 10, ((4, 8),))
+    lanes.tokens_on_lanes(filled.write_block(0, some)).write_tokens(some, length, length)
     water_filled.unpack(water_filled.pack(some, ((4, 8),)), ((4, 8),))
     positions.PerHead(jnp.zeros((2, 3, 10), jnp.int32), None, 3).of_device(length[0])
+    packed.of_some_heads(packed.empty_packed(2, 3, 10, 4, 4, 4), length[0], 1)
     on_host.on_host(x).read_block(length[0], 4)
     held = eight_bits.eight_bits_of(x, x.dtype)
     held.filled(x[:, :, :4]).read_block(length[0], 4)
@@ -104,7 +106,7 @@ def stored(x, taps):
     gaps = jnp.zeros((2, 2), jnp.int32)
     moments.moments_across([taps, taps], jnp.ones((2, 3), bool))
     moments.moments_by_values([taps, taps], jnp.ones((2, 3), bool))
-    return positions.Runs(gaps, gaps).slots_through(gaps)
+    return positions.Runs(gaps, gaps).slots_through(gaps), positions.Runs(gaps, gaps).of_each(length)
 
 
 def drawn(logits):

@@ -44,11 +44,13 @@ def merge_over(part: AttnPartial, axis: str) -> AttnPartial:
     return AttnPartial(out / jnp.where(total == 0, 1.0, total)[..., None], jnp.log(total) + top)
 
 
-def merge(parts: Sequence[AttnPartial]) -> AttnPartial:
+def merge(parts: Sequence[AttnPartial], kv_heads: int | None = None) -> AttnPartial:
     """Attention over the union of disjoint parts.
 
     Args:
         parts: at least one partial, all of one shape. Empty parts (lse = -inf) change nothing.
+        kv_heads: K, where kernels made the parts head by head: on a GPU XLA then makes one program of a merge and of
+            the merge of splits before it.
 
     Returns:
         lse = logsumexp_j lse_j and out = sum_j exp(lse_j - lse) out_j, float32.
@@ -60,6 +62,9 @@ def merge(parts: Sequence[AttnPartial]) -> AttnPartial:
         raise ValueError("merge needs at least one partial")
     if len(parts) == 1:
         return parts[0]
+    if kv_heads is not None:
+        whole = merge([AttnPartial(*(_by_kv_head(x, kv_heads) for x in part)) for part in parts])
+        return AttnPartial(*(x.reshape(*x.shape[:2], -1, *x.shape[4:]) for x in whole))
     top = parts[0].lse
     for part in parts[1:]:
         top = jnp.maximum(top, part.lse)
@@ -68,3 +73,8 @@ def merge(parts: Sequence[AttnPartial]) -> AttnPartial:
     total = sum(weights[1:], weights[0])
     out = sum((w[..., None] * p.out for w, p in zip(weights, parts, strict=True)), jnp.zeros(()))
     return AttnPartial(out / jnp.where(total == 0, 1.0, total)[..., None], jnp.log(total) + top)
+
+
+def _by_kv_head(x: jax.Array, kv_heads: int) -> jax.Array:
+    """`[B, T, K, G, ..]` of `[B, T, N, ..]`."""
+    return x.reshape(*x.shape[:2], kv_heads, -1, *x.shape[3:])

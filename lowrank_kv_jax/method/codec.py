@@ -202,7 +202,7 @@ class Codec(Part):
     ) -> AttnPartial:
         """The same, and over other tokens. For codecs whose kernels can read these, too."""
         others = attend_to(beside, **layout.spec.logits)
-        return merge([others, self.attend(layout, bases, store, q, positions, place)])
+        return merge([others, self.attend(layout, bases, store, q, positions, place)], layout.spec.kv_heads)
 
     def fault(self, stores: tuple[Any, ...]) -> str | None:
         """As `KVMethod.fault`, of the stores of all groups."""

@@ -329,7 +329,8 @@ class Machine(KVMethod):
     def _attend(self, layout, bases, state, q, positions, place, whole=False):
         part = self._retained(layout, bases, state, q, positions, place, whole)
         if self.standing is not None and place.window is None:  # moments do not know which left a sliding window
-            part = merge([part, moment_summary.partial(state.gone[place.held], q, layout.spec.scale)])
+            moments = moment_summary.partial(state.gone[place.held], q, layout.spec.scale)
+            part = merge([part, moments], layout.spec.kv_heads)
         return part
 
     def retained(self, layout, bases, state, q, positions, place):

@@ -41,16 +41,19 @@ class Voters(NamedTuple):
     positions: jax.Array
     there: jax.Array
 
-    def votes(self, method, layout, place, keys: Any, position, held, owned=None) -> jax.Array:
+    def votes(self, method, layout, place, keys: Any, position, held, owned=None, causal: bool = True) -> jax.Array:
         """float32 `[B, J, S]` for keys `[B, J, S, D]`.
 
         Args:
             position: int32 `[B, U, S]` of the keys, of which J / U buffers share it.
             held: bool `[B, U, S]`, which of them there are.
             owned: bool `[B, 1, 1, N, S]`, which query heads see which of packed keys; None: each those of its buffer.
+            causal: whether some keys may lie behind a query.
         """
         key, query, buffers = position[:, :, None, None], self.positions[:, None, :, None, None], keys.shape[1]
-        seen = self.there[:, None, :, None, None] & held[:, :, None, None] & (key <= query)
+        seen = self.there[:, None, :, None, None] & held[:, :, None, None]
+        if causal:
+            seen = seen & (key <= query)
         if place.window is not None:
             seen = seen & (key > query - place.window)
         if owned is not None:
@@ -102,7 +105,7 @@ def _for_stored(method, layout, bases, store, voters: Voters, place) -> jax.Arra
     q, keys = method.codec.logits(layout, bases.codec, store, voters.q, place)  # of all voters: keys may be rebuilt
 
     def votes(part: Voters) -> jax.Array:
-        return part.votes(method, layout, place, keys, where.position, held, owned)
+        return part.votes(method, layout, place, keys, where.position, held, owned, causal=False)
 
     of_buffers = voters._replace(q=q).in_blocks(votes)
     return of_buffers.reshape(*where.position.shape[:2], -1, of_buffers.shape[-1]).sum(2)

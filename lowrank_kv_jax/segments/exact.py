@@ -99,8 +99,7 @@ def append(segment: Exact, k: jax.Array, v: jax.Array, counts: jax.Array) -> Exa
 
 def newest(segment: Exact) -> jax.Array:
     """Position of the last token that each row holds, int32 `[B]`; -1 of none."""
-    slots = jnp.arange(segment.k.shape[2])
-    return jnp.max(jnp.where(slots < segment.length[:, None], segment.positions.at(slots), -1), axis=1)
+    return jnp.where(segment.length > 0, segment.positions.of_each(segment.length - 1), -1)
 
 
 def asked(segment: Exact, q: jax.Array, q_positions: jax.Array, window: int | None = None) -> Beside:

@@ -28,6 +28,11 @@ class Runs:
         behind = slots[None, None, :] >= self.start[:, :, None]
         return slots[None, :] + jnp.sum(jnp.where(behind, self.jump[:, :, None], 0), axis=1)
 
+    def of_each(self, slot: Int[jax.Array, " B"]) -> Int32[jax.Array, " B"]:
+        """Position int32 `[B]` of one slot of each row."""
+        gaps = range(self.start.shape[1])  # a sum along an axis would be a program of its own
+        return slot + sum(jnp.where(slot >= self.start[:, p], self.jump[:, p], 0) for p in gaps)
+
     def pieces(self) -> tuple[Int32[jax.Array, "B P"], Int32[jax.Array, "B P"]]:
         """Runs of consecutive tokens in order: first slots and offsets (position - slot), int32 `[B, P + 1]` each."""
         first, offset = self._pieces()

@@ -78,6 +78,14 @@ def test_a_row_may_be_empty_in_one_part_only():
     assert np.isneginf(merge([mixed, empty]).lse[0]).all()
 
 
+def test_a_merge_by_kv_head_is_the_merge():
+    rng = np.random.default_rng(3)
+    shapes = ((2, 3, 6, 4), (2, 3, 6))
+    parts = [AttnPartial(*(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)) for _ in range(2)]
+    for found, expected in zip(merge(parts, kv_heads=3), merge(parts), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_merging_overlapping_parts_counts_tokens_twice():
     part = AttnPartial(jnp.ones((1, 1, 1, 2)), jnp.zeros((1, 1, 1)))
     np.testing.assert_allclose(merge([part, part]).lse, np.log(2), atol=1e-6)

@@ -177,6 +177,7 @@ def test_runs_are_slots_with_gaps(given_gaps, begin, which, more):
         return [i + sum(j for s, j in gaps if i >= s) for i in range(10)]
 
     assert jitted_at()(runs, slots)[0].tolist() == plain(given_gaps)
+    assert int(runs.of_each(jnp.array([begin]))[0]) == plain(given_gaps)[begin]
     widened = [(s, j + more * (p == which)) for p, (s, j) in enumerate(given_gaps)]
     assert jitted_at()(runs.skip(which, jnp.array([more])), slots)[0].tolist() == plain(widened)
     assert jitted_at()(runs.from_slot(begin), slots)[0].tolist()[: 10 - begin] == plain(given_gaps)[begin:]
