@@ -1,7 +1,7 @@
 """Votes of decoded queries for the tokens that they attended to, kept beside the tokens until the next choice."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -9,9 +9,13 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.method.codec import Ends
+from lowrank_kv_jax.method.selection import Selection
 from lowrank_kv_jax.method.votes import QUERIES, decoding_votes, seen_before
+from lowrank_kv_jax.pallas_kernels.votes import add_votes
+from lowrank_kv_jax.pallas_kernels.votes.api import Asked
 from lowrank_kv_jax.segments import exact as exact_tokens
 from lowrank_kv_jax.storage.backend import on_gpu
+from lowrank_kv_jax.storage.cached_tokens import Beside, CachedTokens
 from lowrank_kv_jax.storage.over_tokens import on_each, own_segments
 from lowrank_kv_jax.storage.state import take_tokens
 
@@ -27,9 +31,33 @@ def of_prompt(exact: exact_tokens.Exact, votes: jax.Array) -> jax.Array:
 def observe(method: Any, layout, bases, state, q: jax.Array, lse: jax.Array, positions: jax.Array, place):
     """The state after a layer's queries `[B, T, N, D]`, whose total log-sum-exp is `lse`, have voted."""
     there = positions <= exact_tokens.newest(state.ends[place.held])[:, None]  # rows may be padded, or have ended
-    near, far = _for_held(method, layout, bases, state, Voters(q, lse, positions, there), place)
-    state = dataclasses.replace(state, near_votes=state.near_votes + near)
-    return state if far is None else dataclasses.replace(state, far_votes=state.far_votes + far)
+    voters = Voters(q, lse, positions, there)
+
+    def on_xla() -> tuple[jax.Array, ...]:
+        near, far = _for_held(method, layout, bases, state, voters, place)
+        return (state.near_votes + near, *(() if far is None else (state.far_votes + far,)))
+
+    if type(method.selection).vote is Selection.vote and layout.spec.logit_cap is None:
+        votes = _by_kernel(method, layout, bases, state, voters, place, on_xla)
+    else:
+        votes = on_xla()
+    near, far = votes if len(votes) == 2 else (*votes, state.far_votes)
+    return dataclasses.replace(state, near_votes=near, far_votes=far)
+
+
+def _by_kernel(method, layout, bases, state, voters, place, on_xla: Callable[[], Any]) -> tuple[jax.Array, ...]:
+    """Votes for the exact tokens, and for the stored ones if there is a store, with those of `voters`."""
+
+    def asked() -> Iterator[Asked]:
+        exact, store = state.ends[place.held], state.store
+        yield Asked(state.near_votes, exact_tokens.asked(exact, voters.q, voters.positions, place.window))
+        if store is not None:
+            q, keys = method.codec.logits(layout, bases.codec, store, voters.q, place)
+            tokens = CachedTokens(keys, keys, store.tokens.length, store.tokens.positions)
+            yield Asked(state.far_votes, Beside(q, tokens, voters.positions, False, place.window))
+
+    lse = jnp.where(voters.there[..., None], voters.lse, jnp.inf)
+    return add_votes(asked, lse, scale=layout.spec.scale, reference=on_xla)
 
 
 class Voters(NamedTuple):

@@ -1,0 +1,52 @@
+"""The op that the core calls; a GPU has a kernel, all others XLA's products."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+
+from lowrank_kv_jax.pallas_kernels import dispatch
+from lowrank_kv_jax.storage.backend import choose
+from lowrank_kv_jax.storage.cached_tokens import Beside
+from lowrank_kv_jax.storage.over_tokens import mesh_here
+
+
+class Asked(NamedTuple):
+    """Tokens that queries vote for.
+
+    Attributes:
+        votes: float32 `[B, J, S]`, those that are there.
+        tokens: with the queries `[B, T, N, D]`; their values are not read.
+    """
+
+    votes: jax.Array
+    tokens: Beside
+
+
+def add_votes(
+    asked: Callable[[], Iterable[Asked]], lse: jax.Array, *, scale: float, reference: Callable[[], Any]
+) -> Any:
+    """Votes and the sum over queries of exp(q . k scale - lse), by tokens (H2O, section 4.2 of arXiv:2306.14048).
+
+    Args:
+        asked: gives what the same queries vote for, where a kernel may read it.
+        lse: float32 `[B, T, N]`, their total log-sum-exp; inf of queries that do not vote.
+        scale: of the logits.
+        reference: the same by XLA, called where there is no kernel for a case. Nothing is warned of: its products read
+            the tokens once, too, and hold logits of float32 beside them.
+
+    Returns:
+        float32 `[B, J, S]` of each, or what `reference` returns.
+    """
+    mesh = mesh_here()
+    if choose(None) != "triton" or (mesh is not None and mesh.size > 1):
+        return reference()
+    from lowrank_kv_jax.pallas_kernels.votes import gpu_triton  # Pallas is not where XLA is enough
+
+    try:
+        return tuple(
+            gpu_triton.add_votes(one.votes, one.tokens, lse, scale=scale, interpret=dispatch.interpreted("triton"))
+            for one in asked()
+        )
+    except dispatch.Unsupported:
+        return reference()

@@ -1,0 +1,92 @@
+"""Votes by the Triton kernel, interpreted, against float64; and whole steps, whose votes are those of XLA's products."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import PLAIN, bases_for, model, prompts
+
+from lowrank_kv_jax.generation.forward import extend, prefill
+from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.pallas_kernels.votes import gpu_triton
+from lowrank_kv_jax.storage.backend import OVERRIDE
+from lowrank_kv_jax.storage.cached_tokens import Beside, CachedTokens
+from lowrank_kv_jax.storage.positions import PerHead, Runs
+from lowrank_kv_jax.storage.state import walk
+
+SCALE, SIZE, DIM = 0.3, 300, 24
+LENGTHS = np.array([0, 1, 129, 300], np.int32)
+
+
+def expected(old, q, keys, lse, seen):
+    """`[B, J, S]` in float64 of queries `[B, T, N, D]`, keys `[B, N, S, D]` and who sees what, `[B, T, N, S]`."""
+    logits = np.einsum("btnd,bnsd->btns", q.astype(np.float64), keys.astype(np.float64)) * SCALE - lse[..., None]
+    shares = np.where(seen, np.exp(np.minimum(logits, 0)), 0).sum(1)  # [B, N, S]
+    return old + shares.reshape(len(old), old.shape[1], -1, old.shape[2]).sum(2)
+
+
+@pytest.mark.parametrize("queries, window", [(1, None), (3, None), (3, 40)])
+@pytest.mark.newest
+def test_of_heads_with_slots_of_their_own(queries, window):
+    """Of rows that hold nothing to all there is room for; a query that is padding votes for nothing."""
+    rng, batch, heads, group = np.random.default_rng(0), len(LENGTHS), 2, 3
+    q = rng.normal(size=(batch, queries, heads * group, DIM)).astype(np.float32)
+    keys = rng.normal(size=(batch, heads, SIZE, DIM)).astype(np.float32)
+    old = rng.random((batch, heads, SIZE)).astype(np.float32)
+    lse = rng.normal(size=(batch, queries, heads * group)).astype(np.float32) + 3
+    lse[2, 0] = np.inf
+    at = np.maximum(LENGTHS, queries)[:, None] - queries + np.arange(queries)
+    there = np.arange(SIZE) < LENGTHS[:, None]
+    slots = np.arange(SIZE)[None, None]
+    seen = there[:, None] & (slots <= at[..., None]) & (slots > at[..., None] - (window or SIZE + 1))
+    none = jnp.zeros((batch, 2), jnp.int32)
+    held = jnp.asarray(np.where(there[:, None, :, None], keys, np.nan))
+    tokens = CachedTokens(held, held, jnp.asarray(LENGTHS), Runs(none, none))
+    asked = Beside(jnp.asarray(q), tokens, jnp.asarray(at), True, window)
+    found = gpu_triton.add_votes(jnp.asarray(old), asked, jnp.asarray(lse), scale=SCALE, interpret=True)
+    repeated = np.repeat(np.where(there[:, None, :, None], keys, 0), group, axis=1)
+    np.testing.assert_allclose(found, expected(old, q, repeated, lse, seen[:, :, None]), atol=2e-5)
+
+
+def test_of_heads_behind_each_other_in_one_buffer():
+    """Each head adds to the slots that it owns, some of which lie among another's."""
+    rng, batch, heads, group = np.random.default_rng(1), 2, 3, 2
+    counts = np.array([290, 150], np.int32)
+    owner = np.sort(rng.integers(0, heads, (batch, 1, SIZE)), axis=2).astype(np.int8)
+    owner[:, 0, [3, 140]] = owner[:, 0, [140, 3]]
+    q = rng.normal(size=(batch, 1, heads * group, DIM)).astype(np.float32)
+    keys, old = rng.normal(size=(batch, 1, SIZE, DIM)).astype(np.float32), rng.random((batch, 1, SIZE)).astype(np.float32)
+    lse = rng.normal(size=(batch, 1, heads * group)).astype(np.float32) + 3
+    there = np.arange(SIZE) < counts[:, None]
+    where = PerHead(jnp.zeros((batch, 1, SIZE), jnp.int32), jnp.asarray(owner), heads)
+    held = jnp.asarray(np.where(there[:, None, :, None], keys, np.nan))
+    asked = Beside(jnp.asarray(q), CachedTokens(held, held, jnp.asarray(counts), where), jnp.asarray(counts[:, None]), False)
+    found = gpu_triton.add_votes(jnp.asarray(old), asked, jnp.asarray(lse), scale=SCALE, interpret=True)
+    mine = there[:, None, None] & (owner[:, :, None] == np.repeat(np.arange(heads), group)[None, None, :, None])
+    repeated = np.repeat(np.where(there[:, None, :, None], keys, 0), heads * group, axis=1)
+    np.testing.assert_allclose(found, expected(old, q, repeated, lse, mine), atol=2e-5)
+
+
+@pytest.mark.parametrize("spec", ["h2o:keep=0.5,recent=8", "momentkv:keep=0.5,sinks=2,recent=8"])
+def test_steps_vote_as_by_xla(spec, monkeypatch):
+    config, method = dataclasses.replace(PLAIN, num_layers=1, windows=(None,)), parse_method(spec)
+    params, bases, lengths = model(config).params, bases_for(method, config), jnp.array([48, 31])
+    found, called, original = {}, [], gpu_triton.add_votes
+    monkeypatch.setattr(gpu_triton, "add_votes", lambda *given, **options: called.append(1) or original(*given, **options))
+    for backend in ("xla", "triton"):
+        jax.clear_caches()  # the backend is chosen while tracing
+        monkeypatch.setenv(OVERRIDE, backend)
+        cache, _ = prefill(method, config, params, prompts()[:2, :48], lengths, bases=bases, capacity=80, block=8,
+                           dtype=jnp.float32)
+        before = jax.tree.map(jnp.copy, cache.groups)
+        cache, _ = extend(method, config, params, cache, jnp.array([[5], [6]]), bases=bases)
+        found[backend] = {path: np.asarray(x) for path, x, _ in walk(cache.groups) if "votes" in path}
+        first = {path: np.asarray(x) for path, x, _ in walk(before) if "votes" in path}
+    jax.clear_caches()
+    assert len(called) == 2  # for exact and for stored tokens; XLA would not say that it does it instead
+    assert found["xla"].keys() == {"0.near_votes", "0.far_votes"}
+    for path, votes in found["xla"].items():
+        assert (votes > first[path]).any()
+        np.testing.assert_allclose(found["triton"][path], votes, atol=2e-5)
