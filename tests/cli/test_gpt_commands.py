@@ -14,6 +14,7 @@ def directory(request, tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_diagnose_and_generate_take_a_directory(directory, capsys):
     text, out = str(directory / "text.txt"), str(directory / "out.jsonl")
     common = ["--model", str(directory / "model"), "--dtype", "float32"]

@@ -29,7 +29,8 @@ def prefilled(spec, config, rank=None, params=None, **arguments):
 
 @pytest.mark.parametrize("spec", [
     pytest.param("palu:sinks=2,recent=4", marks=pytest.mark.slow),
-    pytest.param("streamingkv:sinks=0,recent=0", marks=pytest.mark.slow), "ojakv:rope=post,sinks=3,recent=5", "streamingkv:sinks=2,recent=4+kvzip:keep=1.0"])
+    pytest.param("streamingkv:sinks=0,recent=0", marks=pytest.mark.slow), "ojakv:rope=post,sinks=3,recent=5",
+    pytest.param("streamingkv:sinks=2,recent=4+kvzip:keep=1.0", marks=pytest.mark.slow)])
 def test_it_is_exact_at_full_rank(spec):
     head, *rest = spec.split("+")
     _, _, _, exact = prefilled("full", WINDOWED)

@@ -65,6 +65,7 @@ def test_methods_of_one_prefill_have_a_block_each_and_one_capacity():
         jax.tree.map(np.testing.assert_array_equal, caches[CODED], alone)
 
 
+@pytest.mark.slow
 def test_texts_are_scored_in_the_methods_blocks():
     """Predictions are compared token by token, whatever blocks they were made in."""
     methods: dict[str, Part] = {spec: parse_method(spec) for spec in ("full", EXACT)}

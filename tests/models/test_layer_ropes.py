@@ -34,10 +34,10 @@ def fitted(method):
 
 
 @pytest.mark.parametrize("spec", [
-    "transform:bits=8,metric=attention,sampled=False",
+    "static-pca:rank=1.0,rope=pre",
     *(pytest.param(spec, marks=pytest.mark.slow) for spec in (
-        "single-svd:rank=1.0,rope=pre", "h2o:keep=1.0,positions=cache",
-        "static-pca:rank=1.0,rope=pre", "osp:rank=1.0,rope=pre,chunk_length=16", "shadowkv:rank=1.0,budget=64",
+        "transform:bits=8,metric=attention,sampled=False", "single-svd:rank=1.0,rope=pre", "h2o:keep=1.0,positions=cache",
+        "osp:rank=1.0,rope=pre,chunk_length=16", "shadowkv:rank=1.0,budget=64",
     )),
 ])
 def test_at_full_quality_a_cache_is_the_full_one(spec):

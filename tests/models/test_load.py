@@ -295,6 +295,7 @@ def test_weights_are_cut_over_a_mesh(tmp_path):
     run(SHARDED, str(path), XLA_FLAGS="--xla_force_host_platform_device_count=8")
 
 
+@pytest.mark.slow
 def test_peak_host_memory_is_little_more_than_the_weights():
     """Peak resident memory of loading, all of it (the tokenizer too), against the bytes of the weights.
 

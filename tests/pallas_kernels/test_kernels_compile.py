@@ -183,7 +183,7 @@ def test_one_layer_more_is_few_programs_more():
     cut = [r for r in found if r["name"].endswith("=4")]
     assert len(cut) == 7 and not [r for r in cut if r["failure"] or r["collective"] > 1 << 15]
     full, more, palu, palu_more, *others = (r for r in found if r not in cut)
-    assert more["kernels"] - full["kernels"] <= 17 and palu_more["kernels"] - palu["kernels"] <= 20
+    assert more["kernels"] - full["kernels"] <= 17 and palu_more["kernels"] - palu["kernels"] <= 19
     assert more["kernels"] <= 3 * 15 + 8  # eight of the embedding and the logits
     assert max(full["temporaries"], palu_more["temporaries"]) < 1 << 21
     assert all(abs(two["temporaries"] - three["temporaries"]) < 1 << 20 for two, three in zip(others[::2], others[1::2], strict=True))

@@ -79,7 +79,7 @@ def decoded(cache):
 
 
 @pytest.mark.parametrize("layout, chunk", [
-    ("rows", None), ("lanes", None), pytest.param("rows", 40, marks=pytest.mark.slow)])
+    ("rows", None), *(pytest.param(*given, marks=pytest.mark.slow) for given in (("lanes", None), ("rows", 40)))])
 def test_a_cache_holds_its_ends_in_codes_of_what_it_would_hold(layout, chunk):
     held, logits = decoded(refreshed(NARROW, layout, chunk))
     exact, wanted = decoded(refreshed(WIDE, layout, chunk))

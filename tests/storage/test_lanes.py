@@ -168,8 +168,7 @@ PAGES = "shadowkv:budget=16,keep=none,sinks=4,recent=8,outliers=1,rank=8"
 @pytest.mark.parametrize(
     "backend, layout, spec",
     [
-        ("triton", "rows", POST),
-        *(pytest.param("triton", "rows", spec, marks=pytest.mark.slow) for spec in (PRE, SELECTED, PAGES)),
+        *(pytest.param("triton", "rows", spec, marks=pytest.mark.slow) for spec in (POST, PRE, SELECTED, PAGES)),
         *(pytest.param("tpu", "lanes", spec, marks=pytest.mark.slow) for spec in (POST, PRE, SELECTED, MIXED, JOINT)),
     ],
 )

@@ -27,6 +27,7 @@ def test_a_block_is_the_caches_and_stands_in_records(tmp_path):
     assert small < large
 
 
+@pytest.mark.slow
 def test_a_methods_own_block_stands_in_its_records(tmp_path):
     coded = "transform:metric=plain,sampled=False"
     suite, methods = Suite("eval test", questions(2), rows=2, seed=1), {"full": METHODS["full"], coded: parse_method(coded)}

@@ -54,6 +54,7 @@ def test_errors_are_those_of_float64():
         np.testing.assert_allclose(found[spec][layer], wanted, rtol=2e-4)
 
 
+@pytest.mark.slow
 def test_groups_of_layers_are_measured_layer_by_layer():
     tokens = np.asarray(prompts(rows=1, length=72)[0])
     specs = ["transform:bits=2,group=2,metric=plain,sampled=False", "transform:bits=8,group=2,metric=plain,sampled=False"]

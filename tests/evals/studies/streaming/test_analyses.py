@@ -139,6 +139,7 @@ def test_methods_are_compared_where_prompts_attend_alike():
         (f"{spec},prefill=compressed", f"{over},prefill=compressed") for spec, over, _ in found[:2]]
 
 
+@pytest.mark.slow
 def test_prefill_and_decoding_are_timed_apart():
     specs = ["full", *prefill_specs(0.5)[-2:]]
     rows = end_to_end(model(), specs, 40, steps=4, rounds=2)

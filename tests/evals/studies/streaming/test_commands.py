@@ -71,6 +71,7 @@ def test_methods_are_refused_before_anything_is_measured(tiny, options, message,
     assert shown.out == "" and message in shown.err
 
 
+@pytest.mark.slow
 def test_the_fisher_overlap_is_printed_drawn_and_recorded(tiny, tmp_path, capsys):
     found = streaming(tmp_path, "--studies", "fisher", "--windows", "1", "--bands", "2", "--plot", str(tmp_path / "f.png"))
     assert "Fisher overlap of pydoc:first and python" in capsys.readouterr().out and (tmp_path / "f.png").exists()

@@ -27,8 +27,7 @@ def expected(old, q, keys, lse, seen):
     return old + shares.reshape(len(old), old.shape[1], -1, old.shape[2]).sum(2)
 
 
-@pytest.mark.parametrize("queries, window", [(1, None), (3, None), (3, 40)])
-@pytest.mark.newest
+@pytest.mark.parametrize("queries, window", [pytest.param(1, None, marks=pytest.mark.newest), (3, None), (3, 40)])
 def test_of_heads_with_slots_of_their_own(queries, window):
     """Of rows that hold nothing to all there is room for; a query that is padding votes for nothing."""
     rng, batch, heads, group = np.random.default_rng(0), len(LENGTHS), 2, 3
