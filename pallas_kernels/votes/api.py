@@ -26,7 +26,7 @@ class Asked(NamedTuple):
 def add_votes(
     asked: Callable[[], Iterable[Asked]], lse: jax.Array, *, scale: float, reference: Callable[[], Any]
 ) -> Any:
-    """Votes and the sum over queries of exp(q . k scale - lse), by tokens (H2O, section 4.2 of arXiv:2306.14048).
+    """Votes and the sum over queries of exp(q . k scale - lse), by tokens (H2O's accumulated attention).
 
     Args:
         asked: gives what the same queries vote for, where a kernel may read it.
