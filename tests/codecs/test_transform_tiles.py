@@ -126,6 +126,7 @@ def test_folded_queries_and_rebuilt_keys_give_what_the_oracle_does(spec, monkeyp
     np.testing.assert_allclose(found, np.einsum("btnd,bsnd->btns", q, keys), atol=4e-3)
 
 
+@pytest.mark.slow
 def test_whole_caches_fold_as_they_rebuild(monkeypatch):
     """Of prompts that end in different tiles, before a refresh and after it, where queries are folded and where keys are
     rebuilt: slots and positions begin tiles together all along."""

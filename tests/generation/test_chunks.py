@@ -261,6 +261,7 @@ def memory_of_a_chunk(spec, prompt, chunk=64):
     return found.temp_size_in_bytes, found.argument_size_in_bytes, lkv.cache_bytes(cache).total
 
 
+@pytest.mark.slow
 def test_memory_of_a_chunk_does_not_grow_with_the_prompt():
     """At a budget in tokens nothing does; where all tokens are coded, temporaries grow by no more than the cache does."""
     short, long = (memory_of_a_chunk("snapkv:budget=48,sinks=4,recent=8,window=8", n) for n in (256, 4096))

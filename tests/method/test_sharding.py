@@ -111,6 +111,7 @@ for rows in ([2], [0, 1, 3]):
 """
 
 
+@pytest.mark.slow
 def test_rows_that_the_devices_do_not_divide_go_on():
     """Taken out of a cache on a mesh, as `eval ruler --draft` does row by row: they lie on every device."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"

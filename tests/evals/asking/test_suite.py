@@ -452,6 +452,7 @@ def test_repeated_tasks_and_lengths_count_once(files, tmp_path, monkeypatch, cap
     assert shown == [{"mean": ["trec", "lcc"]}]
 
 
+@pytest.mark.slow
 def test_needles_at_every_depth(tmp_path):
     long = dataclasses.replace(PLAIN, context=2048)
     only = {"full": METHODS["full"]}

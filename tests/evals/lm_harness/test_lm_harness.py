@@ -75,6 +75,7 @@ def test_every_token_is_scored_through_the_compressed_cache():
     assert one.ttft_s is None and again.ttft_s > 0 and again.logprob == one.logprob  # a time without compilation
 
 
+@pytest.mark.slow
 def test_long_heads_and_long_tails_stand_apart():
     """Together they would not fit into the model's context, which a cache that holds what comes after exactly needs."""
     small = Loaded(dataclasses.replace(tiny().config, context=64), tiny().params)

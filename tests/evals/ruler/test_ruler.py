@@ -41,7 +41,8 @@ def documents_of(text):
 # ---- against the official generator ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("length", "task"), HELD)
+@pytest.mark.parametrize(("length", "task"), [
+    pytest.param(*case, marks=pytest.mark.slow) if case[0] > 2048 else case for case in HELD])
 def test_samples_are_those_of_the_official_generator(tokenizer, length, task):
     rows = rows_of(length, task)
     haystack = shared("text", "state_union.txt").read_text(encoding="utf-8")

@@ -27,6 +27,7 @@ def streaming(tmp_path, *argv):
     return [json.loads(line) for line in record.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_distributions_and_columns_are_printed_drawn_and_recorded(tiny, tmp_path, capsys):
     found = streaming(tmp_path, "--studies", "distributions", "columns", "--text-length", "48", "--methods", *OWN, "--plot",
                       str(tmp_path / "f.png"))
