@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.storage.cached_tokens import Beside, CachedTokens
-from lowrank_kv_jax.storage.over_tokens import axes_here, mesh_here
+from lowrank_kv_jax.storage.over_tokens import apart, axes_here, mesh_here
 from lowrank_kv_jax.storage.packed import of_some_heads
 from lowrank_kv_jax.storage.sharding import OF_AXIS, partition
 from lowrank_kv_jax.storage.state import map_leaves
@@ -123,6 +123,8 @@ def cut_tokens(tokens: CachedTokens, packed: bool = False) -> CachedTokens:
     if getattr(tokens.positions, "owner", None) is not None:
         if not packed:
             raise Unsupported("tokens of heads with budgets of their own, over several devices")
+        if apart() and (hasattr(tokens.keys, "starts") or hasattr(tokens.values, "starts")):
+            raise Unsupported("tiles of heads of which some begin on another device")
     k, v = (cut(x, TOKENS) if isinstance(x, jax.Array) else cut_state(x) for x in (tokens.keys, tokens.values))
     return CachedTokens(k, v, cut(tokens.lengths, ("batch",)), cut_state(tokens.positions))
 

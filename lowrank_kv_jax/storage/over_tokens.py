@@ -82,10 +82,10 @@ def on_each(f: Callable[..., Any], stored: Any, *whole: Any, out: Any = None) ->
 
 def summed(tree: Any) -> Any:
     """Sums over the devices of arrays that each has its part of; within `on_each`."""
-    return jax.lax.psum(tree, TOKENS) if _apart() else tree
+    return jax.lax.psum(tree, TOKENS) if apart() else tree
 
 
-def _apart() -> bool:
+def apart() -> bool:
     """Whether a device is alone with its own slots here."""
     mesh = _MESH.get()
     return mesh is not None and TOKENS in mesh.axis_names and TOKENS not in axes_here()
@@ -98,7 +98,7 @@ def begin_of(number: jax.Array, own: Any) -> jax.Array:
 
 def own_segments(number: jax.Array, tree: Any) -> Any:
     """A device's part of a store as segments of their own: lengths and positions count from its first slot."""
-    if not _apart():
+    if not apart():
         return tree
     if isinstance(tree, tuple | list):
         return type(tree)(own_segments(number, x) for x in tree)

@@ -74,7 +74,8 @@ def test_no_collective_moves_tokens(name):
 @pytest.mark.slow
 def test_kernels_attend_to_their_devices_slots(monkeypatch):
     monkeypatch.setenv("LOWRANK_KV_BACKEND", "triton")
-    names = ("full", "ojakv:rank=0.5,rope=pre,sinks=4,recent=8", "osp:rank=0.5,sinks=4,recent=8")
+    names = ("full", "ojakv:rank=0.5,rope=pre,sinks=4,recent=8", "osp:rank=0.5,sinks=4,recent=8",
+             "adakv:keep=0.5,sinks=4,recent=8,decoding=keep", "kivi:bits=4,recent=8+kvzip:keep=0.5,decoding=keep")
     for line in on_devices(8, "sharded_methods.py", f"mesh:{MESH}", *names).splitlines():
         record = json.loads(line)
         assert record["same_tokens"] and record["difference"] < 1e-4
