@@ -126,12 +126,8 @@ def supported(program: Program, target: str) -> bool:
     """Whether the target's kernels claim the case: Mosaic GPU only on GPUs, from jax 0.12 on; packed tokens there after
     RoPE, or turned within tiles; before RoPE there not too many components."""
     if target == "sm_90":
-        if program.turned:
-            return True
-        if program.op == ROTARY and program.rank_k > MOST_REBUILT:
+        if program.op == ROTARY and program.rank_k > MOST_REBUILT and program.dtype != "mixed":
             return False
-        if program.dtype == "mixed":
-            return program.op == PLAIN
         return not program.mosaic or jax.version.__version_info__ >= (0, 12)
     return not program.mosaic
 

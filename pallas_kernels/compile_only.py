@@ -166,7 +166,7 @@ def kernels_in(folder: str) -> Iterator[tuple[str, KernelFacts]]:
             name = re.search(r"entry (\w+)\(", entry)
             if name is None or "attention" not in name[1]:
                 continue
-            launch = re.search(rf"{name[1]} grid: (\[.*?\]) threads: \[(\d+), .*?shared_memory: (\d+) bytes", thunks)
+            launch = re.search(rf"\b{name[1]} grid: (\[.*?\]) threads: \[(\d+), .*?shared_memory: (\d+) bytes", thunks)
             assert launch is not None
             threads, copies, (waits, part) = int(launch[2]), _copies(entry), _waits(entry)
             under_way = round(part * threads * sum(width * count for width, count in copies.items()))

@@ -23,6 +23,7 @@ PACKED_LEAST_ROWS = 8  # of a tensor core's second operand
 PACKED_TILE, PACKED_WARPS = 64, 8  # packed tokens of a tile; warps of a core, by programs of as few as can be
 PACKED_SUMS = {1: 80, 2: 168, 4: 160}  # registers that sums may have, by a program's warps
 PACKED_ADDED = 24  # fewer, where each slot's logits are added to: with as many some spill
+REBUILT_SHAPES = ((64, 4), (128, 8))  # tokens whose packed keys are rebuilt at once, and warps
 SHARED = 227 * 1024  # bytes of a core of an H100 or H200 that its programs share
 LEAST_TILE = 16  # tokens that a tensor core multiplies
 LEAST_TILES = 4  # a split of fewer tiles costs more to merge than it saves
@@ -148,6 +149,12 @@ def packed_grid(
     waves = max(PACKED_WARPS // warps, 1)
     stages = 3 if 3 * waves * PACKED_TILE * token_bytes(warps) <= SHARED else 2
     grid = _grid(rows, programs, size, PACKED_TILE, stages, warps, waves)
+    return dataclasses.replace(grid, rows=power_of_two(rows, PACKED_LEAST_ROWS))
+
+
+def rebuilt_grid(rows: int, programs: int, size: int, tile: int, warps: int, together: int) -> Grid:
+    """As `decode_grid`, where keys are rebuilt in a basis that each program holds, `together` programs a core."""
+    grid = _grid(rows, programs, size, tile, 1, warps, together)
     return dataclasses.replace(grid, rows=power_of_two(rows, PACKED_LEAST_ROWS))
 
 

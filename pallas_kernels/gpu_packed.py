@@ -7,6 +7,7 @@ The bytes of a window are one operand after the other, a product for each place,
 """
 
 import functools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from lowrank_kv_jax.storage.water_filled import WORD, WidthRuns, bytes_of, middl
 
 WINDOW = 16  # bytes, the least that a tensor core sums over; wider ones meet more zeros
 SUBNORMAL = 2.0**24  # an integer, over what its bits are as a float16 number
+ONES = 0x3C003C00  # the bits of two float16 ones
 
 
 class Window(NamedTuple):
@@ -160,6 +162,16 @@ def load_window(ref, start, tokens: int, window: Window) -> jax.Array:
     return plgpu.load(ref.at[next(whole), next(whole)], mask=next(whole), other=0)
 
 
+def products(
+    ref, start, tokens: int, windows: Sequence[Window], interpret: bool
+) -> Iterator[tuple[Product, jax.Array]]:
+    """Each product of so many tokens of `ref` `[S, C]` from `start` on, and its numbers `[tokens, bytes]`."""
+    for window in windows:
+        codes = load_window(ref, start, tokens, window)
+        for product in window.products:
+            yield product, numbers_of(codes, product.mask, interpret)
+
+
 def numbers_of(codes: jax.Array, mask: int, interpret: bool) -> jax.Array:
     """Float16 numbers, some bits of each byte, of bytes of any shape.
 
@@ -174,3 +186,36 @@ def numbers_of(codes: jax.Array, mask: int, interpret: bool) -> jax.Array:
         result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.float16)],
     )
     return numbers
+
+
+def ones_like(codes: jax.Array, interpret: bool) -> jax.Array:
+    """Float16 ones of the shape of codes.
+
+    As if they were made of them: what is multiplied by a constant would be held in registers from tile to tile.
+    """
+    if interpret:
+        return jnp.ones(codes.shape, jnp.float16)
+    (ones,) = plgpu.elementwise_inline_asm(
+        f"mov.b32 $0, {ONES:#x}; mov.b32 $1, {ONES:#x};", args=[codes], constraints="=r,=r,r", pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.float16)],
+    )
+    return ones
+
+
+def turned_halves(
+    first: jax.Array, second: jax.Array, cos: jax.Array, sin: jax.Array, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Both halves of channel pairs rotated by an angle, all float16: two instructions for two numbers of a half."""
+    if interpret:
+        return first * cos - second * sin, second * cos + first * sin
+
+    def pairs(text: str) -> jax.Array:
+        (numbers,) = plgpu.elementwise_inline_asm(
+            text, args=[first, second, cos, sin], constraints="=r,r,r,r,r", pack=2,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(first.shape, jnp.float16)],
+        )
+        return numbers
+
+    less = "neg.f16x2 less, $2; mul.rn.f16x2 own, $1, $3; fma.rn.f16x2 $0, less, $4, own;"
+    more = "mul.rn.f16x2 own, $2, $3; fma.rn.f16x2 $0, $1, $4, own;"
+    return pairs(f"{{ .reg .b32 own, less; {less} }}"), pairs(f"{{ .reg .b32 own; {more} }}")

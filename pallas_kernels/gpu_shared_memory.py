@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
-from lowrank_kv_jax.pallas_kernels.gpu_grid import LEAST_TILE, Grid
+from lowrank_kv_jax.pallas_kernels.gpu_grid import LEAST_TILE, REBUILT_SHAPES, Grid
 from lowrank_kv_jax.pallas_kernels.packing import Stored, columns
 
 KIB = 1024
@@ -25,6 +25,8 @@ OTHERS = 99 * KIB  # of the consumers' GPUs since 8.6
 BETWEEN_LAYOUTS = 44  # vectors of a head that rebuilt keys and turned queries need on their way between layouts, at most
 HALF = 2  # bytes of a weight that a product takes
 FEWEST_PACKED = 2  # stages over packed codes
+OF_TOKEN = 192  # bytes that a token of packed keys takes on its way between layouts, at most
+LEAST_PAIRS = 16  # channel pairs of a program
 WGMMA_ROWS = 64  # from so many query rows on, products are asynchronous: their operands have one buffer more
 
 
@@ -82,6 +84,31 @@ def packed_grid_there(grid: Grid, keys: Stored, values: Stored, token_bytes: int
         return some.stages * (some.tile * token_bytes + query_bytes) + some.rows * some.tile * HALF
 
     return _fitting(grid, keys, values, needed, least=FEWEST_PACKED)
+
+
+def rebuilt_shape(columns: int, pairs: int) -> tuple[int, int, int, int]:
+    """Channel pairs, tokens, warps of a program that rebuilds packed keys, and how many programs a core holds: of as few
+    tokens as let two share it, or else of many, and of all channels if their basis fits.
+
+    Args:
+        columns: of the basis as the kernel takes it.
+        pairs: of a head.
+
+    Raises:
+        Unsupported: the GPU has too little for that.
+    """
+
+    def together(own: int, tile: int) -> int:
+        return there() // (HALF * columns * 2 * own + OF_TOKEN * tile)
+
+    few, many = REBUILT_SHAPES
+    for own in (pairs >> halved for halved in range(pairs.bit_length()) if pairs >> halved >= LEAST_PAIRS):
+        if together(own, few[0]) > 1:
+            return own, *few, together(own, few[0])
+        if together(own, many[0]):
+            return own, *many, 1
+    raise Unsupported(f"packed keys that unpack to {columns} columns, whose basis needs more than the {there()} bytes of "
+                      "shared memory that the GPU has")
 
 
 def _multiplied(grid: Grid, *stored: Stored) -> tuple[Stored, ...]:

@@ -21,9 +21,8 @@ from lowrank_kv_jax.pallas_kernels.gpu_packed import (
     SUBNORMAL,
     WINDOW,
     columns_of,
-    load_window,
-    numbers_of,
     power_above,
+    products,
     read_of,
     spread_queries,
     windows_of,
@@ -38,7 +37,7 @@ from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
 )
 from lowrank_kv_jax.pallas_kernels.owned_slots import numbers as numbers_of_heads
 from lowrank_kv_jax.pallas_kernels.packing import LOG2_E, Stored, by_program, by_query, empty_of, pack
-from lowrank_kv_jax.storage.water_filled import WORD, components_of
+from lowrank_kv_jax.storage.water_filled import WORD, WidthRuns, components_of
 
 
 class Folded(NamedTuple):
@@ -112,6 +111,34 @@ def attend_folded(
     return by_query(part, queries)
 
 
+def attend_given(
+    logits: jax.Array, values: Stored, begin, end, *, scale: float, interpret: bool
+) -> AttnPartial:
+    """The same of queries `[B, T, N, .]` whose logits are given.
+
+    Args:
+        logits: float32 `[B, T, N, P, S']`, not scaled yet, P numbers that add up to each, of S' slots: as many as a
+            program reads at once, or more. Those of slots that a query does not see may be anything.
+    """
+    batch, queries, q_heads, parts, _ = logits.shape
+
+    def columns(warps: int) -> int:
+        return columns_of(values.runs, warps * WINDOW)
+
+    def token_bytes(warps: int) -> int:
+        return read_of(values.runs, warps * WINDOW)
+
+    heads = packed_heads(values.codes.shape[1], q_heads, queries, columns, True)
+    packed = pack(logits.reshape(batch, queries, q_heads, -1), heads, begin, end)
+    grid = packed_grid(packed.q.shape[2], batch * heads, values.codes.shape[2], columns, token_bytes, True)
+    grid = packed_grid_there(grid, values, values, token_bytes(grid.warps))
+    kernel = functools.partial(
+        _given_kernel, grid=grid, runs=values.runs, interpret=interpret, scale=scale, parts=parts)
+    operands, width = by_head(packed, packed.q, values.codes), components_of(values.runs)
+    part = launch("coefficient_attention", kernel, grid, packed, None, operands, width, interpret=interpret)
+    return by_query(part, queries)
+
+
 def _query_spec(x: jax.Array, heads: int) -> pl.BlockSpec:
     """What each program has of `numbers`: of some of their J heads all queries, or of one a part."""
     together, parts = max(1, x.shape[0] // heads), max(1, heads // x.shape[0])
@@ -138,49 +165,66 @@ def _kernel(
     q_ref, largest_ref, above_ref, *refs = refs
     (added_ref, *refs) = refs if added else (None, *refs)
     k_ref, v_ref, out_ref, lse_ref = refs
-    begin, end = load_ranges(limits, grid.rows, lse_ref.shape[0])
-    rows = jnp.arange(grid.rows)
+    rows, n = jnp.arange(grid.rows), grid.tile
     largest = plgpu.load(largest_ref.at[rows], mask=rows < largest_ref.shape[0], other=0)
     factor = scale * LOG2_E * SUBNORMAL * power_above(largest)
     queries_at = _queries_at(q_ref, grid.rows)
+
+    def logits_of(tile, at):
+        number = jnp.int32(0) if stretch is None else tile * n // stretch  # of the queries that this tile's tokens meet
+        logits = jnp.zeros((n, grid.rows), jnp.float32)
+        for product, keys in products(k_ref, at, n, windows_of(key_runs, window), interpret):
+            q = plgpu.load(q_ref.at[queries_at(number, product.column, window)])
+            logits += jnp.dot(keys, q.T, preferred_element_type=jnp.float32)
+        above = plgpu.load(above_ref.at[number, rows], mask=rows < above_ref.shape[1], other=0)
+        logits = logits * factor[None] - (scale * LOG2_E * above)[None]
+        return logits + scale * LOG2_E * _of_slots(added_ref, at, n, grid.rows) if added else logits
+
+    _over_tiles(limits, logits_of, owner_ref, v_ref, out_ref, lse_ref, grid=grid, runs=value_runs, interpret=interpret)
+
+
+def _given_kernel(
+    limits, logits_ref, v_ref, out_ref, lse_ref, *, grid: Grid, runs, interpret: bool, scale: float, parts: int
+):
+    each = logits_ref.shape[1] // parts
+
+    def logits_of(tile, at):
+        return scale * LOG2_E * sum(_of_slots(logits_ref, at + n * each, grid.tile, grid.rows) for n in range(parts))
+
+    _over_tiles(limits, logits_of, None, v_ref, out_ref, lse_ref, grid=grid, runs=runs, interpret=interpret)
+
+
+def _over_tiles(
+    limits, logits_of, owner_ref, v_ref, out_ref, lse_ref, *, grid: Grid, runs: WidthRuns, interpret: bool
+) -> None:
+    """Sum up this program's share of the values.
+
+    Args:
+        logits_of: gives those of a tile, by its number and its first slot, float32 `[tile, rows]`, in base 2.
+    """
+    begin, end = load_ranges(limits, grid.rows, lse_ref.shape[0])
     start, stop, high = tile_range(limits, grid)
-    value_windows = windows_of(value_runs, grid.warps * WINDOW)
-    size, n = k_ref.shape[0], grid.tile
+    windows = windows_of(runs, grid.warps * WINDOW)
+    size, n = v_ref.shape[0], grid.tile
 
     def body(tile, carry):
         top, total, accs = carry
         # a mask of tokens would spill registers: the last tile begins where all of it is there, if it is anywhere
         at = tile * n if size % n == 0 else jnp.clip(size - n, 0, tile * n)
         inside = at + jnp.arange(n) < high
-        number = jnp.int32(0) if stretch is None else tile * n // stretch  # of the queries that this tile's tokens meet
-
-        def products(ref, windows):
-            """Each product, and its numbers `[tile, bytes]`."""
-            for window in windows:
-                codes = load_window(ref, at, n, window)
-                for product in window.products:
-                    yield product, numbers_of(codes, product.mask, interpret)
-
-        logits = jnp.zeros((n, grid.rows), jnp.float32)
-        for product, keys in products(k_ref, windows_of(key_runs, window)):
-            q = plgpu.load(q_ref.at[queries_at(number, product.column, window)])
-            logits += jnp.dot(keys, q.T, preferred_element_type=jnp.float32)
+        logits = logits_of(tile, at)
         seen = jnp.maximum(begin, tile * n), end  # of a tile that begins earlier, what no other has
-        visible = visible_slots(at, inside, *seen, owner_ref, limits.head[0] if owned else None, axis=0)
-        above = plgpu.load(above_ref.at[number, rows], mask=rows < above_ref.shape[1], other=0)
-        logits = logits * factor[None] - (scale * LOG2_E * above)[None]
-        if added:
-            logits += scale * LOG2_E * _of_slots(added_ref, at, n, grid.rows)
+        visible = visible_slots(at, inside, *seen, owner_ref, None if owner_ref is None else limits.head[0], axis=0)
         weights, shrink, top, total = online_softmax(logits, visible, top, total, 0, jnp.float16)
         accs = tuple(
             acc * shrink[None] + jnp.dot(values.T, weights, preferred_element_type=jnp.float32)
-            for acc, (_, values) in zip(accs, products(v_ref, value_windows), strict=True)
+            for acc, (_, values) in zip(accs, products(v_ref, at, n, windows, interpret), strict=True)
         )
         return top, total, accs
 
-    sums = tuple(jnp.zeros((own.size, grid.rows), jnp.float32) for own in value_windows for _ in own.products)
+    sums = tuple(jnp.zeros((own.size, grid.rows), jnp.float32) for own in windows for _ in own.products)
     top, total, sums = jax.lax.fori_loop(start, stop, body, (*start_carry(grid.rows, ())[:2], sums))
-    _write(out_ref, lse_ref, grid, value_windows, sums, top, total)
+    _write(out_ref, lse_ref, grid, windows, sums, top, total)
 
 
 def _queries_at(ref, rows: int):

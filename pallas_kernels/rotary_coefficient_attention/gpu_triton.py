@@ -33,7 +33,7 @@ from lowrank_kv_jax.pallas_kernels.packing import (
     columns,
     stored_arrays,
 )
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import gpu_tiles
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import gpu_rebuilt, gpu_tiles
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_rotation import rotation
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import (
     Rotary,
@@ -59,7 +59,11 @@ def rotary_coefficient_attention(
         return in_head_space(part, value_basis, kv_heads)
     keys, values = stored_arrays(tokens.keys), stored_arrays(tokens.values)
     if keys.runs is not None:
-        raise Slower("keys packed in several widths before RoPE: an H200 rebuilds them faster by XLA")
+        part = gpu_rebuilt.attend(
+            q, tokens, key_basis, rope=rope, kv_heads=kv_heads, scale=scale, q_positions=q_positions, causal=causal,
+            window=window, key_mean=key_mean, interpret=interpret,
+        )
+        return in_head_space(part, value_basis, kv_heads)
     if key_basis.shape[-1] > MOST_REBUILT:
         raise Slower(f"keys of more than {MOST_REBUILT} components before RoPE: an H200 rebuilds them faster by XLA")
     rotary = prepare(

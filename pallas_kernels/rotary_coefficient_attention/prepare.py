@@ -25,7 +25,7 @@ class Rotary(NamedTuple):
     Attributes:
         packed: queries `[B, K, M, 2 H]`, the first channels of all pairs and then the second; H = D / 2 rounded up to
             a power of two.
-        basis: key basis of each kv head `[B or 1, K, 2 H, R]`, its channels in the same order, in the queries' dtype.
+        basis: key basis of each kv head `[B or 1, K, 2 H, R]`, its channels in the same order.
         mean: of the keys of each kv head `[B or 1, K, 2 H]`, float32, as above; None where they have none.
         first, offset: int32 `[B, P]`, runs of consecutive positions: first slot, and position minus slot. One run of all
             slots where positions do not count, or are those of each slot.
@@ -45,8 +45,10 @@ class Rotary(NamedTuple):
     steps: jax.Array
 
 
-def prepare(q, tokens, key_basis, *, rope, kv_heads, q_positions, causal, window, key_mean=None) -> Rotary:
-    """Arrange the op's arguments.
+def prepare(
+    q, tokens, key_basis, *, rope, kv_heads, q_positions, causal, window, key_mean=None, basis_dtype=None
+) -> Rotary:
+    """Arrange the op's arguments, the basis in the queries' dtype where none is told.
 
     Raises:
         Unsupported: what `pack` and `visible_range` refuse, so that heads packed in one buffer never come here.
@@ -66,7 +68,8 @@ def prepare(q, tokens, key_basis, *, rope, kv_heads, q_positions, causal, window
     cos, sin, steps = (jnp.asarray(x) for x in (*digit_tables(rope, head_dim), steps_of_pairs(rope, head_dim)))
     turned = split_pairs(packed.q, pairs)
     packed = packed._replace(q=turned.reshape(*turned.shape[:3], -1))
-    return Rotary(packed, basis.astype(q.dtype), _mean(key_mean, pairs), first, offset, positions, cos, sin, steps)
+    basis, mean = basis.astype(basis_dtype or q.dtype), _mean(key_mean, pairs)
+    return Rotary(packed, basis, mean, first, offset, positions, cos, sin, steps)
 
 
 def in_head_space(part: AttnPartial, value_basis: jax.Array | None, kv_heads: int) -> AttnPartial:

@@ -287,12 +287,14 @@ def test_layers_that_are_alike_share_their_bits():
     ("bits=4,rope=post", "triton"),
     pytest.param("bits=4,rope=post,steps=prompt", "triton", marks=pytest.mark.slow),
     pytest.param("bits=4,kv=joint,rope=post", "triton", marks=pytest.mark.slow),
+    ("bits=4", "triton"),
+    pytest.param("bits=4,heads=per_head,kv=joint,steps=prompt", "triton", marks=pytest.mark.slow),
     pytest.param("bits=3", "tpu", marks=pytest.mark.slow),
     pytest.param("bits=2,rope=post,steps=prompt", "tpu", marks=pytest.mark.slow),
     *(pytest.param(f"bits=2,kv=joint{rope}", "tpu", marks=pytest.mark.slow) for rope in ("", ",rope=post")),
 ])
 def test_kernels_give_what_xla_does(monkeypatch, spec, backend):
-    """A warning, where one falls back to XLA, is an error. A GPU's kernel takes queries in 16 bits, and before RoPE nothing."""
+    """A warning, where one falls back to XLA, is an error. A GPU's kernels take queries in 16 bits."""
     method = parse_method(f"transform:{spec}")
     moments = random_moments(PLAIN, means=True)
     bases, (q, tokens) = method.fit(SPEC, moments)[0], tokens_like(moments)

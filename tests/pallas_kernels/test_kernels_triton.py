@@ -90,6 +90,35 @@ def test_rotary(case):
     check(run(rotary_coefficient_attention, x.q, x.tokens, x.basis, **x.options), x.oracle, case.dtype)
 
 
+WIDE = 4  # values in 8 bits are numbers of some ten: what rounded weights differ by is as much larger
+PACKED = Case(rope=ROPE, runs=SOME, lengths=(0, 1, 63, 64, 65, 300), dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dataclasses.replace(PACKED, mean=True, per_row=True, gaps=(0, 64), jumps=(100000, 9)),
+        newest(dataclasses.replace(PACKED, lengths=(20, 7), S=20, D=96, dtype="float16")),  # fewer tokens than a tile has
+        newest(dataclasses.replace(PACKED, own=2, mean=True, lengths=(1, 129, 300), rope=LLAMA3)),
+        dataclasses.replace(PACKED, runs=MANY, J=1, Jv=1, N=24, K=8, lengths=(300, 130), gaps=(70, 90), jumps=(3, 40)),
+        slow(dataclasses.replace(PACKED, runs=MANY, J=1, Jv=1, K=2, D=256, lengths=(300, 130), mean=True)),  # in parts
+        slow(dataclasses.replace(PACKED, T=3, causal=True, window=90, lengths=(2, 101, 300), N=8, S=600)),
+        slow(dataclasses.replace(PACKED, own=1, J=1, Jv=2, K=2, T=2, lengths=(0, 64, 300), dtype="float16", per_row=True)),
+        slow(dataclasses.replace(PACKED, rope=None, per_row=True, mean=True, lengths=(300, 5))),
+        slow(dataclasses.replace(PACKED, S=1300, lengths=(1300, 513), mean=True)),  # splits
+    ],
+    ids=str,
+)
+def test_packed_keys_before_rope(case):
+    """Rebuilt by one kernel, attended by another; a sink's gap within a tile, runs that share one, a joint basis."""
+    x = make(case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no other way is taken
+        found = run(rotary_coefficient_attention, x.q, x.tokens, x.basis, **x.options)
+    out, lse = x.oracle
+    check(found._replace(out=found.out / WIDE), (out / WIDE, lse), case.dtype)
+
+
 TURNED = Case(turned=True, rope=ROPE, mean=True, runs=SOME, gaps=(0, 900), jumps=(4, 0), dtype="bfloat16")
 
 
