@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import by_kernel
 from lowrank_kv_jax.pallas_kernels.compile_only import NoCompiler, compile_for, device, gpu_facts, mosaic_facts
-from lowrank_kv_jax.pallas_kernels.gpu_grid import MOST_REBUILT
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 from lowrank_kv_jax.storage.lanes import tokens_on_lanes
 from lowrank_kv_jax.storage.positions import PerHead, Runs
@@ -66,7 +65,8 @@ PROGRAMS = (
     *(Program(PLAIN, r, r, dtype="mixed", joint=True) for r in (512, 640, 1024)),
     *(Program(ROTARY, r, r, dtype="mixed") for r in (64, 128)),
     Program(ROTARY, 160, 152, dtype="mixed", joint=True, head_dim=64),
-    *(Program(ROTARY, r, r, dtype="mixed", joint=True) for r in (256, 512)),
+    *(Program(ROTARY, r, r, dtype="mixed", joint=True) for r in (256, 512, 1024)),
+    Program(ROTARY, 128, 128, dtype="mixed", queries=4), Program(ROTARY, 512, 512, joint=True, chosen=True),
     *(Program(ROTARY, r, r, dtype="mixed", turned=True) for r in (64, 128)),
     Program(ROTARY, 160, 152, dtype="mixed", joint=True, head_dim=64, turned=True),
     *(Program(ROTARY, r, r, dtype="mixed", joint=True, turned=True) for r in (512, 1024)),
@@ -123,13 +123,8 @@ def tried(name: str, target: str, facts: Callable[[], dict[str, Any]]) -> Result
 
 
 def supported(program: Program, target: str) -> bool:
-    """Whether the target's kernels claim the case: Mosaic GPU only on GPUs, from jax 0.12 on; packed tokens there after
-    RoPE, or turned within tiles; before RoPE there not too many components."""
-    if target == "sm_90":
-        if program.op == ROTARY and program.rank_k > MOST_REBUILT and program.dtype != "mixed":
-            return False
-        return not program.mosaic or jax.version.__version_info__ >= (0, 12)
-    return not program.mosaic
+    """Whether the target's kernels claim the case: Mosaic GPU only on GPUs, from jax 0.12 on."""
+    return not program.mosaic or target == "sm_90" and jax.version.__version_info__ >= (0, 12)
 
 
 def compile_all(targets: Sequence[str], programs: Sequence[Program] = PROGRAMS) -> tuple[list[Result], dict[str, str]]:

@@ -8,7 +8,7 @@ The bytes of a window are one operand after the other, a product for each place,
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from lowrank_kv_jax.storage.water_filled import WORD, WidthRuns, bytes_of, middl
 
 WINDOW = 16  # bytes, the least that a tensor core sums over; wider ones meet more zeros
 SUBNORMAL = 2.0**24  # an integer, over what its bits are as a float16 number
-ONES = 0x3C003C00  # the bits of two float16 ones
+ONES = {"float16": 0x3C003C00, "bfloat16": 0x3F803F80}  # the bits of two
 
 
 class Window(NamedTuple):
@@ -188,16 +188,17 @@ def numbers_of(codes: jax.Array, mask: int, interpret: bool) -> jax.Array:
     return numbers
 
 
-def ones_like(codes: jax.Array, interpret: bool) -> jax.Array:
-    """Float16 ones of the shape of codes.
+def ones_like(x: jax.Array, dtype: Any, interpret: bool) -> jax.Array:
+    """Ones in 16 bits, of the shape of codes or of numbers in 16 bits.
 
     As if they were made of them: what is multiplied by a constant would be held in registers from tile to tile.
     """
     if interpret:
-        return jnp.ones(codes.shape, jnp.float16)
+        return jnp.ones(x.shape, dtype)
+    bits, registers = ONES[jnp.dtype(dtype).name], 2 // x.dtype.itemsize
     (ones,) = plgpu.elementwise_inline_asm(
-        f"mov.b32 $0, {ONES:#x}; mov.b32 $1, {ONES:#x};", args=[codes], constraints="=r,=r,r", pack=4,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.float16)],
+        " ".join(f"mov.b32 ${number}, {bits:#x};" for number in range(registers)), args=[x], pack=2 * registers,
+        constraints=",".join(["=r"] * registers + ["r"]), result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, dtype)],
     )
     return ones
 

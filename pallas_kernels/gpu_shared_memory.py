@@ -23,7 +23,7 @@ OTHERS = 99 * KIB  # of the consumers' GPUs since 8.6
 
 
 BETWEEN_LAYOUTS = 44  # vectors of a head that rebuilt keys and turned queries need on their way between layouts, at most
-HALF = 2  # bytes of a weight that a product takes
+HALF, FLOAT = 2, 4  # bytes of a weight that a product takes, and of a logit
 FEWEST_PACKED = 2  # stages over packed codes
 OF_TOKEN = 192  # bytes that a token of packed keys takes on its way between layouts, at most
 LEAST_PAIRS = 16  # channel pairs of a program
@@ -84,6 +84,21 @@ def packed_grid_there(grid: Grid, keys: Stored, values: Stored, token_bytes: int
         return some.stages * (some.tile * token_bytes + query_bytes) + some.rows * some.tile * HALF
 
     return _fitting(grid, keys, values, needed, least=FEWEST_PACKED)
+
+
+def given_grid(grid: Grid, values: Stored, parts: int) -> Grid:
+    """The grid of a kernel that reads values and float32 logits, in so many parts, with fewer stages, or tokens, where
+    there is too little room for them.
+
+    Raises:
+        Unsupported: as above.
+    """
+
+    def needed(some: Grid) -> int:
+        rows = some.rows * some.tile
+        return some.stages * (some.tile * _token_bytes(values) + FLOAT * parts * rows) + HALF * rows
+
+    return _fitting(grid, values, values, needed, tile=LEAST_TILE)
 
 
 def rebuilt_shape(columns: int, pairs: int) -> tuple[int, int, int, int]:

@@ -32,7 +32,8 @@ KERNELS = (
     *(Program(PLAIN, 128, 128, dtype=f"tiles{bits}") for bits in (2, 4)),
     Program(PLAIN, 128, 128, dtype="mixed"), *(Program(PLAIN, r, r, dtype="mixed", joint=True) for r in (512, 1024)),
     *(Program(ROTARY, r, r) for r in (64, 32)), Program(ROTARY, 64, 64, dtype="int8"),
-    Program(ROTARY, 256, 256, joint=True), Program(ROTARY, 64, 64, chosen=True),
+    *(Program(ROTARY, r, r, joint=True) for r in (256, 512)), Program(ROTARY, 64, 64, chosen=True),
+    Program(ROTARY, 128, 128, dtype="mixed"), Program(ROTARY, 512, 512, dtype="mixed", joint=True),
     Program(ROTARY, 128, 128, dtype="mixed", turned=True),
     Program(ROTARY, 512, 512, dtype="mixed", joint=True, turned=True),
 )

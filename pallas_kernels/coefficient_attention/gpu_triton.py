@@ -5,28 +5,32 @@ split of the tokens, and writes a float32 partial; the few partials of the split
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import gpu_codes, gpu_tiles
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid
 from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, launch
-from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import coefficient_grid
+from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import coefficient_grid, given_grid
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     add_tile,
     load_block,
     load_ranges,
     logits_of,
     start_beside,
+    start_carry,
     tile_range,
     visible_slots,
     write_partial,
 )
 from lowrank_kv_jax.pallas_kernels.owned_slots import Rows, numbers
 from lowrank_kv_jax.pallas_kernels.packing import (
+    MAX_ROWS,
     TILE_OF_SCALES,
     Packed,
     Stored,
@@ -86,6 +90,31 @@ def attend_packed(
         "coefficient_attention", kernel, grid, packed, head, operands, values.codes.shape[-1], interpret=interpret,
         beside=beside,
     )
+
+
+def attend_given(
+    logits: jax.Array, values: Stored, begin, end, *, dtype: Any, scale: float, interpret: bool
+) -> AttnPartial:
+    """The same of queries `[B, T, N, .]` whose logits are given.
+
+    Args:
+        logits: float32 `[B, T, N, P, S']`, not scaled yet, P numbers that add up to each, of S' slots: as many as a
+            program of packed tokens reads at once, or more. Those of slots that a query does not see may be anything.
+        values: in 16 bits.
+        dtype: of weights.
+    """
+    batch, queries, q_heads, parts, _ = logits.shape
+    stored = values.codes.shape[1]
+    able = (heads for heads in range(stored, q_heads + 1, stored) if q_heads % heads == 0)
+    few = next((heads for heads in able if queries * q_heads // heads <= MAX_ROWS), stored)
+    packed = pack(logits.reshape(*logits.shape[:3], -1), few, begin, end)
+    heads, rows, size, width = *packed.q.shape[1:3], *values.codes.shape[2:]
+    grid = decode_grid(rows, batch * heads, size, bytes_of_token(values))
+    grid = given_grid(grid, values, parts)
+    kernel = functools.partial(_given_kernel, grid=grid, scale=scale, parts=parts, dtype=dtype)
+    operands = by_head(packed, packed.q, values.codes)
+    part = launch("coefficient_attention", kernel, grid, packed, None, operands, width, interpret=interpret)
+    return by_query(part, queries)
 
 
 def check_stored(packed: Packed, keys: Stored, values: Stored) -> None:
@@ -148,3 +177,26 @@ def _kernel(limits, *refs, grid: Grid, scale: float, quantised: bool, owned: boo
     carry = start_beside(limits.beside, grid, scale, channels, lse_ref.shape[0])
     top, total, accs = jax.lax.fori_loop(start, stop, body, carry)
     write_partial(out_ref, lse_ref, grid, accs, value_pieces, top, total)
+
+
+def _given_kernel(limits, logits_ref, v_ref, out_ref, lse_ref, *, grid: Grid, scale: float, parts: int, dtype: Any):
+    pieces, each, rows = columns(v_ref.shape[-1]), logits_ref.shape[1] // parts, jnp.arange(grid.rows)
+    begin, end = load_ranges(limits, grid.rows, lse_ref.shape[0])
+    start, stop, high = tile_range(limits, grid)
+
+    def body(tile, carry):
+        at = tile * grid.tile
+        slots = at + jnp.arange(grid.tile)
+        inside = slots < high
+        there = (rows < lse_ref.shape[0])[:, None] & inside[None]
+
+        def read(part):
+            where = jnp.broadcast_to(rows[:, None], there.shape), jnp.broadcast_to(slots[None] + part * each, there.shape)
+            return plgpu.load(logits_ref.at[where], mask=there, other=0)
+
+        visible = visible_slots(at, inside, begin, end, None, None)
+        values = (load_block(v_ref, at, inside, piece) for piece in pieces)
+        return add_tile(carry, sum(map(read, range(parts))), scale, visible, dtype, pieces, values)
+
+    top, total, accs = jax.lax.fori_loop(start, stop, body, start_carry(grid.rows, pieces))
+    write_partial(out_ref, lse_ref, grid, accs, pieces, top, total)

@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.coefficient_attention.gpu_triton import bytes_of_token, check_stored, load_scale
-from lowrank_kv_jax.pallas_kernels.dispatch import Slower
 from lowrank_kv_jax.pallas_kernels.gpu_grid import MOST_REBUILT, Grid, decode_grid
 from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, launch
 from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import rotary_grid
@@ -58,14 +57,12 @@ def rotary_coefficient_attention(
         )
         return in_head_space(part, value_basis, kv_heads)
     keys, values = stored_arrays(tokens.keys), stored_arrays(tokens.values)
-    if keys.runs is not None:
+    if keys.runs is not None or key_basis.shape[-1] > MOST_REBUILT:
         part = gpu_rebuilt.attend(
             q, tokens, key_basis, rope=rope, kv_heads=kv_heads, scale=scale, q_positions=q_positions, causal=causal,
             window=window, key_mean=key_mean, interpret=interpret,
         )
         return in_head_space(part, value_basis, kv_heads)
-    if key_basis.shape[-1] > MOST_REBUILT:
-        raise Slower(f"keys of more than {MOST_REBUILT} components before RoPE: an H200 rebuilds them faster by XLA")
     rotary = prepare(
         q, tokens, key_basis, rope=rope, kv_heads=kv_heads, q_positions=q_positions, causal=causal, window=window,
         key_mean=key_mean,

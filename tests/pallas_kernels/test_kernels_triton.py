@@ -76,6 +76,10 @@ def test_coefficients(case):
         Case(rope=ROPE, D=96, rank_k=20, mean=True, gaps=(0, 64), jumps=(100000, 9), lengths=(0, 64, 65, 300)),
         slow(Case(rope=None, per_row=True, mean=True, rank_k=20, lengths=(300, 5))),
         slow(Case(rope=None, per_row=True, rank_k=20, dtype="bfloat16", lengths=(300, 5))),
+        Case(rope=ROPE, rank_k=330, J=1, rank_v=40, Jv=1, mean=True, lengths=(0, 140, 300), dtype="bfloat16"),  # by two kernels
+        slow(Case(rope=ROPE, rank_k=330, own=1, J=1, Jv=2, T=2, lengths=(140, 300), dtype="float16", D=96, per_row=True)),
+        slow(Case(rope=ROPE, rank_k=600, J=1, rank_v=80, Jv=1, D=256, lengths=(140,), dtype="bfloat16")),  # in parts
+        slow(Case(rope=ROPE, rank_k=330, J=2, T=3, causal=True, window=90, lengths=(101, 300), N=8, dtype="bfloat16")),
         slow(Case(rope=ROPE, D=128, rank_k=256, J=1, rank_v=384, Jv=1, lengths=(140,), dtype="bfloat16")),  # a joint basis, in pieces
         newest(Case(rope=LLAMA3, own=2, rank_k=20, mean=True, lengths=(0, 1, 129, 300))),
         Case(rope=ROPE, own=1, rank_k=20, D=96, mean=True, per_row=True, T=2, lengths=(0, 64, 65, 300)),
