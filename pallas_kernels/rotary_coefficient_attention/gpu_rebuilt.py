@@ -5,15 +5,13 @@ Two kernels, because they want different programs. Coefficients meet a basis her
 a tensor core can multiply by itself, and no more is held of a tile than its keys; there values meet a few weights, and
 sums of them fill the registers. What lies between them is a float32 number for each query row and token.
 
-The basis lies in shared memory for all tiles of a program. Bytes are numbers as `gpu_packed` says. Keys are rebuilt
-around their mean, of codes less the middles of their steps, which is one more column of the basis. As float16 numbers,
-scaled so that none is too large for one, they are rotated by their place within the tile, and meet queries that were
-turned back by the position at which the tile begins; or each by its own where positions follow no order.
+Here is what the kernel of `gpu_rebuilt_kernel` is given. A basis for codes is put in the order in which they come, and
+scaled so that no key is too large for a float16 number; what is added to all keys, their mean less the middles of their
+steps, are more columns of it. Queries are turned back by the position at which each tile begins.
 """
 
 import functools
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,26 +22,14 @@ from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import gpu_codes, gpu_triton
 from lowrank_kv_jax.pallas_kernels.dispatch import Slower
-from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, rebuilt_grid
+from lowrank_kv_jax.pallas_kernels.gpu_grid import rebuilt_grid
 from lowrank_kv_jax.pallas_kernels.gpu_launch import Operand, by_head, row_spec
-from lowrank_kv_jax.pallas_kernels.gpu_packed import (
-    SUBNORMAL,
-    WINDOW,
-    columns_of,
-    load_window,
-    middles_of,
-    ones_like,
-    order_of,
-    power_above,
-    products,
-    turned_halves,
-    windows_of,
-)
+from lowrank_kv_jax.pallas_kernels.gpu_packed import SUBNORMAL, WINDOW, columns_of, middles_of, order_of, power_above
 from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import rebuilt_shape
-from lowrank_kv_jax.pallas_kernels.gpu_softmax import load_block, split_range
 from lowrank_kv_jax.pallas_kernels.packed_codes import spread
 from lowrank_kv_jax.pallas_kernels.packing import Stored, columns, stored_arrays, visible_range
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import turn
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_rebuilt_kernel import PIECE, logits_kernel
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary, prepare, read_run, visits
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.turns import slot_angles
 from lowrank_kv_jax.storage import precise
@@ -52,25 +38,7 @@ from lowrank_kv_jax.storage.water_filled import WidthRuns
 LARGEST = 2.0**15  # of a basis: numbers of keys are 2^9 times smaller, and sum up to float16 numbers
 LARGEST_MEAN = 2.0**23  # over the largest number of the basis; beyond it the basis gives way
 LEAST = 2.0**-100  # of a basis, which may be zeros
-UNIT_OF_FLOATS = 16.0  # of keys that coefficients in 16 bits sum up to: up to a million, down to 2^-20
-PIECE = 64  # components of coefficients that are multiplied at once
 MOST_TOKENS = 256  # that a program reads at once
-
-
-class Scaled(NamedTuple):
-    """A basis as the kernel takes it.
-
-    Attributes:
-        numbers: `[B or 1, K, P, 2, columns, H / P]`, both channels of the pairs of each of P parts, in the dtype of what
-            they are multiplied with: of codes float16.
-        added: `[B or 1, K, P, 2, WINDOW, H / P]`, what is added to every key: the first two numbers and zeros.
-        unit: float32 `[B or 1, K]`, what the kernel's keys are multiplied by.
-    """
-
-    numbers: jax.Array
-    added: jax.Array
-    unit: jax.Array
-
 
 def attend(
     q, tokens, key_basis, *, rope, kv_heads, scale, q_positions, causal, window, key_mean, interpret
@@ -87,7 +55,7 @@ def attend(
         raise Slower(f"keys of {keys.codes.shape[-1]} components before RoPE, not in 16 bits: XLA rebuilds them faster")
     rotary = prepare(
         q, tokens, key_basis, rope=rope, kv_heads=kv_heads, q_positions=q_positions, causal=causal, window=window,
-        key_mean=key_mean, basis_dtype=jnp.float32,
+        key_mean=key_mean, basis_dtype=keys.codes.dtype if keys.runs is None else jnp.float32,
     )
     logits = _logits(rotary, keys, rope, interpret)
     batch, heads, _, *rest = logits.shape
@@ -100,29 +68,25 @@ def attend(
 def _logits(rotary: Rotary, keys: Stored, rope: RopeSpec | None, interpret: bool) -> jax.Array:
     """Float32 `[B, K, M, P, S']`, P numbers that add up to each, S' the S slots or more; those of slots that no query
     sees may be anything."""
-    packed, size, half = rotary.packed, keys.codes.shape[2], rotary.basis.shape[2] // 2
-    codes = keys.runs is not None
-    width = columns_of(keys.runs, WINDOW) if codes else sum(_pieces(keys.codes.shape[-1])[-1])
-    pairs, tile, warps, together = rebuilt_shape(width + WINDOW, half)
+    packed, half, (size, width) = rotary.packed, rotary.basis.shape[2] // 2, keys.codes.shape[2:]
+    held = sum(columns(width, PIECE)[-1]) if keys.runs is None else columns_of(keys.runs, WINDOW)
+    pairs, tile, warps, together = rebuilt_shape(held + WINDOW, half)
     (batch, heads, rows, _), parts = packed.q.shape, half // pairs
     grid = rebuilt_grid(rows, batch * heads * parts, size, tile, warps, together)
-    basis = _scaled(rotary, keys.runs, parts) if codes else _as_it_is(rotary, keys.codes.dtype, width, parts)
-    power = power_above(jnp.max(jnp.abs(packed.q.astype(jnp.float32)), axis=-1))
-    queries = _turned_back(packed.q.astype(jnp.float32) / power[..., None], rotary, rope, grid.tile, size)
-    queries = queries.reshape(*queries.shape[:-1], parts, pairs)
-    queries = jnp.moveaxis(queries, 5, 2).astype(jnp.float16)
+    queries = _turned_back(packed.q.astype(jnp.float32), rotary, rope, grid.tile, size).astype(jnp.float16)
+    queries = jnp.moveaxis(queries.reshape(*queries.shape[:-1], parts, pairs), 5, 2)
     angles = _angles(rotary, rope, parts)
-    factor = power * basis.unit[..., None]
+    basis = _as_it_is(rotary, parts) if keys.runs is None else _in_order(rotary, keys.runs, parts)
     told = visits(rotary, grid.tile)
-    operands = [
-        (told, row_spec(told, batch)), *angles,
-        *((x, _part_spec(x, batch, parts)) for x in (queries, basis.numbers, basis.added)),
-        *((x, _of_heads(spec, parts)) for x, spec in by_head(packed, factor, keys.codes)),
-    ]
+    ((codes, spec),) = by_head(packed, keys.codes)
     kernel = functools.partial(
-        _kernel, grid=grid, runs=rotary.first.shape[1], key_runs=keys.runs, rotated=rope is not None,
+        logits_kernel, grid=grid, runs=rotary.first.shape[1], key_runs=keys.runs, angles=len(angles), basis=len(basis),
         by_slot=rotary.positions is not None, interpret=interpret,
     )
+    operands = [
+        (told, row_spec(told, batch)), *angles, (queries, _part_spec(queries, batch, parts)), *basis,
+        (codes, _of_heads(spec, parts)),
+    ]
     arrays, specs = zip(*operands, strict=True)
     slots = max(size, MOST_TOKENS)
     return pl.pallas_call(
@@ -137,7 +101,9 @@ def _logits(rotary: Rotary, keys: Stored, rope: RopeSpec | None, interpret: bool
     )(*arrays)
 
 
-def _scaled(rotary: Rotary, runs: WidthRuns, parts: int) -> Scaled:
+def _in_order(rotary: Rotary, runs: WidthRuns, parts: int) -> list[Operand]:
+    """A basis for packed codes, in float16: its numbers in the order in which codes come, `[.., 2, columns, pairs]`; what
+    is added to every key, as `_as_two`; and `[.., 1]` what keys are multiplied by."""
     largest, basis, mean = rotary.basis, rotary.basis, rotary.mean
     if mean is not None:
         own = mean if len(mean) == len(basis) else jnp.max(jnp.abs(mean), axis=0, keepdims=True)
@@ -146,34 +112,30 @@ def _scaled(rotary: Rotary, runs: WidthRuns, parts: int) -> Scaled:
     numbers = spread(basis / unit[..., None, None], order_of(runs, WINDOW)).astype(jnp.float16)
     added = -precise.matmul(numbers.astype(jnp.float32), jnp.asarray(middles_of(runs, WINDOW), jnp.float32)) / SUBNORMAL
     added = added if mean is None else added + mean / (unit * SUBNORMAL)[..., None]
-    return Scaled(_by_part(numbers, parts), _by_part(_as_two(added, numbers.dtype), parts), unit * SUBNORMAL)
+    numbers = numbers.reshape(*numbers.shape[:2], 2, parts, -1, numbers.shape[-1]).transpose(0, 1, 3, 2, 5, 4)
+    unit = (unit * SUBNORMAL)[..., None]
+    rows = len(rotary.packed.q)
+    spec = pl.BlockSpec((None, None, 1), lambda s, h, b: (b if len(unit) == rows else 0, h // parts, 0))
+    return [(numbers, _part_spec(numbers, rows, parts)), _as_two(added, numbers.dtype, rows, parts), (unit, spec)]
 
 
-def _as_it_is(rotary: Rotary, dtype: Any, width: int, parts: int) -> Scaled:
-    """A basis for coefficients in 16 bits, with zeros behind its last component."""
-    numbers = (rotary.basis / UNIT_OF_FLOATS).astype(dtype)
-    numbers = jnp.pad(numbers, [(0, 0)] * 3 + [(0, width - numbers.shape[-1])])
-    mean = jnp.zeros_like(rotary.basis[:1, :, :, 0]) if rotary.mean is None else rotary.mean
-    added = _as_two(mean / UNIT_OF_FLOATS, dtype)
-    unit = jnp.full(numbers.shape[:2], UNIT_OF_FLOATS)
-    return Scaled(_by_part(numbers, parts), _by_part(added, parts), unit)
+def _as_it_is(rotary: Rotary, parts: int) -> list[Operand]:
+    """A basis for coefficients in 16 bits, in their dtype, as it lies, `[.., 2, pairs, R]`; and if there is a mean what
+    is added to every key."""
+    rows, (kept, heads, _, width) = len(rotary.packed.q), rotary.basis.shape
+    basis = rotary.basis.reshape(kept, heads, 2, parts, -1, width)
+    block = None, None, 2, None, *basis.shape[4:]
+    spec = pl.BlockSpec(block, lambda s, h, b: (b if kept == rows else 0, h // parts, 0, h % parts, 0, 0))
+    return [(basis, spec), *([] if rotary.mean is None else [_as_two(rotary.mean, basis.dtype, rows, parts)])]
 
 
-def _as_two(x: jax.Array, dtype: Any) -> jax.Array:
-    """`[.., WINDOW]`, of whose numbers in 16 bits the first two add up to x, and the others are zeros."""
+def _as_two(x: jax.Array, dtype: Any, rows: int, parts: int) -> Operand:
+    """Of numbers `[.., 2 H]` two each in 16 bits that add up to them, and zeros: `[.., 2, WINDOW, pairs]`."""
     high = x.astype(dtype)
     both = jnp.stack([high, (x - high.astype(jnp.float32)).astype(dtype)], axis=-1)
-    return jnp.pad(both, [(0, 0)] * x.ndim + [(0, WINDOW - 2)])
-
-
-def _by_part(x: jax.Array, parts: int) -> jax.Array:
-    """`[.., K, P, 2, C, H / P]` of `[.., K, 2 H, C]`."""
-    return x.reshape(*x.shape[:2], 2, parts, -1, x.shape[-1]).transpose(0, 1, 3, 2, 5, 4)
-
-
-def _pieces(width: int) -> tuple[tuple[int, int], ...]:
-    """(start, size) of the components of coefficients that are multiplied at once."""
-    return columns(width, PIECE)
+    both = jnp.pad(both, [(0, 0)] * x.ndim + [(0, WINDOW - 2)])
+    both = both.reshape(*x.shape[:2], 2, parts, -1, WINDOW).transpose(0, 1, 3, 2, 5, 4)
+    return both, _part_spec(both, rows, parts)
 
 
 def _turned_back(q: jax.Array, rotary: Rotary, rope: RopeSpec | None, tile: int, size: int) -> jax.Array:
@@ -217,96 +179,3 @@ def _part_spec(x: jax.Array, rows: int, parts: int) -> pl.BlockSpec:
         (None, None, None, *x.shape[3:]),
         lambda s, h, b: (b if x.shape[0] == rows else 0, h // parts, h % parts, *rest),
     )
-
-
-def _kernel(
-    told_ref, *refs, grid: Grid, runs: int, key_runs: WidthRuns | None, rotated: bool, by_slot: bool, interpret: bool
-):
-    angle_refs, (q_ref, basis_ref, added_ref, factor_ref, k_ref, out_ref) = refs[: 2 * rotated], refs[2 * rotated :]
-    size, n, pairs, there = k_ref.shape[0], grid.tile, basis_ref.shape[2], factor_ref.shape[0]
-    row = jnp.arange(grid.rows)
-    factor = plgpu.load(factor_ref.at[row], mask=row < there, other=0)
-    rotate = _by_slot(*angle_refs, n) if by_slot else _by_place(*angle_refs, n) if rotated else None
-
-    factors = functools.partial(_floats, k_ref) if key_runs is None else functools.partial(_numbers, k_ref, key_runs)
-    held = {start: _both(basis_ref, start, size) for start, size in _columns(k_ref.shape[1], key_runs)}
-    added = _both(added_ref, 0, WINDOW)
-
-    def rebuilt(at):
-        halves = [jnp.zeros((n, pairs), jnp.float32)] * 2
-        for column, numbers in factors(at, n, interpret):
-            own = added if column is None else held[column]
-            more = (jnp.dot(numbers, u, preferred_element_type=jnp.float32) for u in own)
-            halves = [x + y for x, y in zip(halves, more, strict=True)]
-        return [x.astype(jnp.float16) for x in halves]
-
-    def body(visit, carry):
-        run = read_run(lambda number: told_ref[number], runs, visit)
-        first = run.tile * n
-        at = first if size % n == 0 else jnp.clip(size - n, 0, first)  # as in `gpu_codes`
-        slots = at + jnp.arange(n)
-        mine = (slots >= jnp.maximum(run.low, first)) & (slots < run.high)
-        keys = rebuilt(at)
-        if rotate is not None:
-            keys = turned_halves(*keys, *rotate(at), interpret)
-        met = visit if q_ref.shape[0] > 1 else 0
-        queries = [plgpu.load(q_ref.at[_whole(met, side, row, there, pairs)]) for side in range(2)]
-        logits = sum(jnp.dot(k, q.T, preferred_element_type=jnp.float32) for k, q in zip(keys, queries, strict=True))
-        where = tuple(jnp.broadcast_to(x, (n, grid.rows)) for x in (row[None], slots[:, None]))
-        plgpu.store(out_ref.at[where], logits * factor[None], mask=mine[:, None] & (row < there)[None])
-        return carry
-
-    start, stop = split_range(told_ref[5 * runs], grid)
-    jax.lax.fori_loop(start, stop, body, jnp.int32(0))
-
-
-def _both(ref, start: int, size: int):
-    """Some columns of both channels of a basis."""
-    return [plgpu.load(ref.at[jnp.int32(side), pl.ds(start, size), :]) for side in range(2)]
-
-
-def _columns(width: int, runs: WidthRuns | None) -> list[tuple[int, int]]:
-    """(start, size) of those of a basis that are multiplied at once."""
-    if runs is None:
-        return list(_pieces(width))
-    return [(product.column, WINDOW) for window in windows_of(runs, WINDOW) for product in window.products]
-
-
-def _numbers(k_ref, runs: WidthRuns, at, n: int, interpret: bool) -> Iterator[tuple[int | None, jax.Array]]:
-    """What a tile's keys are sums of: numbers, and the column of the basis where they begin, None for what is added."""
-    windows = windows_of(runs, WINDOW)
-    yield None, ones_like(load_window(k_ref, at, n, windows[0]), jnp.float16, interpret)
-    for product, numbers in products(k_ref, at, n, windows, interpret):
-        yield product.column, numbers
-
-
-def _floats(k_ref, at, n: int, interpret: bool) -> Iterator[tuple[int | None, jax.Array]]:
-    """The same of coefficients as they are."""
-    there, pieces = at + jnp.arange(n) < k_ref.shape[0], _pieces(k_ref.shape[1])
-    yield None, ones_like(load_block(k_ref, at, there, (0, WINDOW)), k_ref.dtype, interpret)
-    for start, size in pieces:
-        yield start, load_block(k_ref, at, there, (start, size))
-
-
-def _whole(visit, side: int, row, there: int, pairs: int):
-    """Where the queries of a visit are, of `[V, 2, M, pairs]`; rows that are not there are the last one's."""
-    found = visit, side, jnp.minimum(row, there - 1)[:, None], jnp.arange(pairs)[None]
-    return tuple(jnp.broadcast_to(x, (row.shape[0], pairs)) for x in found)
-
-
-def _by_place(cos_ref, sin_ref, tile: int):
-    """Angles of places within a tile: the same for all."""
-    angles = [plgpu.load(ref.at[pl.ds(0, tile), :]) for ref in (cos_ref, sin_ref)]
-    return lambda at: angles
-
-
-def _by_slot(position_ref, steps_ref, tile: int):
-    """Angles of the positions of a tile's slots, of those that are there."""
-    steps = [steps_ref[number, :][None] for number in range(2)]
-
-    def angles(at):
-        slot = at + jnp.arange(tile)
-        position = plgpu.load(position_ref.at[slot], mask=slot < position_ref.shape[0], other=0)
-        return [x.astype(jnp.float16) for x in slot_angles(position[:, None], *steps)]
-
-    return angles
