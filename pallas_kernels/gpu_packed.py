@@ -20,6 +20,7 @@ from lowrank_kv_jax.pallas_kernels.packed_codes import NOTHING, Order, component
 from lowrank_kv_jax.storage.water_filled import WORD, WidthRuns, bytes_of, middle_of
 
 WINDOW = 16  # bytes, the least that a tensor core sums over; wider ones meet more zeros
+WINDOWS = (64, 32, WINDOW)  # where a run fills them: fewer products, each of more
 SUBNORMAL = 2.0**24  # an integer, over what its bits are as a float16 number
 ONES = {"float16": 0x3C003C00, "bfloat16": 0x3F803F80}  # the bits of two
 
@@ -43,6 +44,7 @@ class Product(NamedTuple):
 
     Attributes:
         column: where they begin in the kernel's order.
+        size: columns, as many as the window has bytes.
         bits: of a component.
         place: of its lowest bit.
         first, count: those bytes of the window that have it.
@@ -50,6 +52,7 @@ class Product(NamedTuple):
     """
 
     column: int
+    size: int
     bits: int
     place: int
     first: int
@@ -73,55 +76,62 @@ class Product(NamedTuple):
 
 
 @functools.lru_cache
-def windows_of(runs: WidthRuns, size: int) -> tuple[Window, ...]:
-    """All bytes of a token in windows of `size`."""
+def windows_of(runs: WidthRuns, *sizes: int) -> tuple[Window, ...]:
+    """All bytes of a token in windows of so many: of the most that what is left of a run fills, or else of the fewest."""
     windows, begin, column = [], 0, 0
     for bits, count in runs:
-        end = begin + bytes_of(((bits, count),))
-        for byte in range(begin // WORD * WORD, end, size):
-            found = []
+        byte, end = begin // WORD * WORD, begin + bytes_of(((bits, count),))
+        while byte < end:
+            size, found = next((size for size in sizes if byte + size <= end), sizes[-1]), []
             for place in range(0, 8, bits):
                 own = component_of(runs, byte + np.arange(size), place // bits, bits)
                 there = np.flatnonzero(own >= 0)  # side by side
                 if len(there):
                     first = int(there[0])
-                    found.append(Product(column, bits, place, first, len(there), int(own[first])))
+                    found.append(Product(column, size, bits, place, first, len(there), int(own[first])))
                     column += size
             windows.append(Window(byte, size, tuple(found)))
+            byte += size
         begin = end
     return tuple(windows)
 
 
-def columns_of(runs: WidthRuns, size: int) -> int:
+def products_of(runs: WidthRuns, *sizes: int) -> tuple[Product, ...]:
+    """Those of all windows."""
+    return tuple(product for window in windows_of(runs, *sizes) for product in window.products)
+
+
+def columns_of(runs: WidthRuns, *sizes: int) -> int:
     """Columns in which a kernel has a token's numbers."""
-    return size * sum(len(window.products) for window in windows_of(runs, size))
+    return sum(product.size for product in products_of(runs, *sizes))
 
 
-def read_of(runs: WidthRuns, size: int) -> int:
+def read_of(runs: WidthRuns, *sizes: int) -> int:
     """Bytes that a kernel reads of a token, some twice."""
-    return sum(window.size for window in windows_of(runs, size))
+    return sum(window.size for window in windows_of(runs, *sizes))
 
 
 @functools.lru_cache
-def order_of(runs: WidthRuns, size: int) -> Order:
+def order_of(runs: WidthRuns, *sizes: int) -> Order:
     """The component of each column."""
-    products = [product for window in windows_of(runs, size) for product in window.products]
-    component = np.full((len(products), size), NOTHING)
-    for own, product in zip(component, products, strict=True):
-        own[product.first : product.first + product.count] = product.component + np.arange(product.count)
-    scale = np.repeat([2.0**-product.place for product in products], size)
-    return Order(tuple(component.ravel().tolist()), tuple(scale.tolist()))
+    found = products_of(runs, *sizes)
+    component = np.full(columns_of(runs, *sizes), NOTHING)
+    for product in found:
+        first = product.column + product.first
+        component[first : first + product.count] = product.component + np.arange(product.count)
+    scale = np.repeat([2.0**-product.place for product in found], [product.size for product in found])
+    return Order(tuple(component.tolist()), tuple(scale.tolist()))
 
 
 @functools.lru_cache
-def middles_of(runs: WidthRuns, size: int) -> np.ndarray:
+def middles_of(runs: WidthRuns, *sizes: int) -> np.ndarray:
     """By how much the code of each column is above its number, over the scale that `order_of` gives it: float64
     `[columns]`."""
-    products = [product for window in windows_of(runs, size) for product in window.products]
-    above = np.zeros((len(products), size))
-    for own, product in zip(above, products, strict=True):
-        own[product.first : product.first + product.count] = product.middle * 2.0**product.place
-    return above.ravel()
+    above = np.zeros(columns_of(runs, *sizes))
+    for product in products_of(runs, *sizes):
+        first = product.column + product.first
+        above[first : first + product.count] = product.middle * 2.0**product.place
+    return above
 
 
 def spread_queries(q: jax.Array, runs: WidthRuns) -> tuple[jax.Array, jax.Array, jax.Array]:

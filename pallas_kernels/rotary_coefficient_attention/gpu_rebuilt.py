@@ -24,7 +24,15 @@ from lowrank_kv_jax.pallas_kernels.coefficient_attention import gpu_codes, gpu_t
 from lowrank_kv_jax.pallas_kernels.dispatch import Slower
 from lowrank_kv_jax.pallas_kernels.gpu_grid import rebuilt_grid
 from lowrank_kv_jax.pallas_kernels.gpu_launch import Operand, by_head, row_spec
-from lowrank_kv_jax.pallas_kernels.gpu_packed import SUBNORMAL, WINDOW, columns_of, middles_of, order_of, power_above
+from lowrank_kv_jax.pallas_kernels.gpu_packed import (
+    SUBNORMAL,
+    WINDOW,
+    WINDOWS,
+    columns_of,
+    middles_of,
+    order_of,
+    power_above,
+)
 from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import rebuilt_shape
 from lowrank_kv_jax.pallas_kernels.packed_codes import spread
 from lowrank_kv_jax.pallas_kernels.packing import Stored, columns, stored_arrays, visible_range
@@ -69,7 +77,7 @@ def _logits(rotary: Rotary, keys: Stored, rope: RopeSpec | None, interpret: bool
     """Float32 `[B, K, M, P, S']`, P numbers that add up to each, S' the S slots or more; those of slots that no query
     sees may be anything."""
     packed, half, (size, width) = rotary.packed, rotary.basis.shape[2] // 2, keys.codes.shape[2:]
-    held = sum(columns(width, PIECE)[-1]) if keys.runs is None else columns_of(keys.runs, WINDOW)
+    held = sum(columns(width, PIECE)[-1]) if keys.runs is None else columns_of(keys.runs, *WINDOWS)
     pairs, tile, warps, together = rebuilt_shape(held + WINDOW, half)
     (batch, heads, rows, _), parts = packed.q.shape, half // pairs
     grid = rebuilt_grid(rows, batch * heads * parts, size, tile, warps, together)
@@ -109,8 +117,8 @@ def _in_order(rotary: Rotary, runs: WidthRuns, parts: int) -> list[Operand]:
         own = mean if len(mean) == len(basis) else jnp.max(jnp.abs(mean), axis=0, keepdims=True)
         largest = jnp.concatenate([basis, own[..., None] / LARGEST_MEAN], axis=-1)  # each reduction is a launch or two
     unit = power_above(jnp.maximum(jnp.max(jnp.abs(largest), axis=(2, 3)), LEAST)) / LARGEST
-    numbers = spread(basis / unit[..., None, None], order_of(runs, WINDOW)).astype(jnp.float16)
-    added = -precise.matmul(numbers.astype(jnp.float32), jnp.asarray(middles_of(runs, WINDOW), jnp.float32)) / SUBNORMAL
+    numbers = spread(basis / unit[..., None, None], order_of(runs, *WINDOWS)).astype(jnp.float16)
+    added = -precise.matmul(numbers.astype(jnp.float32), jnp.asarray(middles_of(runs, *WINDOWS), jnp.float32)) / SUBNORMAL
     added = added if mean is None else added + mean / (unit * SUBNORMAL)[..., None]
     numbers = numbers.reshape(*numbers.shape[:2], 2, parts, -1, numbers.shape[-1]).transpose(0, 1, 3, 2, 5, 4)
     unit = (unit * SUBNORMAL)[..., None]

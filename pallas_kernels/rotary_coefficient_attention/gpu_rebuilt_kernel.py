@@ -16,9 +16,11 @@ from jax.experimental.pallas import triton as plgpu
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid
 from lowrank_kv_jax.pallas_kernels.gpu_packed import (
     WINDOW,
+    WINDOWS,
     load_window,
     ones_like,
     products,
+    products_of,
     turned_halves,
     windows_of,
 )
@@ -85,27 +87,27 @@ def _rebuilt(factors: Iterator[tuple[jax.Array, list[jax.Array]]], shape: tuple[
 
 
 def _codes(k_ref, runs: WidthRuns, n: int, basis_ref, added_ref, *, interpret: bool) -> Factors:
-    windows = windows_of(runs, WINDOW)
-    held = {product.column: _sides(basis_ref, product.column) for window in windows for product in window.products}
-    added = _sides(added_ref)
+    windows, first = windows_of(runs, *WINDOWS), windows_of(runs, WINDOW)[0]
+    held = {product.column: _sides(basis_ref, product.column, product.size) for product in products_of(runs, *WINDOWS)}
+    added = _sides(added_ref, 0, WINDOW)
 
     def factors(at):
-        yield ones_like(load_window(k_ref, at, n, windows[0]), jnp.float16, interpret), added
+        yield ones_like(load_window(k_ref, at, n, first), jnp.float16, interpret), added
         for product, numbers in products(k_ref, at, n, windows, interpret):
             yield numbers, held[product.column]
 
     return factors
 
 
-def _sides(ref, column: int = 0) -> list[jax.Array]:
-    """A window's columns of a basis `[2, columns, pairs]`."""
-    return [plgpu.load(ref.at[jnp.int32(side), pl.ds(column, WINDOW), :]) for side in range(2)]
+def _sides(ref, column: int, size: int) -> list[jax.Array]:
+    """Some columns of a basis `[2, columns, pairs]`."""
+    return [plgpu.load(ref.at[jnp.int32(side), pl.ds(column, size), :]) for side in range(2)]
 
 
 def _floats(k_ref, n: int, basis_ref, *added_ref, interpret: bool) -> Factors:
     pieces = columns(k_ref.shape[1], PIECE)
     held = [[_transposed(basis_ref, side, *piece) for side in range(2)] for piece in pieces]
-    added = [_sides(ref) for ref in added_ref]
+    added = [_sides(ref, 0, WINDOW) for ref in added_ref]
 
     def factors(at):
         there = at + jnp.arange(n) < k_ref.shape[0]

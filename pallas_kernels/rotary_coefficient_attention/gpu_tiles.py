@@ -10,7 +10,7 @@ from lowrank_kv_jax.attention.turning import TILE, turning_logits
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import gpu_codes
 from lowrank_kv_jax.pallas_kernels.coefficient_attention.gpu_codes import Folded
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
-from lowrank_kv_jax.pallas_kernels.gpu_packed import WINDOW, columns_of, middles_of, order_of, power_above
+from lowrank_kv_jax.pallas_kernels.gpu_packed import WINDOW, WINDOWS, columns_of, middles_of, order_of, power_above
 from lowrank_kv_jax.pallas_kernels.packed_codes import spread
 from lowrank_kv_jax.pallas_kernels.packing import stored_arrays, visible_range
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import tiles
@@ -18,7 +18,7 @@ from lowrank_kv_jax.storage import precise
 from lowrank_kv_jax.storage.basis import split_heads
 from lowrank_kv_jax.storage.water_filled import WidthRuns
 
-WINDOWS, MORE = (64, 32, WINDOW), 1.1  # bytes of keys; columns that wide ones may have for each that narrow ones have
+MORE = 1.1  # columns that wide windows of keys may have for each that narrow ones have
 LARGEST = 2.0**15  # of float16 numbers: the smallest normal ones are 2^29 times smaller
 LEAST = 2.0**-100  # of a basis, which may be zeros
 
