@@ -135,7 +135,7 @@ def _packed_warps(rows: int, columns: Callable[[int], int], added: bool) -> int 
 
 def packed_grid(
     rows: int, programs: int, size: int, columns: Callable[[int], int], token_bytes: Callable[[int], int],
-    added: bool = False,
+    added: bool = False, given: bool = False,
 ) -> Grid:
     """As `decode_grid`, over packed tokens: sums of what is unpacked fill registers, whatever its bytes.
 
@@ -143,11 +143,13 @@ def packed_grid(
         rows: of as many heads as `packed_heads` says.
         columns, added: as there.
         token_bytes: that are copied of a token, by programs of so many warps.
+        given: whether logits are, so that half as many bytes are, and more stages take as many.
     """
     warps = _TUNING.get().warps or _packed_warps(rows, columns, added)
     assert warps is not None
     waves = max(PACKED_WARPS // warps, 1)
-    stages = 3 if 3 * waves * PACKED_TILE * token_bytes(warps) <= SHARED else 2
+    each = PACKED_TILE * token_bytes(warps)
+    stages = max(2, min(stages_for(each) if given else 3, SHARED // (waves * each)))
     grid = _grid(rows, programs, size, PACKED_TILE, stages, warps, waves)
     return dataclasses.replace(grid, rows=power_of_two(rows, PACKED_LEAST_ROWS))
 

@@ -26,7 +26,7 @@ BETWEEN_LAYOUTS = 44  # vectors of a head that rebuilt keys and turned queries n
 HALF, FLOAT = 2, 4  # bytes of a weight that a product takes, and of a logit
 FEWEST_PACKED = 2  # stages over packed codes
 OF_TOKEN = 192  # bytes that a token of packed keys takes on its way between layouts, at most
-LEAST_PAIRS = 16  # channel pairs of a program
+LEAST_PAIRS, MOST_PAIRS = 16, 64  # channel pairs of a program; the most whose angles it takes slot by slot
 WGMMA_ROWS = 64  # from so many query rows on, products are asynchronous: their operands have one buffer more
 
 
@@ -101,17 +101,19 @@ def given_grid(grid: Grid, values: Stored, parts: int) -> Grid:
     return _fitting(grid, values, values, needed, tile=LEAST_TILE)
 
 
-def rebuilt_shape(columns: int, pairs: int) -> tuple[int, int, int, int]:
+def rebuilt_shape(columns: int, pairs: int, by_slot: bool) -> tuple[int, int, int, int]:
     """Channel pairs, tokens, warps of a program that rebuilds packed keys, and how many programs a core holds: of as few
     tokens as let two share it, or else of many, and of all channels if their basis fits.
 
     Args:
         columns: of the basis as the kernel takes it.
         pairs: of a head.
+        by_slot: angles are taken of each slot's position: of more pairs than `MOST_PAIRS` they would fill the registers.
 
     Raises:
         Unsupported: the GPU has too little for that.
     """
+    pairs = min(pairs, MOST_PAIRS) if by_slot else pairs
 
     def together(own: int, tile: int) -> int:
         return there() // (HALF * columns * 2 * own + OF_TOKEN * tile)

@@ -126,7 +126,7 @@ def attend_given(
 
     heads = packed_heads(values.codes.shape[1], q_heads, queries, columns, True)
     packed = pack(logits.reshape(batch, queries, q_heads, -1), heads, begin, end)
-    grid = packed_grid(packed.q.shape[2], batch * heads, values.codes.shape[2], columns, token_bytes, True)
+    grid = packed_grid(packed.q.shape[2], batch * heads, values.codes.shape[2], columns, token_bytes, True, True)
     grid = packed_grid_there(grid, values, values, token_bytes(grid.warps))
     kernel = functools.partial(
         _given_kernel, grid=grid, runs=values.runs, interpret=interpret, scale=scale, parts=parts)

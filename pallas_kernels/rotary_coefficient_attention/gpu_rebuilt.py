@@ -78,7 +78,7 @@ def _logits(rotary: Rotary, keys: Stored, rope: RopeSpec | None, interpret: bool
     sees may be anything."""
     packed, half, (size, width) = rotary.packed, rotary.basis.shape[2] // 2, keys.codes.shape[2:]
     held = sum(columns(width, PIECE)[-1]) if keys.runs is None else columns_of(keys.runs, *WINDOWS)
-    pairs, tile, warps, together = rebuilt_shape(held + WINDOW, half)
+    pairs, tile, warps, together = rebuilt_shape(held + WINDOW, half, rotary.positions is not None)
     (batch, heads, rows, _), parts = packed.q.shape, half // pairs
     grid = rebuilt_grid(rows, batch * heads * parts, size, tile, warps, together)
     queries = _turned_back(packed.q.astype(jnp.float32), rotary, rope, grid.tile, size).astype(jnp.float16)
