@@ -111,7 +111,7 @@ def _logits(rotary: Rotary, keys: Stored, rope: RopeSpec | None, interpret: bool
 
 def _in_order(rotary: Rotary, runs: WidthRuns, parts: int) -> list[Operand]:
     """A basis for packed codes, in float16: its numbers in the order in which codes come, `[.., 2, columns, pairs]`; what
-    is added to every key, as `_as_two`; and `[.., 1]` what keys are multiplied by."""
+    is added to every key, as `_as_two`; and `[.., 1]` what keys are multiplied by, over `SUBNORMAL`."""
     largest, basis, mean = rotary.basis, rotary.basis, rotary.mean
     if mean is not None:
         own = mean if len(mean) == len(basis) else jnp.max(jnp.abs(mean), axis=0, keepdims=True)
@@ -121,7 +121,7 @@ def _in_order(rotary: Rotary, runs: WidthRuns, parts: int) -> list[Operand]:
     added = -precise.matmul(numbers.astype(jnp.float32), jnp.asarray(middles_of(runs, *WINDOWS), jnp.float32)) / SUBNORMAL
     added = added if mean is None else added + mean / (unit * SUBNORMAL)[..., None]
     numbers = numbers.reshape(*numbers.shape[:2], 2, parts, -1, numbers.shape[-1]).transpose(0, 1, 3, 2, 5, 4)
-    unit = (unit * SUBNORMAL)[..., None]
+    unit = unit[..., None]
     rows = len(rotary.packed.q)
     spec = pl.BlockSpec((None, None, 1), lambda s, h, b: (b if len(unit) == rows else 0, h // parts, 0))
     return [(numbers, _part_spec(numbers, rows, parts)), _as_two(added, numbers.dtype, rows, parts), (unit, spec)]

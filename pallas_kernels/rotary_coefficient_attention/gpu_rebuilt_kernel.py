@@ -15,6 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid
 from lowrank_kv_jax.pallas_kernels.gpu_packed import (
+    SUBNORMAL,
     WINDOW,
     WINDOWS,
     load_window,
@@ -52,7 +53,7 @@ def logits_kernel(
     n, (_, _, there, pairs) = grid.tile, q_ref.shape
     factors = _floats(k_ref, n, *basis_refs, interpret=interpret) if key_runs is None else _codes(
         k_ref, key_runs, n, *basis_refs[:2], interpret=interpret)
-    unit = basis_refs[2][0] if key_runs is not None else None
+    unit = None if key_runs is None else basis_refs[2][0] * SUBNORMAL
     rotate = _by_slot(*refs[:angles], n) if by_slot else _by_place(*refs[:angles], n) if angles else None
     row, size = jnp.arange(grid.rows), k_ref.shape[0]
 

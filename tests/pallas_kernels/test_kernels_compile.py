@@ -215,7 +215,8 @@ def test_every_method_decodes_on_sm_90_by_default():
     results = compiled(DEFAULTS, "sm_90")
     assert not [(r["method"], r["failure"]) for r in results if r["failure"]]
     passes_the_gate(results, "method")
-    assert {r["method"] for r in results if r["said"]} == {"osp"}
+    rebuilt_by_xla = {r["method"] for r in results if r["said"] or r["temporaries"] > 1 << 26}
+    assert rebuilt_by_xla == {"osp"}
 
 
 @pytest.mark.slow
