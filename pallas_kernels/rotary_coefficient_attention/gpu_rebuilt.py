@@ -37,7 +37,7 @@ from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import rebuilt_shape
 from lowrank_kv_jax.pallas_kernels.packed_codes import spread
 from lowrank_kv_jax.pallas_kernels.packing import Stored, columns, stored_arrays, visible_range
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import turn
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_rebuilt_kernel import PIECE, logits_kernel
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_rebuilt_kernel import PIECE, SHARE, logits_kernel
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary, prepare, read_run, visits
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.turns import slot_angles
 from lowrank_kv_jax.storage import precise
@@ -81,10 +81,14 @@ def _logits(rotary: Rotary, keys: Stored, rope: RopeSpec | None, interpret: bool
     pairs, tile, warps, together = rebuilt_shape(held + WINDOW, half, rotary.positions is not None)
     (batch, heads, rows, _), parts = packed.q.shape, half // pairs
     grid = rebuilt_grid(rows, batch * heads * parts, size, tile, warps, together)
-    queries = _turned_back(packed.q.astype(jnp.float32), rotary, rope, grid.tile, size).astype(jnp.float16)
+    q, angles = packed.q.astype(jnp.float32), _angles(rotary, rope, parts)
+    if keys.runs is None:
+        basis = _as_it_is(rotary, parts)
+    else:
+        basis, unit = _in_order(rotary, keys.runs, parts)
+        q *= (unit * (SUBNORMAL / SHARE))[..., None, None]
+    queries = _turned_back(q, rotary, rope, grid.tile, size).astype(jnp.float16)
     queries = jnp.moveaxis(queries.reshape(*queries.shape[:-1], parts, pairs), 5, 2)
-    angles = _angles(rotary, rope, parts)
-    basis = _as_it_is(rotary, parts) if keys.runs is None else _in_order(rotary, keys.runs, parts)
     told = visits(rotary, grid.tile)
     ((codes, spec),) = by_head(packed, keys.codes)
     kernel = functools.partial(
@@ -109,9 +113,9 @@ def _logits(rotary: Rotary, keys: Stored, rope: RopeSpec | None, interpret: bool
     )(*arrays)
 
 
-def _in_order(rotary: Rotary, runs: WidthRuns, parts: int) -> list[Operand]:
-    """A basis for packed codes, in float16: its numbers in the order in which codes come, `[.., 2, columns, pairs]`; what
-    is added to every key, as `_as_two`; and `[.., 1]` what keys are multiplied by, over `SUBNORMAL`."""
+def _in_order(rotary: Rotary, runs: WidthRuns, parts: int) -> tuple[list[Operand], jax.Array]:
+    """A basis for packed codes, in float16: its numbers in the order in which codes come, `[.., 2, columns, pairs]`, and
+    what is added to every key, as `_as_two`. And float32 `[B or 1, K]` what keys are over, but for `SUBNORMAL`."""
     largest, basis, mean = rotary.basis, rotary.basis, rotary.mean
     if mean is not None:
         own = mean if len(mean) == len(basis) else jnp.max(jnp.abs(mean), axis=0, keepdims=True)
@@ -121,10 +125,8 @@ def _in_order(rotary: Rotary, runs: WidthRuns, parts: int) -> list[Operand]:
     added = -precise.matmul(numbers.astype(jnp.float32), jnp.asarray(middles_of(runs, *WINDOWS), jnp.float32)) / SUBNORMAL
     added = added if mean is None else added + mean / (unit * SUBNORMAL)[..., None]
     numbers = numbers.reshape(*numbers.shape[:2], 2, parts, -1, numbers.shape[-1]).transpose(0, 1, 3, 2, 5, 4)
-    unit = unit[..., None]
     rows = len(rotary.packed.q)
-    spec = pl.BlockSpec((None, None, 1), lambda s, h, b: (b if len(unit) == rows else 0, h // parts, 0))
-    return [(numbers, _part_spec(numbers, rows, parts)), _as_two(added, numbers.dtype, rows, parts), (unit, spec)]
+    return [(numbers, _part_spec(numbers, rows, parts)), _as_two(added, numbers.dtype, rows, parts)], unit
 
 
 def _as_it_is(rotary: Rotary, parts: int) -> list[Operand]:

@@ -15,7 +15,6 @@ from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid
 from lowrank_kv_jax.pallas_kernels.gpu_packed import (
-    SUBNORMAL,
     WINDOW,
     WINDOWS,
     load_window,
@@ -32,6 +31,7 @@ from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.turns import slo
 from lowrank_kv_jax.storage.water_filled import WidthRuns
 
 PIECE = 64  # components of coefficients that are multiplied at once
+SHARE = 16.0  # of what keys of codes are over, the part that logits are multiplied by; queries are by the rest
 
 Factors = Callable[[Any], Iterator[tuple[jax.Array, list[jax.Array]]]]
 """Of a tile's first slot: what its keys are sums of, numbers `[tile, n]` and both sides of a basis `[n, pairs]`."""
@@ -52,8 +52,7 @@ def logits_kernel(
     q_ref, (k_ref, out_ref), basis_refs = refs[angles], refs[-2:], refs[angles + 1 : angles + 1 + basis]
     n, (_, _, there, pairs) = grid.tile, q_ref.shape
     factors = _floats(k_ref, n, *basis_refs, interpret=interpret) if key_runs is None else _codes(
-        k_ref, key_runs, n, *basis_refs[:2], interpret=interpret)
-    unit = None if key_runs is None else basis_refs[2][0] * SUBNORMAL
+        k_ref, key_runs, n, *basis_refs, interpret=interpret)
     rotate = _by_slot(*refs[:angles], n) if by_slot else _by_place(*refs[:angles], n) if angles else None
     row, size = jnp.arange(grid.rows), k_ref.shape[0]
 
@@ -70,7 +69,7 @@ def logits_kernel(
         queries = [plgpu.load(q_ref.at[_of_visit(met, side, row, there, pairs)]) for side in range(2)]
         logits = sum(jnp.dot(k, q.T, preferred_element_type=jnp.float32) for k, q in zip(keys, queries, strict=True))
         where = tuple(jnp.broadcast_to(x, (n, grid.rows)) for x in (row[None], slots[:, None]))
-        logits = logits if unit is None else logits * unit
+        logits = logits if key_runs is None else logits * SHARE
         plgpu.store(out_ref.at[where], logits, mask=mine[:, None] & (row < there)[None])
         return carry
 

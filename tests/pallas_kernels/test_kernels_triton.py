@@ -123,6 +123,21 @@ def test_packed_keys_before_rope(case):
     check(found._replace(out=found.out / WIDE), (out / WIDE, lse), case.dtype)
 
 
+@pytest.mark.slow
+def test_packed_keys_before_rope_may_be_of_any_size():
+    """Scaled by a power of two, and their queries back, they are the same numbers: none becomes too large or too small."""
+    x = make(dataclasses.replace(PACKED, mean=True, lengths=(300,)))
+
+    def found(size):
+        options = x.options | {"key_mean": x.options["key_mean"] * size}
+        q, basis = (y.astype(jnp.bfloat16) for y in (x.q / size, x.basis * size))
+        return run(rotary_coefficient_attention, q, x.tokens, basis, **options)
+
+    for size in (2.0**-40, 2.0**20):
+        for own, one in zip(found(size), found(1.0), strict=True):
+            np.testing.assert_array_equal(own, one)
+
+
 TURNED = Case(turned=True, rope=ROPE, mean=True, runs=SOME, gaps=(0, 900), jumps=(4, 0), dtype="bfloat16")
 
 
