@@ -30,7 +30,6 @@ from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
 )
 from lowrank_kv_jax.pallas_kernels.owned_slots import Rows, numbers
 from lowrank_kv_jax.pallas_kernels.packing import (
-    MAX_ROWS,
     TILE_OF_SCALES,
     Packed,
     Stored,
@@ -43,6 +42,7 @@ from lowrank_kv_jax.pallas_kernels.packing import (
 from lowrank_kv_jax.storage.eight_bits import EightBits
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
+FEW_ROWS = 16  # of programs that are given their logits: sums of more than a tensor core's spill registers
 
 
 def reads_beside(tokens, others) -> bool:
@@ -106,7 +106,7 @@ def attend_given(
     batch, queries, q_heads, parts, _ = logits.shape
     stored = values.codes.shape[1]
     able = (heads for heads in range(stored, q_heads + 1, stored) if q_heads % heads == 0)
-    few = next((heads for heads in able if queries * q_heads // heads <= MAX_ROWS), stored)
+    few = next((heads for heads in able if queries * q_heads // heads <= FEW_ROWS), q_heads)
     packed = pack(logits.reshape(*logits.shape[:3], -1), few, begin, end)
     heads, rows, size, width = *packed.q.shape[1:3], *values.codes.shape[2:]
     grid = decode_grid(rows, batch * heads, size, bytes_of_token(values))
