@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import jax
 
-from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
+from lowrank_kv_jax.pallas_kernels.dispatch import Slower, Unsupported
 from lowrank_kv_jax.pallas_kernels.gpu_grid import LEAST_TILE, REBUILT_SHAPES, Grid
 from lowrank_kv_jax.pallas_kernels.packing import Stored, columns
 
@@ -18,6 +18,9 @@ OF_CAPABILITY = {
     "11.0": 227 * KIB,
 }
 """Bytes that a program may have, by the compute capability of the GPU."""
+OUT_OF_IT = ("9.0", "10.0", "10.3")
+"""Those whose tensor cores multiply what lies there; others take it into registers, which a whole basis overflows."""
+
 LEAST_STAGES = 3
 OTHERS = 99 * KIB  # of the consumers' GPUs since 8.6
 
@@ -112,7 +115,10 @@ def rebuilt_shape(columns: int, pairs: int, by_slot: bool) -> tuple[int, int, in
 
     Raises:
         Unsupported: the GPU has too little for that.
+        Slower: its tensor cores do not read it.
     """
+    if (found := capability()) not in OUT_OF_IT:
+        raise Slower(f"keys before RoPE rebuilt out of shared memory, on a GPU of compute capability {found}")
     pairs = min(pairs, MOST_PAIRS) if by_slot else pairs
 
     def together(own: int, tile: int) -> int:
@@ -169,5 +175,9 @@ def _columns(stored: Stored) -> int:
 
 def there() -> int:
     """Bytes of the GPU at hand, of an H100 or H200 where there is none."""
-    capability = getattr(jax.devices()[0], "compute_capability", "9.0")
-    return OF_CAPABILITY.get(capability, OTHERS)
+    return OF_CAPABILITY.get(capability(), OTHERS)
+
+
+def capability() -> str:
+    """Of the GPU at hand, or of an H100 or H200."""
+    return getattr(jax.devices()[0], "compute_capability", "9.0")

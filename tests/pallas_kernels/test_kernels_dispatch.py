@@ -85,6 +85,15 @@ def test_what_a_tpu_cannot_hold_is_refused_before_its_compiler_refuses_it(case):
     np.testing.assert_allclose(part.lse, x.oracle[1], rtol=1e-4)
 
 
+def test_keys_before_rope_are_rebuilt_by_a_gpu_whose_tensor_cores_read_shared_memory(monkeypatch):
+    x = make(Case(rope=RopeSpec(10000.0, 64), runs=(((8, 8),), ((4, 8),)), lengths=(60,), S=64, dtype="bfloat16"))
+    monkeypatch.setattr(gpu_shared_memory, "capability", lambda: "8.0")
+    dispatch.warn_anew()
+    with pytest.warns(RuntimeWarning, match="XLA instead of triton: keys .* compute capability 8.0"):
+        part = run(rotary_coefficient_attention, x.q, x.tokens, x.basis, **x.options, backend="triton")
+    np.testing.assert_allclose(part.lse, x.oracle[1], rtol=1e-2)
+
+
 def test_keys_before_rope_that_xla_rebuilds_faster_are_xlas_on_a_gpu(monkeypatch):
     """Which is said only where the kernel was asked for."""
     x = make(Case(rope=RopeSpec(10000.0, 64), rank_k=257, lengths=(60,), S=64, poison=False))
