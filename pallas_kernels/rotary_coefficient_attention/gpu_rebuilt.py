@@ -7,7 +7,8 @@ sums of them fill the registers. What lies between them is a float32 number for 
 
 Here is what the kernel of `gpu_rebuilt_kernel` is given. A basis for codes is put in the order in which they come, and
 scaled so that no key is too large for a float16 number; what is added to all keys, their mean less the middles of their
-steps, are more columns of it. Queries are turned back by the position at which each tile begins.
+steps, are more columns of it. Of coefficients in 16 bits keys are taken to fit, as a model in float16 takes them to.
+Queries are turned back by the position at which each tile begins.
 """
 
 import functools
@@ -46,7 +47,8 @@ from lowrank_kv_jax.storage.water_filled import WidthRuns
 LARGEST = 2.0**15  # of a basis: numbers of keys are 2^9 times smaller, and sum up to float16 numbers
 LARGEST_MEAN = 2.0**23  # over the largest number of the basis; beyond it the basis gives way
 LEAST = 2.0**-100  # of a basis, which may be zeros
-MOST_TOKENS = 256  # that a program reads at once
+LEAST_SLOTS = 256  # of logits: what the kernels behind read at once, at most
+
 
 def attend(
     q, tokens, key_basis, *, rope, kv_heads, scale, q_positions, causal, window, key_mean, interpret
@@ -100,7 +102,7 @@ def _logits(rotary: Rotary, keys: Stored, rope: RopeSpec | None, interpret: bool
         (codes, _of_heads(spec, parts)),
     ]
     arrays, specs = zip(*operands, strict=True)
-    slots = max(size, MOST_TOKENS)
+    slots = max(size, LEAST_SLOTS)
     return pl.pallas_call(
         kernel,
         grid=(grid.splits, heads * parts, batch),
