@@ -211,22 +211,3 @@ def ones_like(x: jax.Array, dtype: Any, interpret: bool) -> jax.Array:
         constraints=",".join(["=r"] * registers + ["r"]), result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, dtype)],
     )
     return ones
-
-
-def turned_halves(
-    first: jax.Array, second: jax.Array, cos: jax.Array, sin: jax.Array, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Both halves of channel pairs rotated by an angle, all float16: two instructions for two numbers of a half."""
-    if interpret:
-        return first * cos - second * sin, second * cos + first * sin
-
-    def pairs(text: str) -> jax.Array:
-        (numbers,) = plgpu.elementwise_inline_asm(
-            text, args=[first, second, cos, sin], constraints="=r,r,r,r,r", pack=2,
-            result_shape_dtypes=[jax.ShapeDtypeStruct(first.shape, jnp.float16)],
-        )
-        return numbers
-
-    less = "neg.f16x2 less, $2; mul.rn.f16x2 own, $1, $3; fma.rn.f16x2 $0, less, $4, own;"
-    more = "mul.rn.f16x2 own, $2, $3; fma.rn.f16x2 $0, $1, $4, own;"
-    return pairs(f"{{ .reg .b32 own, less; {less} }}"), pairs(f"{{ .reg .b32 own; {more} }}")

@@ -6,7 +6,7 @@ rows are a whole one. A program is one warp where its sums fit: nothing waits fo
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,10 +112,9 @@ def attend_folded(
 
 
 def attend_given(
-    logits: jax.Array, values: Stored, begin, end, *, dtype: Any, scale: float, interpret: bool
+    logits: jax.Array, values: Stored, begin, end, *, scale: float, interpret: bool
 ) -> AttnPartial:
-    """As `gpu_triton.attend_given`; weights are float16, whatever the dtype."""
-    del dtype
+    """As `gpu_triton.attend_given`, with weights in float16."""
     batch, queries, q_heads, parts, _ = logits.shape
 
     def columns(warps: int) -> int:
@@ -124,9 +123,10 @@ def attend_given(
     def token_bytes(warps: int) -> int:
         return read_of(values.runs, warps * WINDOW)
 
-    heads = packed_heads(values.codes.shape[1], q_heads, queries, columns, True)
+    heads = packed_heads(values.codes.shape[1], q_heads, queries, columns, added=True)
     packed = pack(logits.reshape(batch, queries, q_heads, -1), heads, begin, end)
-    grid = packed_grid(packed.q.shape[2], batch * heads, values.codes.shape[2], columns, token_bytes, True, True)
+    rows, size = packed.q.shape[2], values.codes.shape[2]
+    grid = packed_grid(rows, batch * heads, size, columns, token_bytes, added=True, given=True)
     grid = packed_grid_there(grid, values, values, token_bytes(grid.warps))
     kernel = functools.partial(
         _given_kernel, grid=grid, runs=values.runs, interpret=interpret, scale=scale, parts=parts)
@@ -174,7 +174,7 @@ def _kernel(
             logits += jnp.dot(keys, q.T, preferred_element_type=jnp.float32)
         above = plgpu.load(above_ref.at[number, rows], mask=rows < above_ref.shape[1], other=0)
         logits = logits * factor[None] - (scale * LOG2_E * above)[None]
-        return logits + scale * LOG2_E * of_slots(added_ref, at, n, grid.rows) if added else logits
+        return logits + scale * LOG2_E * _of_slots(added_ref, at, n, grid.rows) if added else logits
 
     _over_tiles(limits, logits_of, owner_ref, v_ref, out_ref, lse_ref, grid=grid, runs=value_runs, interpret=interpret)
 
@@ -185,7 +185,7 @@ def _given_kernel(
     each = logits_ref.shape[1] // parts
 
     def logits_of(tile, at):
-        return scale * LOG2_E * sum(of_slots(logits_ref, at + n * each, grid.tile, grid.rows) for n in range(parts))
+        return scale * LOG2_E * sum(_of_slots(logits_ref, at + n * each, grid.tile, grid.rows) for n in range(parts))
 
     _over_tiles(limits, logits_of, None, v_ref, out_ref, lse_ref, grid=grid, runs=runs, interpret=interpret)
 
@@ -238,7 +238,7 @@ def _queries_at(ref, rows: int):
     return at
 
 
-def of_slots(ref, at, tokens: int, rows: int):
+def _of_slots(ref, at, tokens: int, rows: int):
     """Numbers `[tokens, rows]` of slots from `at` on, of `ref` `[M, S]`; zeros beyond M."""
     row, slot = jnp.arange(rows)[None], (at + jnp.arange(tokens))[:, None]
     row, slot = (jnp.broadcast_to(x, (tokens, rows)) for x in (row, slot))

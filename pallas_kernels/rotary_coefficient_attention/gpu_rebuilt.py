@@ -71,8 +71,10 @@ def attend(
     batch, heads, _, *rest = logits.shape
     by_query = logits.reshape(batch, heads, q.shape[1], -1, *rest).swapaxes(1, 2).reshape(*q.shape[:3], *rest)
     begin, end = visible_range(tokens, q_positions, causal, window)
-    reader = gpu_triton if values.runs is None else gpu_codes
-    return reader.attend_given(by_query, values, begin, end, dtype=q.dtype, scale=scale, interpret=interpret)
+    common = dict(scale=scale, interpret=interpret)
+    if values.runs is None:
+        return gpu_triton.attend_given(by_query, values, begin, end, dtype=q.dtype, **common)
+    return gpu_codes.attend_given(by_query, values, begin, end, **common)
 
 
 def _logits(rotary: Rotary, keys: Stored, rope: RopeSpec | None, interpret: bool) -> jax.Array:

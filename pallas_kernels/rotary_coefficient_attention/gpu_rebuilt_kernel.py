@@ -21,13 +21,12 @@ from lowrank_kv_jax.pallas_kernels.gpu_packed import (
     ones_like,
     products,
     products_of,
-    turned_halves,
     windows_of,
 )
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import load_block, split_range
 from lowrank_kv_jax.pallas_kernels.packing import columns
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_rotation import angles_of_slots, turned_halves
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import read_run
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.turns import slot_angles
 from lowrank_kv_jax.storage.water_filled import WidthRuns
 
 PIECE = 64  # components of coefficients that are multiplied at once
@@ -53,7 +52,7 @@ def logits_kernel(
     n, (_, _, there, pairs) = grid.tile, q_ref.shape
     factors = _floats(k_ref, n, *basis_refs, interpret=interpret) if key_runs is None else _codes(
         k_ref, key_runs, n, *basis_refs, interpret=interpret)
-    rotate = _by_slot(*refs[:angles], n) if by_slot else _by_place(*refs[:angles], n) if angles else None
+    rotate = angles_of_slots(*refs[:angles], n) if by_slot else _by_place(*refs[:angles], n) if angles else None
     row, size = jnp.arange(grid.rows), k_ref.shape[0]
 
     def body(visit, carry):
@@ -64,7 +63,7 @@ def logits_kernel(
         mine = (slots >= jnp.maximum(run.low, first)) & (slots < run.high)
         keys = _rebuilt(factors(at), (n, pairs))
         if rotate is not None:
-            keys = turned_halves(*keys, *rotate(at), interpret)
+            keys = turned_halves(*keys, *(x.astype(jnp.float16) for x in rotate(at, mine)), interpret)
         met = visit if q_ref.shape[0] > 1 else 0
         queries = [plgpu.load(q_ref.at[_of_visit(met, side, row, there, pairs)]) for side in range(2)]
         logits = sum(jnp.dot(k, q.T, preferred_element_type=jnp.float32) for k, q in zip(keys, queries, strict=True))
@@ -135,16 +134,4 @@ def _of_visit(visit, side: int, row, there: int, pairs: int):
 def _by_place(cos_ref, sin_ref, tile: int):
     """Angles of places within a tile: the same for all."""
     angles = [plgpu.load(ref.at[pl.ds(0, tile), :]) for ref in (cos_ref, sin_ref)]
-    return lambda at: angles
-
-
-def _by_slot(position_ref, steps_ref, tile: int):
-    """Angles of the positions of a tile's slots, of those that are there."""
-    steps = [steps_ref[number, :][None] for number in range(2)]
-
-    def angles(at):
-        slot = at + jnp.arange(tile)
-        position = plgpu.load(position_ref.at[slot], mask=slot < position_ref.shape[0], other=0)
-        return [x.astype(jnp.float16) for x in slot_angles(position[:, None], *steps)]
-
-    return angles
+    return lambda at, mine: angles

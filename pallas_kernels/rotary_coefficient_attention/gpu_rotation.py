@@ -6,6 +6,7 @@ their positions. `at` is the first slot of the tile, `mine` bool `[tile]` those 
 slots where they are a run.
 """
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -29,13 +30,23 @@ def by_run(cos_ref, sin_ref, tile: int):
 
 def by_slot(position_ref, steps_ref, tile: int):
     """Keys by the positions of their slots; the query stays as it is."""
-    steps = [steps_ref[number, :][None] for number in range(2)]
+    angles = angles_of_slots(position_ref, steps_ref, tile)
 
     def rotated(keys, query, at, mine, offset):
-        position = plgpu.load(position_ref.at[pl.ds(at, tile)], mask=mine, other=0)
-        return turn(*keys, *slot_angles(position[:, None], *steps)), query
+        return turn(*keys, *angles(at, mine)), query
 
     return rotated
+
+
+def angles_of_slots(position_ref, steps_ref, tile: int):
+    """`angles(first slot, slots that count)`: cos and sin float32 `[tile, pairs]` of their positions."""
+    steps = [steps_ref[number, :][None] for number in range(2)]
+
+    def angles(at, mine):
+        position = plgpu.load(position_ref.at[at + jnp.arange(tile)], mask=mine, other=0)
+        return slot_angles(position[:, None], *steps)
+
+    return angles
 
 
 def rotation(rotary: Rotary, rotate: bool):
@@ -49,3 +60,21 @@ def rotation(rotary: Rotary, rotate: bool):
     if rotary.positions is None:
         return by_run, [whole(rotary.cos), whole(rotary.sin)]
     return by_slot, [*by_head(rotary.packed, rotary.positions), whole(jnp.asarray(rotary.steps))]
+
+def turned_halves(
+    first: jax.Array, second: jax.Array, cos: jax.Array, sin: jax.Array, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Both halves of channel pairs rotated by an angle, all float16: two instructions for two numbers of a half."""
+    if interpret:
+        return first * cos - second * sin, second * cos + first * sin
+
+    def pairs(text: str) -> jax.Array:
+        (numbers,) = plgpu.elementwise_inline_asm(
+            text, args=[first, second, cos, sin], constraints="=r,r,r,r,r", pack=2,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(first.shape, jnp.float16)],
+        )
+        return numbers
+
+    less = "neg.f16x2 less, $2; mul.rn.f16x2 own, $1, $3; fma.rn.f16x2 $0, less, $4, own;"
+    more = "mul.rn.f16x2 own, $2, $3; fma.rn.f16x2 $0, $1, $4, own;"
+    return pairs(f"{{ .reg .b32 own, less; {less} }}"), pairs(f"{{ .reg .b32 own; {more} }}")

@@ -36,6 +36,13 @@ def run(op, *args, **options):
     return jax.jit(functools.partial(op, backend="triton", **options))(*args)
 
 
+def by_kernel(x):
+    """The op before RoPE, of which no other way is taken."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return run(rotary_coefficient_attention, x.q, x.tokens, x.basis, **x.options)
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -116,9 +123,7 @@ PACKED = Case(rope=ROPE, runs=SOME, lengths=(0, 1, 63, 64, 65, 300), dtype="bflo
 def test_packed_keys_before_rope(case):
     """Rebuilt by one kernel, attended by another; a sink's gap within a tile, runs that share one, a joint basis."""
     x = make(case)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # no other way is taken
-        found = run(rotary_coefficient_attention, x.q, x.tokens, x.basis, **x.options)
+    found = by_kernel(x)
     out, lse = x.oracle
     check(found._replace(out=found.out / WIDE), (out / WIDE, lse), case.dtype)
 
@@ -155,9 +160,7 @@ TURNED = Case(turned=True, rope=ROPE, mean=True, runs=SOME, gaps=(0, 900), jumps
 def test_keys_turned_by_their_place_in_a_tile(case):
     """Tiles of tokens that meet queries of their own, of which the last is shorter; a mean apart."""
     x = make(case)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # no other way is taken
-        found = run(rotary_coefficient_attention, x.q, x.tokens, x.basis, **x.options)
+    found = by_kernel(x)
     check(found, x.oracle, case.dtype)
 
 
