@@ -23,7 +23,7 @@ Operand = tuple[jax.Array, pl.BlockSpec]
 
 
 def launch(
-    name: str, kernel: Callable[..., None], grid: Grid, packed: Packed, head: jax.Array | None,
+    name: str, kernel: Callable[..., None], grid: Grid, packed: Packed, told: Sequence[jax.Array],
     operands: Sequence[Operand], width: int, *, interpret: bool, beside: Rows | None = None,
 ) -> AttnPartial:
     """Partial `[B, H, M, width]`, float32, lse -inf where a row sees nothing.
@@ -31,19 +31,20 @@ def launch(
     Args:
         kernel: takes `Limits` of a row, and references: the operands, its out `[M, width]` and lse `[M]`.
         packed: queries.
-        head: what else a row's programs are told, int32 `[B, n]`: one array, because each costs a launch; or None.
+        told: what else a row's programs are told, int32 `[B, n]` each: as they come, because what XLA puts together first
+            is a launch of its own.
         beside: other tokens that the kernel reads, or None.
     """
-    told = [(x, row_spec(x, len(packed.q))) for x in (packed.begin, packed.end, head) if x is not None]
+    limits = [(x, row_spec(x, len(packed.q))) for x in (packed.begin, packed.end, *told)]
 
     def with_limits(begin, end, *refs):
-        more, refs = (refs[0], refs[1:]) if head is not None else (None, refs)
+        more, refs = refs[: len(told)], refs[len(told) :]
         others, refs = (Others(*refs[:5]), refs[5:]) if beside is not None else (None, refs)
         kernel(Limits(begin, end, more, others), *refs)
 
     batch, heads, rows, _ = packed.q.shape
     others = [] if beside is None else _others(packed, beside)
-    arrays, specs = zip(*told, *others, *operands, strict=True)
+    arrays, specs = zip(*limits, *others, *operands, strict=True)
     shapes = (batch, heads, grid.splits, rows, width), (batch, heads, rows, grid.splits)  # as `merge_splits` takes them
     out, lse = pl.pallas_call(
         with_limits,

@@ -26,15 +26,14 @@ class Limits(NamedTuple):
     """References to what a row's programs are told.
 
     Attributes:
-        begin, end: int32 `[T]`, the slots that a query sees: begin <= slot < end. As they come, because what XLA puts
-            together first is a launch of its own.
-        head: int32 `[n]`, what else there is to know, or None.
+        begin, end: int32 `[T]`, the slots that a query sees: begin <= slot < end.
+        told: int32 `[n]` each, what else there is to know.
         beside: `Others`, or None.
     """
 
     begin: Any
     end: Any
-    head: Any
+    told: tuple[Any, ...]
     beside: Any
 
 

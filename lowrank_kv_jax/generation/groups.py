@@ -69,9 +69,9 @@ def step_group(
     """Append T tokens to the cache of one layer of a group and attend through it; not compiled by itself."""
     machine, before = machine_of(method), state
     with over_mesh(layout.mesh):
-        state = machine.append(layout, bases, state, taps, counts, positions, place)
-        partial = with_sink(machine.attend(layout, bases, state, taps.q, positions, place), taps.sink_logits)
-        state = machine.observe(layout, bases, state, taps.q, partial.lse, positions, place)
+        state, q = machine.append_with_query(layout, bases, state, taps, counts, place)
+        partial = with_sink(machine.attend(layout, bases, state, q, positions, place), taps.sink_logits)
+        state = machine.observe(layout, bases, state, q, partial.lse, positions, place)
     return constrain(layout.mesh, like_before(before, state)), partial
 
 

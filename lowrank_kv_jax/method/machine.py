@@ -315,12 +315,18 @@ class Machine(KVMethod):
     # ---- a block of new tokens ----------------------------------------------------------------------------------
 
     def append(self, layout, bases, state, taps, counts, positions, place):
-        ends, taps = list(state.ends), half_split(layout.spec, taps)
-        ends[place.held] = exact_tokens.append(ends[place.held], taps.k, taps.v, counts)
+        return self.append_with_query(layout, bases, state, taps, counts, place)[0]
+
+    def append_with_query(
+        self, layout: Layout, bases: Any, state: GroupState, taps: Taps, counts: jax.Array, place: Place
+    ) -> tuple[GroupState, jax.Array]:
+        """The same, and the queries to attend with: `taps.q`, as they come out beside the written tokens."""
+        ends, own = list(state.ends), half_split(layout.spec, taps)
+        ends[place.held], q = exact_tokens.append_with_query(ends[place.held], taps.q, own.k, own.v, counts)
         state = dataclasses.replace(state, ends=tuple(ends))
         if self.selection is not None and self.selection.schedule == "paper" and taps.k.shape[1] == 1:
-            return evict_one(self, layout, self.of_group(bases), state, taps, counts)
-        return state
+            state = evict_one(self, layout, self.of_group(bases), state, own, counts)
+        return state, q
 
     def attend(self, layout, bases, state, q, positions, place):
         q = half_split_channels(layout.spec.rope, q)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.pallas_kernels.append_token import append_token
+from lowrank_kv_jax.pallas_kernels.append_token.api import Buffers
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import attend_to
 from lowrank_kv_jax.storage.bits import Bits
 from lowrank_kv_jax.storage.block_reads import slice_block
@@ -90,7 +92,25 @@ def filled(buffer: Any, new: jax.Array) -> Any:
 
 def append(segment: Exact, k: jax.Array, v: jax.Array, counts: jax.Array) -> Exact:
     """Append the first `counts[b]` of T tokens `[B, T, K, D]`; O(T)."""
+    return _written(segment, k.swapaxes(1, 2), v.swapaxes(1, 2), counts)
+
+
+def append_with_query(
+    segment: Exact, q: jax.Array, k: jax.Array, v: jax.Array, counts: jax.Array
+) -> tuple[Exact, jax.Array]:
+    """The same, and their queries `[B, T, N, D]`, which one program rotates with the keys where it can."""
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+
+    def by_xla() -> tuple[Buffers, jax.Array]:
+        written = _written(segment, k, v, counts)
+        return Buffers(written.k, written.v, written.length), q
+
+    held = Buffers(segment.k, segment.v, segment.length)
+    (k_held, v_held, length), q = append_token(held, q, k, v, counts, reference=by_xla)
+    return Exact(k_held, v_held, length, segment.positions), q
+
+
+def _written(segment: Exact, k: jax.Array, v: jax.Array, counts: jax.Array) -> Exact:
     # the barrier leaves the old length one reader, so that the new one overwrites it and no copy is made of it
     length = jax.lax.optimization_barrier(segment.length + counts)
     k, v = (write_tokens(x, new, length - counts, counts) for x, new in ((segment.k, k), (segment.v, v)))

@@ -39,18 +39,7 @@ class Runs:
         return jnp.stack(first, axis=1), jnp.stack(offset, axis=1)
 
     def _pieces(self) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The same by run, `[B]` each: a sort, or a sum along an axis, would be a program of its own."""
-        start = [jnp.maximum(self.start[:, p], 0) for p in range(self.start.shape[1])]
-        jump, none = [self.jump[:, p] for p in range(len(start))], jnp.zeros_like(start[0])
-
-        def earlier(q: int, p: int) -> jax.Array:
-            return start[q] <= start[p] if q < p else start[q] < start[p]
-
-        places = range(len(start))
-        place = [sum((earlier(q, p).astype(jnp.int32) for q in places if q != p), none) for p in places]
-        ordered = [sum((jnp.where(place[p] == at, start[p], 0) for p in places), none) for at in places]
-        offset = [sum((jnp.where(start[q] <= first, jump[q], 0) for q in places), none) for first in ordered]
-        return [none, *ordered], [none, *offset]
+        return pieces_of(*([x[:, p] for p in range(x.shape[1])] for x in (self.start, self.jump)))
 
     def slots_through(self, position: Int[jax.Array, "B T"]) -> Int32[jax.Array, "B T"]:
         """How many slots hold a token at or before `position` `[B, T]`: int32 `[B, T]`.
@@ -78,6 +67,22 @@ class Runs:
         )
 
     of_device = from_slot
+
+
+def pieces_of(start: list[jax.Array], jump: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+    """What `Runs.pieces` are, by run, of gaps one by one, int32 of any shape: scalars in a kernel, or `[B]`, of which a
+    sort, or a sum along an axis, would be a program of its own."""
+    start = [jnp.maximum(each, 0) for each in start]
+    none = jnp.zeros_like(start[0])
+
+    def earlier(q: int, p: int) -> jax.Array:
+        return start[q] <= start[p] if q < p else start[q] < start[p]
+
+    places = range(len(start))
+    place = [sum((earlier(q, p).astype(jnp.int32) for q in places if q != p), none) for p in places]
+    ordered = [sum((jnp.where(place[p] == at, start[p], 0) for p in places), none) for at in places]
+    offset = [sum((jnp.where(start[q] <= first, jump[q], 0) for q in places), none) for first in ordered]
+    return [none, *ordered], [none, *offset]
 
 
 def owner_dtype(kv_heads: int) -> Any:

@@ -93,11 +93,11 @@ def attend_folded(
     packed = pack(folded.largest[..., None], heads, begin, end)
     rows = packed.q.shape[2]
     grid = packed_grid(rows, batch * heads, size, columns, token_bytes, more)
-    told = 0 if folded.tokens is None else grid.rows * folded.numbers.shape[-1] * folded.numbers.dtype.itemsize
-    grid = packed_grid_there(grid, keys, values, token_bytes(grid.warps), told)
+    held = 0 if folded.tokens is None else grid.rows * folded.numbers.shape[-1] * folded.numbers.dtype.itemsize
+    grid = packed_grid_there(grid, keys, values, token_bytes(grid.warps), held)
     above = by_program(folded.above[..., None], heads)[..., 0]
     added = by_program(folded.added[:, None], heads)[:, :, 0] if more else None
-    head = None if owner is None else numbers_of_heads(batch, owner)
+    told = [] if owner is None else [numbers_of_heads(batch, owner)]
     kernel = functools.partial(
         _kernel, grid=grid, owned=owner is not None, key_runs=keys.runs, value_runs=values.runs, interpret=interpret,
         window=folded.window, stretch=folded.tokens, added=more, scale=scale,
@@ -107,7 +107,7 @@ def attend_folded(
         *by_head(packed, packed.q[..., 0], above, added, keys.codes, values.codes),
     ]
     width = components_of(values.runs)
-    part = launch("coefficient_attention", kernel, grid, packed, head, operands, width, interpret=interpret)
+    part = launch("coefficient_attention", kernel, grid, packed, told, operands, width, interpret=interpret)
     return by_query(part, queries)
 
 
@@ -131,7 +131,7 @@ def attend_given(
     kernel = functools.partial(
         _given_kernel, grid=grid, runs=values.runs, interpret=interpret, scale=scale, parts=parts)
     operands, width = by_head(packed, packed.q, values.codes), components_of(values.runs)
-    part = launch("coefficient_attention", kernel, grid, packed, None, operands, width, interpret=interpret)
+    part = launch("coefficient_attention", kernel, grid, packed, [], operands, width, interpret=interpret)
     return by_query(part, queries)
 
 
@@ -210,7 +210,7 @@ def _over_tiles(
         inside = at + jnp.arange(n) < high
         logits = logits_of(tile, at)
         seen = jnp.maximum(begin, tile * n), end  # of a tile that begins earlier, what no other has
-        visible = visible_slots(at, inside, *seen, owner_ref, None if owner_ref is None else limits.head[0], axis=0)
+        visible = visible_slots(at, inside, *seen, owner_ref, None if owner_ref is None else limits.told[0][0], axis=0)
         weights, shrink, top, total = online_softmax(logits, visible, top, total, 0, jnp.float16)
         accs = tuple(
             acc * shrink[None] + jnp.dot(values.T, weights, preferred_element_type=jnp.float32)

@@ -47,7 +47,7 @@ def attend_slots(
         key_refs=len(keys.arrays()),
     )
     part = launch(
-        "coefficient_attention", kernel, grid, packed, _head(batch, keys, values, owner),
+        "coefficient_attention", kernel, grid, packed, _told(batch, keys, values, owner),
         by_head(packed, owner, packed.q, *keys.arrays(), *values.arrays()),
         sum(size for _, size in values.form.pieces()), interpret=interpret,
         beside=beside,
@@ -55,13 +55,13 @@ def attend_slots(
     return by_query(AttnPartial(values.form.collected(part.out), part.lse), q.shape[1])
 
 
-def _head(rows: int, keys: Tiled, values: Tiled, owner: jax.Array | None) -> jax.Array | None:
-    """int32 `[B, HEAD]`, or None: zeros."""
+def _told(rows: int, keys: Tiled, values: Tiled, owner: jax.Array | None) -> list[jax.Array]:
+    """int32 `[B, HEAD]`, or nothing: zeros."""
     if owner is None and keys.starts is None and values.starts is None:
-        return None
+        return []
     number = jnp.zeros((rows, 1), jnp.int32) if owner is None else numbers_of_heads(rows, owner)
     (start, key_tile), (other, value_tile) = (x.first_tiles(rows) for x in (keys, values))
-    return jnp.concatenate([number, start if values.starts is None else other, key_tile, value_tile], axis=1)
+    return [jnp.concatenate([number, start if values.starts is None else other, key_tile, value_tile], axis=1)]
 
 
 def _kernel(
@@ -74,7 +74,7 @@ def _kernel(
     there = jnp.arange(grid.rows) < lse_ref.shape[0]
     queries = [load_columns(q_ref, 0, there, channels) for channels in keys.channels_of_pieces()]
     low, high = span(limits)
-    number, origin, *tiles = (0 if limits.head is None else limits.head[i] for i in range(HEAD))
+    number, origin, *tiles = (limits.told[0][i] if limits.told else 0 for i in range(HEAD))
     first = (low - origin) // grid.tile
     # the span of a head without tokens is (0, 0): counted from where it would begin, a tile before the buffer
     start, stop = split_range(jnp.where(high > low, pl.cdiv(high - origin, grid.tile) - first, 0), grid)

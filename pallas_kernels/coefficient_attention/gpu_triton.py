@@ -84,10 +84,10 @@ def attend_packed(
     kernel = functools.partial(
         _kernel, grid=grid, scale=scale, quantised=keys.scales is not None, owned=owner is not None
     )
-    head = None if owner is None else numbers(batch, owner)
+    told = [] if owner is None else [numbers(batch, owner)]
     operands = by_head(packed, owner, packed.q, keys.codes, keys.scales, values.codes, values.scales)
     return launch(
-        "coefficient_attention", kernel, grid, packed, head, operands, values.codes.shape[-1], interpret=interpret,
+        "coefficient_attention", kernel, grid, packed, told, operands, values.codes.shape[-1], interpret=interpret,
         beside=beside,
     )
 
@@ -113,7 +113,7 @@ def attend_given(
     grid = given_grid(grid, values, parts)
     kernel = functools.partial(_given_kernel, grid=grid, scale=scale, parts=parts, dtype=dtype)
     operands = by_head(packed, packed.q, values.codes)
-    part = launch("coefficient_attention", kernel, grid, packed, None, operands, width, interpret=interpret)
+    part = launch("coefficient_attention", kernel, grid, packed, [], operands, width, interpret=interpret)
     return by_query(part, queries)
 
 
@@ -168,7 +168,7 @@ def _kernel(limits, *refs, grid: Grid, scale: float, quantised: bool, owned: boo
 
         asked = [scaled(q, piece) for q, piece in zip(queries, key_pieces, strict=True)]
         logits = logits_of(asked, (read(k_ref, piece) for piece in key_pieces), grid.tile)
-        visible = visible_slots(at, inside, begin, end, owner_ref, limits.head[0] if owned else None)
+        visible = visible_slots(at, inside, begin, end, owner_ref, limits.told[0][0] if owned else None)
         value_scale = None if vs_ref is None else functools.partial(load_scale, vs_ref, scale_row)
         values = (read(v_ref, piece) for piece in value_pieces)
         return add_tile(carry, logits, scale, visible, q_ref.dtype, value_pieces, values, value_scale)

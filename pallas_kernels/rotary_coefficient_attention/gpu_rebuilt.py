@@ -37,10 +37,10 @@ from lowrank_kv_jax.pallas_kernels.gpu_packed import (
 from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import rebuilt_shape
 from lowrank_kv_jax.pallas_kernels.packed_codes import spread
 from lowrank_kv_jax.pallas_kernels.packing import Stored, columns, stored_arrays, visible_range
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import turn
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_rebuilt_kernel import PIECE, SHARE, logits_kernel
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary, prepare, read_run, visits
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.turns import slot_angles
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_rotation import gaps_of
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_turned_back import turned_back
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary, prepare
 from lowrank_kv_jax.storage import precise
 from lowrank_kv_jax.storage.water_filled import WidthRuns
 
@@ -85,23 +85,22 @@ def _logits(rotary: Rotary, keys: Stored, rope: RopeSpec | None, interpret: bool
     pairs, tile, warps, together = rebuilt_shape(held + WINDOW, half, rotary.positions is not None)
     (batch, heads, rows, _), parts = packed.q.shape, half // pairs
     grid = rebuilt_grid(rows, batch * heads * parts, size, tile, warps, together)
-    q, angles = packed.q.astype(jnp.float32), _angles(rotary, rope, parts)
+    angles, factor = _angles(rotary, rope, parts), None
     if keys.runs is None:
         basis = _as_it_is(rotary, parts)
     else:
         basis, unit = _in_order(rotary, keys.runs, parts)
-        q *= (unit * (SUBNORMAL / SHARE))[..., None, None]
-    queries = _turned_back(q, rotary, rope, grid.tile, size).astype(jnp.float16)
-    queries = jnp.moveaxis(queries.reshape(*queries.shape[:-1], parts, pairs), 5, 2)
-    told = visits(rotary, grid.tile)
-    ((codes, spec),) = by_head(packed, keys.codes)
+        factor = unit * (SUBNORMAL / SHARE)
+    queries = (_as_they_are(packed.q, factor, parts) if rotary.gaps is None
+               else turned_back(rotary, factor, grid.tile, size, parts, interpret))
+    ((codes, spec),), gaps = by_head(packed, keys.codes), gaps_of(rotary)
     kernel = functools.partial(
-        logits_kernel, grid=grid, runs=rotary.first.shape[1], key_runs=keys.runs, angles=len(angles), basis=len(basis),
+        logits_kernel, grid=grid, gaps=len(gaps), key_runs=keys.runs, angles=len(angles), basis=len(basis),
         by_slot=rotary.positions is not None, interpret=interpret,
     )
     operands = [
-        (told, row_spec(told, batch)), *angles, (queries, _part_spec(queries, batch, parts)), *basis,
-        (codes, _of_heads(spec, parts)),
+        *((x, row_spec(x, batch)) for x in (packed.begin, packed.end, *gaps)), *angles,
+        (queries, _part_spec(queries, batch, parts)), *basis, (codes, _of_heads(spec, parts)),
     ]
     arrays, specs = zip(*operands, strict=True)
     slots = max(size, LEAST_SLOTS)
@@ -152,18 +151,13 @@ def _as_two(x: jax.Array, dtype: Any, rows: int, parts: int) -> Operand:
     return both, _part_spec(both, rows, parts)
 
 
-def _turned_back(q: jax.Array, rotary: Rotary, rope: RopeSpec | None, tile: int, size: int) -> jax.Array:
-    """Float32 `[B, K, V, 2, M, H]` of queries `[B, K, M, 2 H]`, as each of V visits to a tile of a run meets them; one
-    for all where tokens are not rotated, or each by itself."""
-    q = q.reshape(*q.shape[:-1], 2, -1).swapaxes(2, 3)[:, :, None]
-    if rope is None or rotary.positions is not None:
-        return q
-    told, runs = visits(rotary, tile), rotary.first.shape[1]
-    visit = jnp.arange(-(-size // tile) + runs - 1)[None]  # runs that begin in the same tile visit it each
-    run = read_run(lambda number: told[:, number, None], runs, visit)
-    position = jnp.clip(size - tile, 0, run.tile * tile) + run.offset
-    cos, sin = (x[:, None, :, None] for x in slot_angles(position[..., None], *rotary.steps[:, None]))
-    return jnp.stack(turn(q[:, :, :, 0], q[:, :, :, 1], cos, -sin), axis=3)
+def _as_they_are(q: jax.Array, factor: jax.Array | None, parts: int) -> jax.Array:
+    """Float16 `[B, K, P, 1, 2, M, pairs]` of queries `[B, K, M, 2 H]` that meet all tiles alike, because tokens are not
+    rotated, or each by itself."""
+    q = q.astype(jnp.float32)
+    q = q if factor is None else q * factor[..., None, None]
+    q = q.reshape(*q.shape[:-1], 2, parts, -1).transpose(0, 1, 4, 3, 2, 5)
+    return q[:, :, :, None].astype(jnp.float16)
 
 
 def _angles(rotary: Rotary, rope: RopeSpec | None, parts: int) -> list[Operand]:

@@ -23,9 +23,13 @@ from lowrank_kv_jax.pallas_kernels.gpu_packed import (
     products_of,
     windows_of,
 )
-from lowrank_kv_jax.pallas_kernels.gpu_softmax import load_block, split_range
+from lowrank_kv_jax.pallas_kernels.gpu_softmax import Limits, load_block, split_range
 from lowrank_kv_jax.pallas_kernels.packing import columns
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_rotation import angles_of_slots, turned_halves
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_rotation import (
+    angles_of_slots,
+    turned_halves,
+    visits_of,
+)
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import read_run
 from lowrank_kv_jax.storage.water_filled import WidthRuns
 
@@ -37,26 +41,29 @@ Factors = Callable[[Any], Iterator[tuple[jax.Array, list[jax.Array]]]]
 
 
 def logits_kernel(
-    told_ref, *refs, grid: Grid, runs: int, key_runs: WidthRuns | None, angles: int, basis: int, by_slot: bool,
+    begin_ref, end_ref, *refs, grid: Grid, gaps: int, key_runs: WidthRuns | None, angles: int, basis: int, by_slot: bool,
     interpret: bool,
 ) -> None:
     """Write the logits of this program's tiles, but for what queries are to be scaled by.
 
     Args:
-        told_ref: int32, of `visits` to so many `runs`.
-        refs: as many of `angles`; queries `[V, 2, M, pairs]`; as many of a `basis`; tokens `[S, R]`; logits `[M, S']`.
+        begin_ref, end_ref: as of `Limits`.
+        refs: as many of `gaps_of`; of `angles`; queries `[V, 2, M, pairs]`; as many of a `basis`; tokens `[S, R]`;
+            logits `[M, S']`.
         key_runs: of packed tokens.
         by_slot: the angles are those of each slot's position.
     """
+    told, refs = refs[:gaps], refs[gaps:]
     q_ref, (k_ref, out_ref), basis_refs = refs[angles], refs[-2:], refs[angles + 1 : angles + 1 + basis]
     n, (_, _, there, pairs) = grid.tile, q_ref.shape
     factors = _floats(k_ref, n, *basis_refs, interpret=interpret) if key_runs is None else _codes(
         k_ref, key_runs, n, *basis_refs, interpret=interpret)
     rotate = angles_of_slots(*refs[:angles], n) if by_slot else _by_place(*refs[:angles], n) if angles else None
     row, size = jnp.arange(grid.rows), k_ref.shape[0]
+    table, runs = visits_of(Limits(begin_ref, end_ref, told, None), n)
 
     def body(visit, carry):
-        run = read_run(lambda number: told_ref[number], runs, visit)
+        run = read_run(table.__getitem__, runs, visit)
         first = run.tile * n
         at = first if size % n == 0 else jnp.clip(size - n, 0, first)  # a tile of which all is there, if it is anywhere
         slots = at + jnp.arange(n)
@@ -72,7 +79,7 @@ def logits_kernel(
         plgpu.store(out_ref.at[where], logits, mask=mine[:, None] & (row < there)[None])
         return carry
 
-    start, stop = split_range(told_ref[5 * runs], grid)
+    start, stop = split_range(table[-1], grid)
     jax.lax.fori_loop(start, stop, body, jnp.int32(0))
 
 

@@ -12,8 +12,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.pallas_kernels.gpu_launch import Operand, by_head
+from lowrank_kv_jax.pallas_kernels.gpu_softmax import Limits, span
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import position_angle, turn
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary, table_of
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.turns import slot_angles
 
 
@@ -49,6 +50,18 @@ def angles_of_slots(position_ref, steps_ref, tile: int):
     return angles
 
 
+def gaps_of(rotary: Rotary) -> list[jax.Array]:
+    """What programs are told of a row's gaps, int32 `[B, P - 1]` each, as `launch` takes it."""
+    return [] if rotary.gaps is None else [rotary.gaps.start, rotary.gaps.jump]
+
+
+def visits_of(limits: Limits, tile: int) -> tuple[list[jax.Array], int]:
+    """Inside of a kernel that is told `gaps_of`: `table_of` its row, and P."""
+    gaps = ([ref[p] for p in range(ref.shape[0])] for ref in limits.told) if limits.told else ([], [])
+    table = table_of(*gaps, *span(limits), tile)
+    return table, len(table) // 5
+
+
 def rotation(rotary: Rotary, rotate: bool):
     """The way in which a kernel rotates, None where it does not, and the operands that it takes for it."""
 
@@ -60,6 +73,7 @@ def rotation(rotary: Rotary, rotate: bool):
     if rotary.positions is None:
         return by_run, [whole(rotary.cos), whole(rotary.sin)]
     return by_slot, [*by_head(rotary.packed, rotary.positions), whole(jnp.asarray(rotary.steps))]
+
 
 def turned_halves(
     first: jax.Array, second: jax.Array, cos: jax.Array, sin: jax.Array, interpret: bool

@@ -33,13 +33,12 @@ from lowrank_kv_jax.pallas_kernels.packing import (
     stored_arrays,
 )
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import gpu_rebuilt, gpu_tiles
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_rotation import rotation
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_rotation import gaps_of, rotation, visits_of
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import (
     Rotary,
     in_head_space,
     prepare,
     read_run,
-    visits,
 )
 
 RESIDENT_BYTES = 32 * 1024  # a larger basis is read again for every tile, from the L2 cache
@@ -85,12 +84,12 @@ def attend_packed(
     basis_bytes = 2 * half * rotary.basis.shape[-1] * packed.q.dtype.itemsize
     way, angles = rotation(rotary, rotate)
     kernel = functools.partial(
-        _kernel, grid=grid, runs=rotary.first.shape[1], scale=scale, way=way, quantised=keys.scales is not None,
+        _kernel, grid=grid, scale=scale, way=way, quantised=keys.scales is not None,
         centred=rotary.mean is not None, resident=basis_bytes <= RESIDENT_BYTES,
     )
     of_bases = [(x, basis_spec(x, batch)) for x in (rotary.basis, rotary.mean) if x is not None]
     return launch(
-        "rotary_coefficient_attention", kernel, grid, packed, visits(rotary, grid.tile),
+        "rotary_coefficient_attention", kernel, grid, packed, gaps_of(rotary),
         [*angles, *by_head(packed, packed.q), *of_bases,
          *by_head(packed, keys.codes, keys.scales, values.codes, values.scales)],
         values.codes.shape[-1], interpret=interpret,
@@ -104,7 +103,7 @@ def basis_spec(x: jax.Array, rows: int) -> pl.BlockSpec:
 
 
 def _kernel(
-    limits, *refs, grid: Grid, runs: int, scale: float, way, quantised: bool, centred: bool, resident: bool
+    limits, *refs, grid: Grid, scale: float, way, quantised: bool, centred: bool, resident: bool
 ):
     angle_refs, (q_ref, basis_ref, *refs) = refs[: 2 * bool(way)], refs[2 * bool(way) :]
     rotating = functools.partial(way, *angle_refs, grid.tile) if way else None
@@ -116,11 +115,12 @@ def _kernel(
     dtype, there = q_ref.dtype, lse_ref.shape[0]
     value_pieces = columns(v_ref.shape[-1])
     begin, end = load_ranges(limits, grid.rows, there)
-    start, stop = split_range(limits.head[5 * runs], grid)
+    table, runs = visits_of(limits, grid.tile)
+    start, stop = split_range(table[-1], grid)
     logits_of = whole_keys(k_ref, ks_ref, basis_ref, mean_ref, q_ref, rotating, grid=grid, resident=resident)
 
     def body(visit, carry):
-        run = read_run(lambda i: limits.head[i], runs, visit)
+        run = read_run(table.__getitem__, runs, visit)
         at = run.tile * grid.tile
         slots = at + jnp.arange(grid.tile)
         mine = (slots >= run.low) & (slots < run.high)

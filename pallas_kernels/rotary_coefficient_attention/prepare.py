@@ -17,6 +17,7 @@ from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import (
     steps_of_pairs,
 )
 from lowrank_kv_jax.storage.basis import expand_values
+from lowrank_kv_jax.storage.positions import Runs, pieces_of
 
 
 class Rotary(NamedTuple):
@@ -27,8 +28,8 @@ class Rotary(NamedTuple):
             a power of two.
         basis: key basis of each kv head `[B or 1, K, 2 H, R]`, its channels in the same order.
         mean: of the keys of each kv head `[B or 1, K, 2 H]`, float32, as above; None where they have none.
-        first, offset: int32 `[B, P]`, runs of consecutive positions: first slot, and position minus slot. One run of all
-            slots where positions do not count, or are those of each slot.
+        gaps: of positions in runs, of which there is one more; None where all slots are one run, because positions do not
+            count, or are those of each slot.
         positions: int32 `[B, J, S]`, of slots that follow no order; None where they are runs.
         cos, sin: `digit_tables`, for runs.
         steps: `steps_of_pairs`, for `positions`.
@@ -37,12 +38,16 @@ class Rotary(NamedTuple):
     packed: Packed
     basis: jax.Array
     mean: jax.Array | None
-    first: jax.Array
-    offset: jax.Array
+    gaps: Runs | None
     positions: jax.Array | None
     cos: jax.Array
     sin: jax.Array
     steps: jax.Array
+
+    @property
+    def runs(self) -> int:
+        """How many there are."""
+        return 1 if self.gaps is None else 1 + self.gaps.start.shape[1]
 
 
 def prepare(
@@ -56,10 +61,9 @@ def prepare(
     head_dim = q.shape[-1]
     pairs = channel_pairs(rope, head_dim)
     packed = pack(q, kv_heads, *visible_range(tokens, q_positions, causal, window))
-    where, first, positions = tokens.positions, jnp.zeros((q.shape[0], 1), jnp.int32), None
-    offset = first
-    if rope is not None and hasattr(where, "pieces"):
-        first, offset = where.pieces()
+    where, gaps, positions = tokens.positions, None, None
+    if rope is not None and isinstance(where, Runs):
+        gaps = where
     elif rope is not None:
         positions = where.position
     rows = key_basis if key_basis.ndim == 4 else key_basis[None]
@@ -69,7 +73,7 @@ def prepare(
     turned = split_pairs(packed.q, pairs)
     packed = packed._replace(q=turned.reshape(*turned.shape[:3], -1))
     basis, mean = basis.astype(basis_dtype or q.dtype), _mean(key_mean, pairs)
-    return Rotary(packed, basis, mean, first, offset, positions, cos, sin, steps)
+    return Rotary(packed, basis, mean, gaps, positions, cos, sin, steps)
 
 
 def in_head_space(part: AttnPartial, value_basis: jax.Array | None, kv_heads: int) -> AttnPartial:
@@ -102,18 +106,33 @@ class Run(NamedTuple):
 
 
 def visits(rotary: Rotary, tile: int) -> jax.Array:
-    """The `Run`s of each row and how many visits they make, int32 `[B, 5 P + 1]`; `read_run` finds them again."""
-    first, offset, span = rotary.first, rotary.offset, rotary.packed.span
-    last = jnp.concatenate([first[:, 1:], jnp.full_like(first[:, :1], np.iinfo(np.int32).max)], axis=1)
-    low, high = jnp.maximum(first, span[:, :1]), jnp.minimum(last, span[:, 1:])
-    begin = low // tile
-    count = jnp.where(high > low, (high + tile - 1) // tile - begin, 0)
-    until = jnp.cumsum(count, axis=1)
-    return jnp.concatenate([until - count, begin, offset, low, high, until[:, -1:]], axis=1)
+    """`table_of` each row, int32 `[B, 5 P + 1]`."""
+    gaps, span = rotary.gaps, rotary.packed.span
+    told = ([], []) if gaps is None else ([x[:, p] for p in range(x.shape[1])] for x in (gaps.start, gaps.jump))
+    return jnp.stack(table_of(*told, span[:, 0], span[:, 1], tile), axis=1)
+
+
+def table_of(
+    start: list[jax.Array], jump: list[jax.Array], low: jax.Array, high: jax.Array, tile: int
+) -> list[jax.Array]:
+    """P `Run`s and how many visits they make, 5 P + 1 numbers; `read_run` finds them again.
+
+    Args:
+        start, jump: as of `Runs`, of each gap, of any shape.
+        low, high: slots that some query sees; the same where none is.
+    """
+    first, offset = pieces_of(start, jump) if start else ([jnp.zeros_like(low)], [jnp.zeros_like(low)])
+    found, until = [], jnp.zeros_like(low)
+    for begin, last, added in zip(first, [*first[1:], np.iinfo(np.int32).max], offset, strict=True):
+        lowest, highest = jnp.maximum(begin, low), jnp.minimum(last, high)
+        tiles = jnp.where(highest > lowest, (highest + tile - 1) // tile - lowest // tile, 0)
+        found.append((until, lowest // tile, added, lowest, highest))
+        until = until + tiles
+    return [*(number for field in zip(*found, strict=True) for number in field), until]
 
 
 def read_run(read: Callable[[int], jax.Array], runs: int, visit) -> Run:
-    """Inside of a kernel: the run and the tile of a visit; `read(i)` gives number `i` of a row of `visits`."""
+    """Inside of a kernel: the run and the tile of a visit; `read(i)` gives number `i` of what `table_of` gives."""
     fields = [read(field * runs) for field in range(5)]
     for run in range(1, runs):
         behind = visit >= read(run)

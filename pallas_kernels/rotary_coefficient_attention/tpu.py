@@ -74,7 +74,7 @@ def attend_packed(
         turned: whether keys but for their mean are stored turned by their place within the tile, so that it is queries
             that meet the basis.
     """
-    packed, runs = rotary.packed, rotary.first.shape[1]
+    packed, runs = rotary.packed, rotary.runs
     (batch, heads, rows, _), size, width = packed.q.shape, keys.slots, values.width
     steps = pl.cdiv(size, tile) + runs - 1
     most = pl.cdiv(size, tile) - 1

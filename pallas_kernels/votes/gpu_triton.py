@@ -46,10 +46,9 @@ def add_votes(votes: jax.Array, asked: Beside, lse: jax.Array, *, scale: float, 
     batch, heads, count, _ = packed.q.shape
     grid = decode_grid(count, batch * heads, keys.shape[2], keys.shape[3] * keys.dtype.itemsize)
     grid = coefficient_grid(grid, Stored(keys, None), Stored(keys[..., :0], None), packed.q.dtype.itemsize)
-    head = None if rows.owner is None else numbers(batch, rows.owner)
-    told = [(x, row_spec(x, batch)) for x in (packed.begin, packed.end, head) if x is not None]
+    told = packed.begin, packed.end, *([] if rows.owner is None else [numbers(batch, rows.owner)])
     operands = by_head(packed, rows.owner, packed.q, total.q[..., 0], keys, votes)
-    arrays, specs = zip(*told, *operands, strict=True)
+    arrays, specs = zip(*((x, row_spec(x, batch)) for x in told), *operands, strict=True)
     return pl.pallas_call(
         functools.partial(_kernel, grid=grid, scale=scale, owned=rows.owner is not None),
         grid=(grid.splits, heads, batch),
@@ -64,9 +63,9 @@ def add_votes(votes: jax.Array, asked: Beside, lse: jax.Array, *, scale: float, 
 
 
 def _kernel(begin_ref, end_ref, *refs, grid: Grid, scale: float, owned: bool):
-    (head, owner_ref, *refs) = refs if owned else (None, None, *refs)
+    (number_ref, owner_ref, *refs) = refs if owned else (None, None, *refs)
     q_ref, lse_ref, k_ref, old_ref, out_ref = refs
-    limits, number = Limits(begin_ref, end_ref, head, None), head[0] if owned else None
+    limits, number = Limits(begin_ref, end_ref, (), None), number_ref[0] if owned else None
     pieces, row = columns(k_ref.shape[-1]), jnp.arange(grid.rows)
     there = row < q_ref.shape[0]
     begin, end = load_ranges(limits, grid.rows, q_ref.shape[0])

@@ -1,0 +1,49 @@
+"""The op that the core calls; a GPU has a kernel, all others XLA's writes."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Float, Int32, Shaped
+
+from lowrank_kv_jax.pallas_kernels import dispatch
+from lowrank_kv_jax.storage.backend import choose
+from lowrank_kv_jax.storage.over_tokens import mesh_here
+
+
+class Buffers(NamedTuple):
+    """What a token of each row is written to.
+
+    Attributes:
+        k, v: `[B, K, S, D]`, or storages of their own, which XLA writes to.
+        length: int32 `[B]`, the slot that a row's token takes, if it has one.
+    """
+
+    k: Any
+    v: Any
+    length: Int32[jax.Array, " B"]
+
+
+def append_token(
+    buffers: Buffers, q: Float[jax.Array, "B 1 N D"], k: Shaped[jax.Array, "B K 1 D"], v: Shaped[jax.Array, "B K 1 D"],
+    counts: Int32[jax.Array, " B"], *, reference: Callable[[], tuple[Buffers, jax.Array]],
+) -> tuple[Buffers, jax.Array]:
+    """Rows of `counts` 1 get their token, in place where the buffers are donated; what has no room is dropped.
+
+    Args:
+        q: the query beside it. XLA for a GPU would rotate and round query, key and value by a program each, and write by
+            another two, where they are one here and a second that writes; it comes back as the second leaves it.
+        reference: the same by XLA, called where there is no kernel for a case. Nothing is warned of.
+
+    Returns:
+        The buffers, and the query.
+    """
+    mesh = mesh_here()
+    if choose(None) != "triton" or (mesh is not None and mesh.size > 1):
+        return reference()
+    from lowrank_kv_jax.pallas_kernels.append_token import gpu_triton  # Pallas is not where XLA is enough
+
+    try:
+        return gpu_triton.append_token(buffers, q, k, v, counts, interpret=dispatch.interpreted("triton"))
+    except dispatch.Unsupported:
+        return reference()

@@ -1,0 +1,75 @@
+"""A token written on a GPU: a Pallas kernel in its Triton dialect, a program for each row, all in place."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from lowrank_kv_jax.pallas_kernels.append_token.api import Buffers
+from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
+from lowrank_kv_jax.pallas_kernels.gpu_softmax import load_block
+from lowrank_kv_jax.pallas_kernels.packing import columns, power_of_two
+
+ROWS = 32  # of queries, keys and values that are under way at once
+
+
+def append_token(
+    buffers: Buffers, q: jax.Array, k: jax.Array, v: jax.Array, counts: jax.Array, *, interpret: bool
+) -> tuple[Buffers, jax.Array]:
+    """As `api.append_token`.
+
+    Raises:
+        Unsupported: more than a token, buffers that are no arrays, and numbers of several widths or dtypes.
+    """
+    batch, heads, size, dim = buffers.k.shape
+    kept = (buffers.k, buffers.v)
+    if q.shape[1] != 1 or not all(isinstance(x, jax.Array) for x in kept):
+        raise Unsupported("more than a token, or buffers that are no arrays")
+    if {(x.shape[-1], x.dtype.name) for x in (*kept, q)} != {(dim, q.dtype.name)}:
+        raise Unsupported("queries, keys and values of several widths or dtypes")
+    # one array of them is one program of XLA's
+    new = jnp.concatenate([q[:, 0], k[:, :, 0].astype(q.dtype), v[:, :, 0].astype(q.dtype)], axis=1)
+
+    def row(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *shape), lambda b: (b, *(0,) * len(shape)))
+
+    number = pl.BlockSpec((1,), lambda b: (b,))
+    buffer, told, out_q = row(heads, size, dim), jax.ShapeDtypeStruct((batch,), jnp.int32), q[:, 0]
+    k, v, length, q = pl.pallas_call(
+        _kernel,
+        grid=(batch,),
+        in_specs=[number, row(*new.shape[1:]), buffer, buffer, number],
+        out_specs=[buffer, buffer, number, row(*out_q.shape[1:])],
+        out_shape=[*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kept), told,
+                   jax.ShapeDtypeStruct(out_q.shape, out_q.dtype)],
+        input_output_aliases={2: 0, 3: 1, 4: 2},
+        compiler_params=plgpu.CompilerParams(num_warps=1),  # reads the length before it writes one
+        interpret=interpret,
+        name="append_token",
+    )(counts, new, *kept, buffers.length)
+    return Buffers(k, v, length), q[:, None]
+
+
+def _kernel(counts_ref, new_ref, _k_ref, _v_ref, old_ref, k_ref, v_ref, length_ref, q_ref):
+    count, slot = counts_ref[0], old_ref[0]
+    heads, size, dim = k_ref.shape
+    queries = q_ref.shape[0]
+    taken = (count > 0) & (slot >= 0) & (slot < size)
+    for piece in columns(dim):
+        _copied(new_ref, 0, queries, piece, q_ref, lambda head: (head,), True)
+        for begin, ref in ((queries, k_ref), (queries + heads, v_ref)):
+            _copied(new_ref, begin, heads, piece, ref, lambda head: (head, jnp.zeros_like(head) + slot), taken)
+    length_ref[0] = slot + count
+
+
+def _copied(new_ref, begin, count, piece, ref, place, allowed):
+    """Some heads of a row's `new_ref` `[n, D]`, from `begin` on, written to where `place` says of each, counted from 0."""
+    rows, start, size = min(ROWS, power_of_two(count, 1)), *piece
+    column = start + jnp.arange(size)
+    for first in range(0, count, rows):
+        head = first + jnp.arange(rows)
+        there = head < count
+        found = load_block(new_ref, begin + first, there, piece)
+        at = [jnp.broadcast_to(x, (rows, size)) for x in (*(i[:, None] for i in place(head)), column[None])]
+        mask = (there & allowed)[:, None] & (column < ref.shape[-1])[None]
+        plgpu.store(ref.at[tuple(at)], found, mask=mask)
