@@ -24,6 +24,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, Part
 TARGETS = ("sm_90", "v5e", "v6e")
 EXTRA = "pip install 'lowrank-kv-jax[kernel-compilers]'"
 
+OURS = ("attention", "append_token", "expanded_values", "merge_splits", "turned_back", "votes")
+"""What names of kernels have in them."""
 
 # what libtpu would ask a metadata server for
 _NO_TPU = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
@@ -153,7 +155,7 @@ def gpu_facts(kernel: str, f: Callable[..., Any], *args: Any) -> KernelFacts:
 
 
 def kernels_in(folder: str) -> Iterator[tuple[str, KernelFacts]]:
-    """Name and facts of every attention kernel of ours in what a compiler of sm_90 left in a folder.
+    """Name and facts of every kernel of ours in what a compiler of sm_90 left in a folder.
 
     Raises:
         NoCompiler: ptxas is not installed.
@@ -164,7 +166,7 @@ def kernels_in(folder: str) -> Iterator[tuple[str, KernelFacts]]:
         head, *entries = re.split(r"(?=^\.(?:visible )?\.?entry )", file.read_text(), flags=re.MULTILINE)
         for entry in entries:
             name = re.search(r"entry (\w+)\(", entry)
-            if name is None or "attention" not in name[1]:
+            if name is None or not any(own in name[1] for own in OURS):
                 continue
             launch = re.search(rf"\b{name[1]} grid: (\[.*?\]) threads: \[(\d+), .*?shared_memory: (\d+) bytes", thunks)
             assert launch is not None

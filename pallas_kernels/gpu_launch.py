@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.pallas_kernels import gpu_merge
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import Limits, Others
@@ -24,7 +25,7 @@ Operand = tuple[jax.Array, pl.BlockSpec]
 
 def launch(
     name: str, kernel: Callable[..., None], grid: Grid, packed: Packed, told: Sequence[jax.Array],
-    operands: Sequence[Operand], width: int, *, interpret: bool, beside: Rows | None = None,
+    operands: Sequence[Operand], width: int, *, interpret: bool, beside: Rows | None = None, reads_lse: bool = False,
 ) -> AttnPartial:
     """Partial `[B, H, M, width]`, float32, lse -inf where a row sees nothing.
 
@@ -34,6 +35,8 @@ def launch(
         told: what else a row's programs are told, int32 `[B, n]` each: as they come, because what XLA puts together first
             is a launch of its own.
         beside: other tokens that the kernel reads, or None.
+        reads_lse: whether the log-sum-exp is read, too, as where values are expanded behind: a kernel merges both then.
+            Outputs alone XLA merges and rounds by one program.
     """
     limits = [(x, row_spec(x, len(packed.q))) for x in (packed.begin, packed.end, *told)]
 
@@ -59,7 +62,7 @@ def launch(
         interpret=interpret,
         name=name,
     )(*arrays)
-    return merge_splits(out, lse)
+    return gpu_merge.merge_splits(out, lse, interpret=interpret) if reads_lse else merge_splits(out, lse)
 
 
 def _others(packed: Packed, beside: Rows) -> list[Operand]:

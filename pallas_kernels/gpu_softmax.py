@@ -150,7 +150,7 @@ def logits_of(queries, keys, tile: int):
     return logits
 
 
-def add_tile(carry, logits, scale: float, visible, dtype, pieces, values, value_scale=None):
+def add_tile(carry, logits, scale: float, visible, dtype, pieces, values, value_scale=None, token_scale=None):
     """One tile into the running maximum, sum and outputs.
 
     Args:
@@ -158,9 +158,11 @@ def add_tile(carry, logits, scale: float, visible, dtype, pieces, values, value_
         dtype: of weights and values that are multiplied.
         pieces: of the values' columns, in which `values` come.
         value_scale: gives what a piece's sums are multiplied by, or None.
+        token_scale: what each token's values are multiplied by, float32 `[tile]`, or None.
     """
     top, total, accs = carry
     weights, shrink, top, total = online_softmax(logits * (scale * LOG2_E), visible, top, total)
+    weights = weights if token_scale is None else weights * token_scale[None]
     out = []
     for acc, piece, own in zip(accs, pieces, values, strict=True):
         added = dot(weights.astype(dtype), own.astype(dtype))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.storage.eight_bits import EightBits
+from lowrank_kv_jax.storage.scaled_tokens import ScaledTokens
 from lowrank_kv_jax.storage.water_filled import WaterFilled, WidthRuns
 
 EMPTY = -1e30  # the log-sum-exp of a part without tokens inside of kernels, where -inf would make NaNs
@@ -156,11 +157,14 @@ class Stored(NamedTuple):
         codes: `[B, J, S, R]`; packed ones uint8 `[B, J, S, C]`.
         scales: of 8-bit ones `[B, J, tiles, R]`.
         runs: widths of packed ones.
+        norms: of directions `[B, J, S, L]`, what each token of layer `layer` is multiplied by.
     """
 
     codes: jax.Array
     scales: jax.Array | None
     runs: WidthRuns | None = None
+    norms: jax.Array | None = None
+    layer: int = 0
 
 
 def in_tiles(tokens: Any) -> bool:
@@ -177,18 +181,23 @@ def _plain_scales(tokens: Any) -> bool:
     return whole and tokens.bits == 8 and tokens.lows is None
 
 
-def stored_arrays(tokens: Any) -> Stored:
+def stored_arrays(tokens: Any, magnitudes: bool = False) -> Stored:
     """The arrays behind a segment's keys or values.
 
+    Args:
+        magnitudes: whether the kernel reads directions with a magnitude for each token.
+
     Raises:
-        Unsupported: a storage that is neither a plain array, nor packed components of several widths, nor symmetric 8-bit
-            codes with a scale for each component of every `TILE_OF_SCALES` tokens.
+        Unsupported: a storage that is neither a plain array, nor packed components of several widths, nor such ones,
+            nor symmetric 8-bit codes with a scale for each component of every `TILE_OF_SCALES` tokens.
     """
     tokens = tokens.widened() if hasattr(tokens, "widened") else tokens  # held as bits on a CPU
     if isinstance(tokens, jax.Array):
         return Stored(tokens, None)
     if isinstance(tokens, WaterFilled):
         return Stored(jnp.asarray(tokens.codes), None, tokens.runs)
+    if magnitudes and isinstance(tokens, ScaledTokens) and tokens.rotary is None:
+        return Stored(tokens.direction, None, None, tokens.norm, tokens.index)
     if not _plain_scales(tokens):
         raise Unsupported(f"tokens stored as {type(tokens).__name__}, other than in 8 bits with a scale for each "
                           f"component of {TILE_OF_SCALES} tokens")

@@ -131,10 +131,12 @@ def _compiled(
 
 
 def _attention(folder: str) -> dict[str, Any]:
-    """Of all attention kernels of a step: the most bytes spilled and of shared memory, the narrowest copy of those that
-    read tokens ahead, the fewest groups and bytes under way, and threads."""
-    found = [facts for _, facts in kernels_in(folder)]
-    ahead = [facts for facts in found if facts.copies]
+    """Of all kernels of a step the most bytes spilled and of shared memory; of those of attention that read tokens ahead
+    the narrowest copy, the fewest groups and bytes under way, and threads."""
+    named = list(kernels_in(folder))
+    found = [facts for _, facts in named]
+    attention = [facts for name, facts in named if "attention" in name]
+    ahead = [facts for facts in attention if facts.copies]
     return {
         "spilled": max((facts.spilled for facts in found), default=0),
         "shared": max((facts.shared for facts in found), default=0),
@@ -142,7 +144,7 @@ def _attention(folder: str) -> dict[str, Any]:
         "waits": min((facts.waits for facts in ahead), default=0),
         "in_flight": min((facts.in_flight for facts in ahead), default=0),
         "threads": min((facts.threads for facts in ahead), default=0),
-        "attention_kernels": len(found), "read_ahead": len(ahead),
+        "attention_kernels": len(attention), "read_ahead": len(ahead),
     }
 
 

@@ -119,11 +119,3 @@ def as_met(q: jax.Array, gamma: jax.Array | None) -> jax.Array:
 def as_seen(k: jax.Array, gamma: jax.Array | None) -> jax.Array:
     """Rebuilt keys `[B, K, S, D]` as the queries see them: times gamma `[K]`."""
     return k if gamma is None else k * gamma[:, None, None]
-
-
-def around(out: jax.Array, lse: jax.Array, mean: jax.Array | None) -> jax.Array:
-    """Attended values `[B, T, N, D]` with the mean `[K, D]` or `[B, K, D]` that tokens were coded without."""
-    if mean is None:
-        return out
-    mean = for_tokens(jnp.repeat(mean.astype(out.dtype), out.shape[2] // mean.shape[-2], axis=-2))
-    return jnp.where(jnp.isneginf(lse)[..., None], out, out + mean)  # an empty part stays zero

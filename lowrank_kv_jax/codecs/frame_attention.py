@@ -7,17 +7,18 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.spec import AttentionSpec
-from lowrank_kv_jax.codecs.frame import Frame, around, as_met, for_tokens
+from lowrank_kv_jax.codecs.frame import Frame, as_met, for_tokens
 from lowrank_kv_jax.method.layout import Place
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
+from lowrank_kv_jax.pallas_kernels.expanded_values import expanded_values
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
-from lowrank_kv_jax.storage.basis import as_array, expand_values, fold_query
-from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.basis import as_array, fold_query
+from lowrank_kv_jax.storage.cached_tokens import Beside, CachedTokens
 
 
 def attend(
     spec: AttentionSpec, frame: Frame, tokens: CachedTokens, q: jax.Array, positions: jax.Array, place: Place, *,
-    folds: bool, rotates: bool, reduced: bool = True, origin: int | None = None,
+    folds: bool, rotates: bool, reduced: bool = True, origin: int | None = None, beside: Beside | None = None,
 ) -> AttnPartial:
     """Attention of queries `[B, T, N, D]` at `positions` `[B, T]` over coefficients, all of which lie before them.
 
@@ -26,6 +27,7 @@ def attend(
         rotates: whether rebuilt keys are then rotated.
         origin: of keys that were coded turned by their place in tiles, the position that these are counted from.
         reduced: whether values are attended as coefficients, or rebuilt too.
+        beside: other tokens to attend to.
     """
     q = as_met(q, frame.gamma)
     common: dict[str, Any] = dict(**spec.logits, q_positions=positions, causal=False, window=place.window)
@@ -40,5 +42,5 @@ def attend(
             q, tokens, as_array(use.k), rope=spec.rope if rotates else None, kv_heads=spec.kv_heads,
             value_basis=None if reduced else as_array(use.v), key_mean=use.k_mean, origin=origin, **common,
         )
-    out = expand_values(frame.v, out, spec.kv_heads) if reduced else out
-    return AttnPartial(around(out, lse, frame.v_mean), lse)
+    given = dict(mean=frame.v_mean, beside=beside, **spec.logits)
+    return expanded_values(frame.v if reduced else None, AttnPartial(out, lse), spec.kv_heads, **given)

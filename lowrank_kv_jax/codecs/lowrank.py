@@ -156,9 +156,12 @@ class LowRank(LowRankFields, TokenCodec):
         return k, frame.at(positions).rebuild("v", v, spec.kv_heads)
 
     def attend(self, layout, bases, store, q, positions, place):
+        return self.attend_beside(layout, bases, store, q, positions, place, None)
+
+    def attend_beside(self, layout, bases, store, q, positions, place, beside):
         frame, tokens = self.reads_in(layout.spec, bases, store), coded_tokens.cached_tokens(store.tokens)
         return attend(layout.spec, frame, tokens, q, positions, place, folds=self.folds, rotates=self.rope == "pre",
-                      reduced=self.order == "reduced")
+                      reduced=self.order == "reduced", beside=beside)
 
     def logits(self, layout, bases, store, q, place):
         spec, tokens, frame = layout.spec, store.tokens, self.reads_in(layout.spec, bases, store)

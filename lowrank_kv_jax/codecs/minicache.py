@@ -14,10 +14,10 @@ from lowrank_kv_jax.method import Layout, register
 from lowrank_kv_jax.method.codec import Codec, Ends, Tokens
 from lowrank_kv_jax.method.group import LayerGroup
 from lowrank_kv_jax.method.token_share import share_of
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import attend_to
 from lowrank_kv_jax.segments.merged import Listed, Merged, angle, empty_merged, layer_tokens, slerp
 from lowrank_kv_jax.storage.cache_dtype import narrow
-from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.cached_tokens import Beside, CachedTokens
 from lowrank_kv_jax.storage.state import leaf, state, write_tokens
 
 
@@ -234,14 +234,14 @@ class MiniCache(Codec):
         return sides
 
     def attend(self, layout, bases, store, q, positions, place):
-        held = store.retained[place.index]
+        return self.attend_beside(layout, bases, store, q, positions, place, None)
+
+    def attend_beside(self, layout, bases, store, q, positions, place, beside):
+        held, rule = store.retained[place.index], layout.spec.logits
         values = held.v if layout.spec.latent is None else held.k
-        retained = CachedTokens(held.k, values, store.length, store.positions)
-        return merge([
-            coefficient_attention(q, tokens, **layout.spec.logits, q_positions=positions, causal=False,
-                                  window=place.window)
-            for tokens in (retained, layer_tokens(store.merged, place.index))
-        ])
+        retained = Beside(q, CachedTokens(held.k, values, store.length, store.positions), positions, False, place.window)
+        merged = Beside(q, layer_tokens(store.merged, place.index), positions, False, place.window)
+        return merge([attend_to(retained, **rule), attend_to(merged, **rule, beside=beside)], layout.spec.kv_heads)
 
 
 def _pairs(layout: Layout, tokens: tuple[Tokens, ...]) -> dict[str, tuple[jax.Array, jax.Array]]:

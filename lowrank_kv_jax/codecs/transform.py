@@ -315,12 +315,15 @@ class Transform(TokenCodec):
         return keys, frame.at(positions).rebuild("v", v, layout.spec.kv_heads)
 
     def attend(self, layout, bases, store, q, positions, place):
+        return self.attend_beside(layout, bases, store, q, positions, place, None)
+
+    def attend_beside(self, layout, bases, store, q, positions, place, beside):
         frame = of_each_row(self.frame(bases, store, place.index), store)
         folds = self.rope == "post" or layout.spec.rope is None
         tokens = coded_tokens.cached_tokens(store.tokens)
         tokens = tokens._replace(values=tokens.keys) if bases.joint else tokens
         return attend(layout.spec, frame, tokens, q, positions, place, folds=folds, rotates=not folds,
-                      origin=self.sinks if self.rope == "tile" else None)
+                      origin=self.sinks if self.rope == "tile" else None, beside=beside)
 
     def logits(self, layout, bases, store, q, place):
         spec, frame = layout.spec, of_each_row(self.frame(bases, store, place.index), store)

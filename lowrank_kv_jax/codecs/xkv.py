@@ -30,7 +30,7 @@ from lowrank_kv_jax.estimators.rank_for_bytes import largest_rank
 from lowrank_kv_jax.estimators.row_steps import fitted_steps
 from lowrank_kv_jax.estimators.subspace_iteration import leading_subspace, wide_gram
 from lowrank_kv_jax.method import Layout, register
-from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, Tokens, codes_of, take_tokens_in
+from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, Tokens, codes_of, take_tokens_in, with_others
 from lowrank_kv_jax.method.group import LayerGroup
 from lowrank_kv_jax.segments import coded as coded_tokens
 from lowrank_kv_jax.selections.landmarks import Landmarks
@@ -307,11 +307,15 @@ class XKV(TokenCodec):
         return k, v
 
     def attend(self, layout, bases, store, q, positions, place):
+        return self.attend_beside(layout, bases, store, q, positions, place, None)
+
+    def attend_beside(self, layout, bases, store, q, positions, place, beside):
         """Keys are rebuilt and rotated by blocks."""
         if layout.spec.latent is not None:
-            return xkv_latents.attend(layout, store, q, positions, place)
+            part = xkv_latents.attend(layout, store, q, positions, place)
+            return part if beside is None else with_others(layout.spec, part, beside)
         frame, tokens = self._of_layer(layout, store, place.index), coded_tokens.cached_tokens(store.tokens)
-        return attend(layout.spec, frame, tokens, q, positions, place, folds=False, rotates=True)
+        return attend(layout.spec, frame, tokens, q, positions, place, folds=False, rotates=True, beside=beside)
 
     def logits(self, layout, bases, store, q, place):
         k, v = codes_of(store)

@@ -201,13 +201,17 @@ class Codec(Part):
         positions: Int[jax.Array, "B T"], place: Place, beside: Beside,
     ) -> AttnPartial:
         """The same, and over other tokens. For codecs whose kernels can read these, too."""
-        others = attend_to(beside, **layout.spec.logits)
-        return merge([others, self.attend(layout, bases, store, q, positions, place)], layout.spec.kv_heads)
+        return with_others(layout.spec, self.attend(layout, bases, store, q, positions, place), beside)
 
     def fault(self, stores: tuple[Any, ...]) -> str | None:
         """As `KVMethod.fault`, of the stores of all groups."""
         del stores
         return None
+
+
+def with_others(spec: AttentionSpec, part: AttnPartial, beside: Beside) -> AttnPartial:
+    """A partial merged with that of other tokens."""
+    return merge([attend_to(beside, **spec.logits), part], spec.kv_heads)
 
 
 @dataclasses.dataclass(frozen=True)

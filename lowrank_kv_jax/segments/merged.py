@@ -1,10 +1,12 @@
 """Tokens of two layers kept as one shared direction and a magnitude for each layer."""
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.storage.block_reads import slice_block
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.scaled_tokens import ScaledTokens
 from lowrank_kv_jax.storage.state import leaf, state
 
 
@@ -45,25 +47,6 @@ class Merged:
     positions: Listed
 
 
-class Scaled:
-    """Directions of one layer, scaled block by block by its magnitudes, behind its rotary keys where there are any (those
-    of both layers come side by side); read by the attention ops."""
-
-    def __init__(self, direction: jax.Array, norm: jax.Array, rotary: jax.Array | None = None, index: int = 0):
-        self.direction, self.norm, self.rotary, self.index = direction, norm, rotary, index
-        beside = 0 if rotary is None else rotary.shape[3] // 2
-        self.shape = (*direction.shape[:3], beside + direction.shape[3])
-
-    def read_block(self, start: jax.Array | int, size: int) -> jax.Array:
-        cut = (slice_block(x, start, size) for x in (self.direction, self.norm))
-        direction, norm = (x.astype(jnp.float32) for x in cut)
-        scaled = direction * norm[..., None]
-        if self.rotary is None:
-            return scaled
-        rotary = jnp.split(slice_block(self.rotary, start, size).astype(jnp.float32), 2, axis=-1)[self.index]
-        return jnp.concatenate([rotary, scaled], axis=-1)
-
-
 def empty_merged(batch: int, kv_heads: int, size: int, head_dim: int, dtype, latent: int | None = None) -> Merged:
     """An empty segment of `size` slots; `latent` are the channels of each key that are its latent, if there is one."""
     def zeros(channels: int) -> jax.Array:
@@ -77,11 +60,9 @@ def empty_merged(batch: int, kv_heads: int, size: int, head_dim: int, dtype, lat
 
 def layer_tokens(segment: Merged, index: int) -> CachedTokens:
     """One layer of the pair as the attention ops take it."""
-    if segment.v is None or segment.v_norm is None:
-        latents = Scaled(segment.k, segment.k_norm[..., index], segment.rotary, index)
-        return CachedTokens(latents, latents, segment.length, segment.positions)
-    keys, values = Scaled(segment.k, segment.k_norm[..., index]), Scaled(segment.v, segment.v_norm[..., index])
-    return CachedTokens(keys, values, segment.length, segment.positions)
+    keys = ScaledTokens(segment.k, segment.k_norm, segment.rotary, index)
+    values = keys if segment.v is None else ScaledTokens(segment.v, cast(jax.Array, segment.v_norm), None, index)
+    return CachedTokens(cast(jax.Array, keys), cast(jax.Array, values), segment.length, segment.positions)
 
 
 def angle(x: jax.Array, y: jax.Array) -> jax.Array:

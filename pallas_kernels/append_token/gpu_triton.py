@@ -63,7 +63,7 @@ def _kernel(counts_ref, new_ref, _k_ref, _v_ref, old_ref, k_ref, v_ref, length_r
 
 
 def _copied(new_ref, begin, count, piece, ref, place, allowed):
-    """Some heads of a row's `new_ref` `[n, D]`, from `begin` on, written to where `place` says of each, counted from 0."""
+    """Some heads of a row's `new_ref` `[n, D]`, from `begin` on, written to where `place` says of each, from 0."""
     rows, start, size = min(ROWS, power_of_two(count, 1)), *piece
     column = start + jnp.arange(size)
     for first in range(0, count, rows):

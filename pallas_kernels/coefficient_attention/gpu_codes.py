@@ -107,7 +107,9 @@ def attend_folded(
         *by_head(packed, packed.q[..., 0], above, added, keys.codes, values.codes),
     ]
     width = components_of(values.runs)
-    part = launch("coefficient_attention", kernel, grid, packed, told, operands, width, interpret=interpret)
+    part = launch(
+        "coefficient_attention", kernel, grid, packed, told, operands, width, interpret=interpret,
+        reads_lse=folded.tokens is not None)
     return by_query(part, queries)
 
 
@@ -131,7 +133,8 @@ def attend_given(
     kernel = functools.partial(
         _given_kernel, grid=grid, runs=values.runs, interpret=interpret, scale=scale, parts=parts)
     operands, width = by_head(packed, packed.q, values.codes), components_of(values.runs)
-    part = launch("coefficient_attention", kernel, grid, packed, [], operands, width, interpret=interpret)
+    part = launch(
+        "coefficient_attention", kernel, grid, packed, [], operands, width, interpret=interpret, reads_lse=True)
     return by_query(part, queries)
 
 

@@ -65,7 +65,7 @@ def attend_slots(
     common = dict(scale=scale, size=size, interpret=interpret, owner=owner)
     if in_tiles(tokens.keys) or in_tiles(tokens.values):
         return gpu_tiles.attend_slots(q, tokens, begin, end, **common, beside=beside)
-    keys, values = stored_arrays(tokens.keys), stored_arrays(tokens.values)
+    keys, values = (stored_arrays(x, magnitudes=True) for x in (tokens.keys, tokens.values))
     if keys.runs is not None or values.runs is not None:
         return gpu_codes.attend_slots(q, keys, values, begin, end, **common)
     packed = pack(q, max(keys.codes.shape[1], values.codes.shape[1]), begin, end)
@@ -82,10 +82,12 @@ def attend_packed(
     grid = decode_grid(rows, batch * heads, size, bytes_of_token(keys) + bytes_of_token(values))
     grid = coefficient_grid(grid, keys, values, packed.q.dtype.itemsize)
     kernel = functools.partial(
-        _kernel, grid=grid, scale=scale, quantised=keys.scales is not None, owned=owner is not None
+        _kernel, grid=grid, scale=scale, quantised=keys.scales is not None, owned=owner is not None,
+        layers=[None if x.norms is None else x.layer for x in (keys, values)],
     )
     told = [] if owner is None else [numbers(batch, owner)]
-    operands = by_head(packed, owner, packed.q, keys.codes, keys.scales, values.codes, values.scales)
+    operands = by_head(
+        packed, owner, keys.norms, values.norms, packed.q, keys.codes, keys.scales, values.codes, values.scales)
     return launch(
         "coefficient_attention", kernel, grid, packed, told, operands, values.codes.shape[-1], interpret=interpret,
         beside=beside,
@@ -113,7 +115,8 @@ def attend_given(
     grid = given_grid(grid, values, parts)
     kernel = functools.partial(_given_kernel, grid=grid, scale=scale, parts=parts, dtype=dtype)
     operands = by_head(packed, packed.q, values.codes)
-    part = launch("coefficient_attention", kernel, grid, packed, [], operands, width, interpret=interpret)
+    part = launch(
+        "coefficient_attention", kernel, grid, packed, [], operands, width, interpret=interpret, reads_lse=True)
     return by_query(part, queries)
 
 
@@ -142,9 +145,17 @@ def load_scale(ref, row, piece: tuple[int, int]):
     return load_block(ref, row, jnp.full((1,), True), piece).astype(jnp.float32)
 
 
-def _kernel(limits, *refs, grid: Grid, scale: float, quantised: bool, owned: bool):
+def _load_norms(ref, layer: int, at, inside):
+    """Of a tile from slot `at` on, float32 `[tile]`, of `ref` `[S, L]`."""
+    slots = at + jnp.arange(inside.shape[0])
+    return plgpu.load(ref.at[slots, jnp.full_like(slots, layer)], mask=inside, other=0).astype(jnp.float32)
+
+
+def _kernel(limits, *refs, grid: Grid, scale: float, quantised: bool, owned: bool, layers: list[int | None]):
     (owner_ref, *refs) = refs if owned else (None, *refs)
-    q_ref, *refs = refs
+    count = sum(layer is not None for layer in layers)
+    norm_refs, (q_ref, *refs) = list(refs[:count]), refs[count:]
+    norms = [None if layer is None else functools.partial(_load_norms, norm_refs.pop(0), layer) for layer in layers]
     if quantised:
         k_ref, ks_ref, v_ref, vs_ref, out_ref, lse_ref = refs
     else:
@@ -168,10 +179,13 @@ def _kernel(limits, *refs, grid: Grid, scale: float, quantised: bool, owned: boo
 
         asked = [scaled(q, piece) for q, piece in zip(queries, key_pieces, strict=True)]
         logits = logits_of(asked, (read(k_ref, piece) for piece in key_pieces), grid.tile)
+        key_norms, value_norms = (load and load(at, inside) for load in norms)
+        logits = logits if key_norms is None else logits * key_norms[None]
         visible = visible_slots(at, inside, begin, end, owner_ref, limits.told[0][0] if owned else None)
         value_scale = None if vs_ref is None else functools.partial(load_scale, vs_ref, scale_row)
         values = (read(v_ref, piece) for piece in value_pieces)
-        return add_tile(carry, logits, scale, visible, q_ref.dtype, value_pieces, values, value_scale)
+        return add_tile(
+            carry, logits, scale, visible, q_ref.dtype, value_pieces, values, value_scale, value_norms)
 
     channels = [first + jnp.arange(size) for first, size in value_pieces]
     carry = start_beside(limits.beside, grid, scale, channels, lse_ref.shape[0])

@@ -92,7 +92,7 @@ def attend_packed(
         "rotary_coefficient_attention", kernel, grid, packed, gaps_of(rotary),
         [*angles, *by_head(packed, packed.q), *of_bases,
          *by_head(packed, keys.codes, keys.scales, values.codes, values.scales)],
-        values.codes.shape[-1], interpret=interpret,
+        values.codes.shape[-1], interpret=interpret, reads_lse=True,
     )
 
 
