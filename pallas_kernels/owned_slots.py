@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.packing import visible_range
+from lowrank_kv_jax.storage.backend import on_gpu
 from lowrank_kv_jax.storage.cached_tokens import Beside
 
 
@@ -76,15 +77,28 @@ def rows_of(q: jax.Array, tokens: Any, q_positions: jax.Array, causal: bool, win
     if causal or window is not None:
         raise Unsupported("causal or windowed attention over tokens of all heads packed in one buffer")
     batch, queries = q.shape[:2]
-    slots = jnp.arange(owner.shape[2], dtype=jnp.int32)
-    mine = (owner == jnp.arange(where.kv_heads)[:, None]) & (slots < tokens.lengths[:, None, None])
-    begin = jnp.min(jnp.where(mine, slots, len(slots)), axis=2)
-    end = jnp.max(jnp.where(mine, slots + 1, 0), axis=2)
+    begin, end = ranges_of_heads(owner, tokens.lengths, where.kv_heads)
 
     def of_queries(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x.reshape(-1, 1), (batch * where.kv_heads, queries))
 
     return Rows(_heads_as_rows(q, where.kv_heads), of_queries(begin), of_queries(end), tokens, owner)
+
+
+def ranges_of_heads(owner: jax.Array, lengths: jax.Array, kv_heads: int) -> tuple[jax.Array, jax.Array]:
+    """The first slot of each head and the one behind its last, int32 `[B, K]`; of a head without tokens the first is not
+    before the second.
+
+    Args:
+        owner: `[B, 1, S]`, kv heads of the slots; those from `lengths` `[B]` on are nobody's.
+    """
+    if on_gpu():
+        from lowrank_kv_jax.pallas_kernels import gpu_owned  # Pallas is not where XLA is enough
+
+        return gpu_owned.ranges_of_heads(owner, lengths, kv_heads, interpret=False)
+    slots = jnp.arange(owner.shape[2], dtype=jnp.int32)
+    mine = (owner == jnp.arange(kv_heads)[:, None]) & (slots < lengths[:, None, None])
+    return jnp.min(jnp.where(mine, slots, len(slots)), axis=2), jnp.max(jnp.where(mine, slots + 1, 0), axis=2)
 
 
 def _whole(stored: Any) -> Any:

@@ -5,11 +5,13 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.storage import precise
+from lowrank_kv_jax.storage.backend import on_gpu
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.fixed_point import FixedPoint, fixed_point
 from lowrank_kv_jax.storage.state import leaf, state
 
 ORDERS = ("0", "1", "gaussian")
+FEW = 16  # queries of a kv head
 TINY = 1e-6  # entries of S~ below it in magnitude are noise and become 0 (appendix C.2)
 
 
@@ -107,6 +109,14 @@ def combine(a: EvictedMoments, b: EvictedMoments) -> EvictedMoments:
                           around("k_covariance", "k_mean", "k_mean"), longest)
 
 
+def _met(q: jax.Array, slope: jax.Array) -> jax.Array:
+    """`[B, K, M, D]` of queries `[B, K, M, D]` and slopes `[B, K, D, D]`. On a GPU a product would have slopes written,
+    scaled; a sum of few queries takes them as they are stored."""
+    if on_gpu() and q.shape[2] <= FEW:
+        return jnp.sum(q[:, :, :, None] * slope[:, :, None], axis=-1)
+    return jnp.einsum("bkme,bkde->bkmd", q, slope)
+
+
 def affine_model(moments: EvictedMoments, scale: float) -> tuple[jax.Array, jax.Array | None]:
     """v_bar `[B, K, D]` and S~ / (n_e sqrt d) `[B, K, D, D]` (equation 24), zero where nothing was evicted."""
     mean = _float32(moments.v_mean)
@@ -152,7 +162,7 @@ def partial(moments: EvictedMoments, q: jax.Array, scale: float) -> AttnPartial:
         lse = jnp.minimum(lse + variance / 2, most)
     out = jnp.broadcast_to(mean[:, :, None], q.shape)
     if slope is not None:
-        out = out + jnp.einsum("bkme,bkde->bkmd", q, slope)
+        out = out + _met(q, slope)
     some = (moments.count > 0)[..., None]
     lse = jnp.where(some, lse + jnp.log(count), -jnp.inf)
     out = jnp.where(some[..., None], out, 0.0)

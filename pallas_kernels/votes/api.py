@@ -29,7 +29,7 @@ def add_votes(
     """Votes and the sum over queries of exp(q . k scale - lse), by tokens (H2O's accumulated attention).
 
     Args:
-        asked: gives what the same queries vote for, where a kernel may read it.
+        asked: gives what the same queries vote for, where a kernel may read it: one, or few tokens and then many.
         lse: float32 `[B, T, N]`, their total log-sum-exp; inf of queries that do not vote.
         scale: of the logits.
         reference: the same by XLA, called where there is no kernel for a case. Nothing is warned of: its products read
@@ -44,9 +44,6 @@ def add_votes(
     from lowrank_kv_jax.pallas_kernels.votes import gpu_triton  # Pallas is not where XLA is enough
 
     try:
-        return tuple(
-            gpu_triton.add_votes(one.votes, one.tokens, lse, scale=scale, interpret=dispatch.interpreted("triton"))
-            for one in asked()
-        )
+        return gpu_triton.add_votes(tuple(asked()), lse, scale=scale, interpret=dispatch.interpreted("triton"))
     except dispatch.Unsupported:
         return reference()

@@ -5,6 +5,9 @@ where each head owns but some, and their logits in float32.
 """
 
 import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,70 +23,110 @@ from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     load_block,
     load_ranges,
     logits_of,
+    span,
     tile_range,
     visible_slots,
 )
-from lowrank_kv_jax.pallas_kernels.owned_slots import numbers, rows_of
-from lowrank_kv_jax.pallas_kernels.packing import LOG2_E, Stored, columns, pack
-from lowrank_kv_jax.storage.cached_tokens import Beside
+from lowrank_kv_jax.pallas_kernels.owned_slots import Rows, numbers, rows_of
+from lowrank_kv_jax.pallas_kernels.packing import LOG2_E, Packed, Stored, columns, pack
+from lowrank_kv_jax.pallas_kernels.votes.api import Asked
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def add_votes(votes: jax.Array, asked: Beside, lse: jax.Array, *, scale: float, interpret: bool) -> jax.Array:
-    """As `api.add_votes`, of one.
+class Part(NamedTuple):
+    """What one launch reads of some tokens, or references to it: slots that queries see int32 `[B, T]`, queries
+    `[B', H, M, D]`, keys and votes `[B', H, S, ..]`."""
+
+    begin: Any
+    end: Any
+    q: Any
+    keys: Any
+    votes: Any
+
+
+def add_votes(asked: Sequence[Asked], lse: jax.Array, *, scale: float, interpret: bool) -> tuple[jax.Array, ...]:
+    """As `api.add_votes`: of the last of `asked` by as many programs as attention has, of one before it, whose tokens are
+    few, by the first of these.
 
     Raises:
         Unsupported: keys that are no array of numbers or of other heads than the votes, more rows of queries than a
             program takes, and what `rows_of` refuses.
     """
-    told = asked.q_positions, asked.causal, asked.window
-    rows, keys = rows_of(asked.q, asked.tokens, *told), asked.tokens.keys
-    if not isinstance(keys, jax.Array) or keys.dtype.name not in DTYPES or keys.shape[1] != votes.shape[1]:
-        raise Unsupported("keys that are no array of numbers, or of other heads than the votes")
-    packed, total = (pack(x, keys.shape[1], rows.begin, rows.end)
-                     for x in (rows.q, rows_of(lse[..., None], asked.tokens, *told).q))
-    batch, heads, count, _ = packed.q.shape
+    *few, many = asked
+    told = many.tokens.q_positions, many.tokens.causal, many.tokens.window
+    rows = rows_of(many.tokens.q, many.tokens.tokens, *told)
+    parts = [*(_part(rows.beside(one.tokens), one.votes) for one in few), _part(rows, many.votes)]
+    batch, heads, count, _ = parts[-1].q.shape
+    if any(part.q.shape[:3] != parts[-1].q.shape[:3] for part in parts):
+        raise Unsupported("tokens of other heads beside each other")
+    total = pack(rows_of(lse[..., None], many.tokens.tokens, *told).q, heads, rows.begin, rows.end).q[..., 0]
+    keys = parts[-1].keys
     grid = decode_grid(count, batch * heads, keys.shape[2], keys.shape[3] * keys.dtype.itemsize)
-    grid = coefficient_grid(grid, Stored(keys, None), Stored(keys[..., :0], None), packed.q.dtype.itemsize)
-    told = packed.begin, packed.end, *([] if rows.owner is None else [numbers(batch, rows.owner)])
-    operands = by_head(packed, rows.owner, packed.q, total.q[..., 0], keys, votes)
-    arrays, specs = zip(*((x, row_spec(x, batch)) for x in told), *operands, strict=True)
-    return pl.pallas_call(
-        functools.partial(_kernel, grid=grid, scale=scale, owned=rows.owner is not None),
+    grid = coefficient_grid(grid, Stored(keys, None), Stored(keys[..., :0], None), parts[-1].q.dtype.itemsize)
+    number = [] if rows.owner is None else [numbers(batch, rows.owner)]
+    packed = Packed(parts[-1].q, rows.begin, rows.end, rows.begin)
+    operands = [*((x, row_spec(x, batch)) for x in number), *by_head(packed, rows.owner, total)]
+    written = {}
+    for i, part in enumerate(parts):
+        operands += [(x, row_spec(x, batch)) for x in part[:2]] + by_head(packed, *part[2:])
+        written[len(operands) - 1] = i
+    arrays, specs = zip(*operands, strict=True)
+    found = pl.pallas_call(
+        functools.partial(_kernel, grid=grid, scale=scale, owned=rows.owner is not None, parts=len(parts)),
         grid=(grid.splits, heads, batch),
         in_specs=specs,
-        out_specs=specs[-1],
-        out_shape=jax.ShapeDtypeStruct(votes.shape, votes.dtype),
-        input_output_aliases={len(arrays) - 1: 0},
+        out_specs=[specs[at] for at in written],
+        out_shape=[jax.ShapeDtypeStruct(arrays[at].shape, arrays[at].dtype) for at in written],
+        input_output_aliases=written,
         compiler_params=plgpu.CompilerParams(num_warps=grid.warps, num_stages=grid.stages),
         interpret=interpret,
         name="votes",
     )(*arrays)
+    return tuple(x.reshape(one.votes.shape) for x, one in zip(found, asked, strict=True))
 
 
-def _kernel(begin_ref, end_ref, *refs, grid: Grid, scale: float, owned: bool):
-    (number_ref, owner_ref, *refs) = refs if owned else (None, None, *refs)
-    q_ref, lse_ref, k_ref, old_ref, out_ref = refs
-    limits, number = Limits(begin_ref, end_ref, (), None), number_ref[0] if owned else None
-    pieces, row = columns(k_ref.shape[-1]), jnp.arange(grid.rows)
-    there = row < q_ref.shape[0]
-    begin, end = load_ranges(limits, grid.rows, q_ref.shape[0])
-    queries = [load_block(q_ref, 0, there, piece) for piece in pieces]
+def _part(rows: Rows, votes: jax.Array) -> Part:
+    keys = rows.tokens.keys
+    if not isinstance(keys, jax.Array) or keys.dtype.name not in DTYPES or votes.size != math.prod(keys.shape[:3]):
+        raise Unsupported("keys that are no array of numbers, or of other heads than the votes")
+    packed = pack(rows.q, keys.shape[1], rows.begin, rows.end)
+    return Part(packed.begin, packed.end, packed.q, keys, votes.reshape(keys.shape[:3]))
+
+
+def _kernel(*refs, grid: Grid, scale: float, owned: bool, parts: int):
+    number, owner_ref, refs = (refs[0][0], refs[1], refs[2:]) if owned else (None, None, refs)
+    lse_ref, *refs = refs
+    given, written = refs[:-parts], refs[-parts:]
+    asked = [Part(*given[i * len(Part._fields) : (i + 1) * len(Part._fields)]) for i in range(parts)]
+    for part, out_ref in zip(asked[:-1], written, strict=False):
+        low, high = span(Limits(part.begin, part.end, (), None))
+        here = pl.program_id(0) == 0
+        first, stop = low // grid.tile, jnp.where(here, pl.cdiv(high, grid.tile), 0)
+        _vote(part, lse_ref, out_ref, first, stop, high, None, None, grid=grid, scale=scale)
+    start, stop, high = tile_range(Limits(asked[-1].begin, asked[-1].end, (), None), grid)
+    _vote(asked[-1], lse_ref, written[-1], start, stop, high, owner_ref, number, grid=grid, scale=scale)
+
+
+def _vote(part: Part, lse_ref, out_ref, start, stop, high, owner_ref, number, *, grid: Grid, scale: float) -> None:
+    """Add to the votes for some tiles of tokens."""
+    count, pieces, row = part.q.shape[0], columns(part.keys.shape[-1]), jnp.arange(grid.rows)
+    there = row < count
+    begin, end = load_ranges(Limits(part.begin, part.end, (), None), grid.rows, count)
+    queries = [load_block(part.q, 0, there, piece) for piece in pieces]
     lse = plgpu.load(lse_ref.at[row], mask=there, other=0.0) * LOG2_E
-    start, stop, high = tile_range(limits, grid)
 
     def body(tile, carry):
         at = tile * grid.tile
         inside = at + jnp.arange(grid.tile) < high
-        logits = logits_of(queries, (load_block(k_ref, at, inside, piece) for piece in pieces), grid.tile)
+        logits = logits_of(queries, (load_block(part.keys, at, inside, piece) for piece in pieces), grid.tile)
         logits = logits * (scale * LOG2_E) - lse[:, None]
         visible = visible_slots(at, inside, begin, end, owner_ref, number)
         added = jnp.sum(jnp.where(visible, jnp.exp2(jnp.minimum(logits, 0.0)), 0.0), axis=0)
         mine, slots = inside, pl.ds(at, grid.tile)
-        if owned:  # other heads' lie between them, whose programs add to these
+        if owner_ref is not None:  # other heads' lie between them, whose programs add to these
             mine = inside & (plgpu.load(owner_ref.at[slots], mask=inside, other=-1).astype(jnp.int32) == number)
-        old = plgpu.load(old_ref.at[slots], mask=mine, other=0.0)
+        old = plgpu.load(part.votes.at[slots], mask=mine, other=0.0)
         plgpu.store(out_ref.at[slots], old + added, mask=mine)
         return carry
 
