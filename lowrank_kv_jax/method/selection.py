@@ -107,3 +107,9 @@ class Selection(Part):
         """Votes `[B, J, S]` of decoded queries from probabilities `[B, J, T, G, S]`; `before`: how many tokens before
         itself each sees."""
         return total_attention(p, before)
+
+    def least(self, before: Int[jax.Array, "B T"], group_size: int) -> Float32[jax.Array, "B T"] | None:
+        """What the probabilities that a kv head's queries give a token must exceed together for it to get a vote, where
+        that is what `vote` counts; None: they are the votes."""
+        del before, group_size
+        return None

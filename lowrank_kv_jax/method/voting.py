@@ -37,7 +37,9 @@ def observe(method: Any, layout, bases, state, q: jax.Array, lse: jax.Array, pos
         near, far = _for_held(method, layout, bases, state, voters, place)
         return (state.near_votes + near, *(() if far is None else (state.far_votes + far,)))
 
-    if type(method.selection).vote is Selection.vote and layout.spec.logit_cap is None:
+    rule = type(method.selection)
+    told = rule.vote is Selection.vote or rule.least is not Selection.least
+    if told and layout.spec.logit_cap is None:
         votes = _by_kernel(method, layout, bases, state, voters, place, on_xla)
     else:
         votes = on_xla()
@@ -57,7 +59,8 @@ def _by_kernel(method, layout, bases, state, voters, place, on_xla: Callable[[],
             yield Asked(state.far_votes, Beside(q, tokens, voters.positions, False, place.window))
 
     lse = jnp.where(voters.there[..., None], voters.lse, jnp.inf)
-    return add_votes(asked, lse, scale=layout.spec.scale, reference=on_xla)
+    least = method.selection.least(seen_before(voters.positions, place.window), layout.spec.group_size)
+    return add_votes(asked, lse, scale=layout.spec.scale, least=least, reference=on_xla)
 
 
 class Voters(NamedTuple):

@@ -172,14 +172,11 @@ class Slots:
 
 
 def part(segment: Exact, begin: int, end: int) -> Exact:
-    """Slots `begin` to `end` as a segment of its own, to attend to."""
+    """Slots `begin` to `end` as a segment of its own, to attend to; its length may be below 0."""
     k, v = (Slots(x, begin, end) for x in _as_read(segment))
-    return Exact(
-        cast(jax.Array, k),
-        cast(jax.Array, v),
-        jnp.clip(segment.length - begin, 0, end - begin),
-        segment.positions.from_slot(begin),
-    )
+    length = segment.length - begin  # below 0 there is none; what a limit costs is a program of each layer's own
+    length = length if end == segment.k.shape[2] else jnp.minimum(length, end - begin)
+    return Exact(cast(jax.Array, k), cast(jax.Array, v), length, segment.positions.from_slot(begin))
 
 
 def flush(segment: Exact, pinned: int, recent: int, most: int, multiple: int = 1) -> tuple[Exact, Flushed]:

@@ -44,3 +44,6 @@ class Scissorhands(Budgeted):
 
     def vote(self, p, before):
         return above_average(p, before)
+
+    def least(self, before, group_size):
+        return group_size / (before + 1)

@@ -24,14 +24,17 @@ class Asked(NamedTuple):
 
 
 def add_votes(
-    asked: Callable[[], Iterable[Asked]], lse: jax.Array, *, scale: float, reference: Callable[[], Any]
+    asked: Callable[[], Iterable[Asked]], lse: jax.Array, *, scale: float, least: jax.Array | None = None,
+    reference: Callable[[], Any],
 ) -> Any:
-    """Votes and the sum over queries of exp(q . k scale - lse), by tokens (H2O's accumulated attention).
+    """Votes and the sum over queries of exp(q . k scale - lse), by tokens (H2O's accumulated attention), or the number of
+    queries for which the sum over a kv head's query heads is large (Scissorhands).
 
     Args:
         asked: gives what the same queries vote for, where a kernel may read it: one, or few tokens and then many.
         lse: float32 `[B, T, N]`, their total log-sum-exp; inf of queries that do not vote.
         scale: of the logits.
+        least: float32 `[B, T]`, what such sums are to exceed to count as 1; None: they are the votes.
         reference: the same by XLA, called where there is no kernel for a case. Nothing is warned of: its products read
             the tokens once, too, and hold logits of float32 beside them.
 
@@ -44,6 +47,7 @@ def add_votes(
     from lowrank_kv_jax.pallas_kernels.votes import gpu_triton  # Pallas is not where XLA is enough
 
     try:
-        return gpu_triton.add_votes(tuple(asked()), lse, scale=scale, interpret=dispatch.interpreted("triton"))
+        return gpu_triton.add_votes(
+            tuple(asked()), lse, scale=scale, least=least, interpret=dispatch.interpreted("triton"))
     except dispatch.Unsupported:
         return reference()

@@ -45,14 +45,18 @@ class Part(NamedTuple):
     votes: Any
 
 
-def add_votes(asked: Sequence[Asked], lse: jax.Array, *, scale: float, interpret: bool) -> tuple[jax.Array, ...]:
+def add_votes(
+    asked: Sequence[Asked], lse: jax.Array, *, scale: float, interpret: bool, least: jax.Array | None = None
+) -> tuple[jax.Array, ...]:
     """As `api.add_votes`: of the last of `asked` by as many programs as attention has, of one before it, whose tokens are
     few, by the first of these.
 
     Raises:
         Unsupported: keys that are no array of numbers or of other heads than the votes, more rows of queries than a
-            program takes, and what `rows_of` refuses.
+            program takes, votes of several queries that are counted, and what `rows_of` refuses.
     """
+    if least is not None and lse.shape[1] > 1:
+        raise Unsupported("votes of several queries that are counted")
     *few, many = asked
     told = many.tokens.q_positions, many.tokens.causal, many.tokens.window
     rows = rows_of(many.tokens.q, many.tokens.tokens, *told)
@@ -66,14 +70,16 @@ def add_votes(asked: Sequence[Asked], lse: jax.Array, *, scale: float, interpret
     grid = coefficient_grid(grid, Stored(keys, None), Stored(keys[..., :0], None), parts[-1].q.dtype.itemsize)
     number = [] if rows.owner is None else [numbers(batch, rows.owner)]
     packed = Packed(parts[-1].q, rows.begin, rows.end, rows.begin)
-    operands = [*((x, row_spec(x, batch)) for x in number), *by_head(packed, rows.owner, total)]
+    told = number if least is None else [*number, least.astype(jnp.float32)]
+    operands = [*((x, row_spec(x, batch)) for x in told), *by_head(packed, rows.owner, total)]
     written = {}
     for i, part in enumerate(parts):
         operands += [(x, row_spec(x, batch)) for x in part[:2]] + by_head(packed, *part[2:])
         written[len(operands) - 1] = i
     arrays, specs = zip(*operands, strict=True)
     found = pl.pallas_call(
-        functools.partial(_kernel, grid=grid, scale=scale, owned=rows.owner is not None, parts=len(parts)),
+        functools.partial(_kernel, grid=grid, scale=scale, owned=rows.owner is not None, parts=len(parts),
+                          counted=least is not None),
         grid=(grid.splits, heads, batch),
         in_specs=specs,
         out_specs=[specs[at] for at in written],
@@ -94,21 +100,26 @@ def _part(rows: Rows, votes: jax.Array) -> Part:
     return Part(packed.begin, packed.end, packed.q, keys, votes.reshape(keys.shape[:3]))
 
 
-def _kernel(*refs, grid: Grid, scale: float, owned: bool, parts: int):
-    number, owner_ref, refs = (refs[0][0], refs[1], refs[2:]) if owned else (None, None, refs)
+def _kernel(*refs, grid: Grid, scale: float, owned: bool, parts: int, counted: bool):
+    number, refs = (refs[0][0], refs[1:]) if owned else (None, refs)
+    least, refs = (refs[0][0], refs[1:]) if counted else (None, refs)
+    owner_ref, refs = (refs[0], refs[1:]) if owned else (None, refs)
     lse_ref, *refs = refs
+    vote = functools.partial(_vote, lse_ref=lse_ref, least=least, grid=grid, scale=scale)
     given, written = refs[:-parts], refs[-parts:]
     asked = [Part(*given[i * len(Part._fields) : (i + 1) * len(Part._fields)]) for i in range(parts)]
     for part, out_ref in zip(asked[:-1], written, strict=False):
         low, high = span(Limits(part.begin, part.end, (), None))
         here = pl.program_id(0) == 0
         first, stop = low // grid.tile, jnp.where(here, pl.cdiv(high, grid.tile), 0)
-        _vote(part, lse_ref, out_ref, first, stop, high, None, None, grid=grid, scale=scale)
+        vote(part, out_ref, first, stop, high, None, None)
     start, stop, high = tile_range(Limits(asked[-1].begin, asked[-1].end, (), None), grid)
-    _vote(asked[-1], lse_ref, written[-1], start, stop, high, owner_ref, number, grid=grid, scale=scale)
+    vote(asked[-1], written[-1], start, stop, high, owner_ref, number)
 
 
-def _vote(part: Part, lse_ref, out_ref, start, stop, high, owner_ref, number, *, grid: Grid, scale: float) -> None:
+def _vote(
+    part: Part, out_ref, start, stop, high, owner_ref, number, *, lse_ref, least: Any, grid: Grid, scale: float
+) -> None:
     """Add to the votes for some tiles of tokens."""
     count, pieces, row = part.q.shape[0], columns(part.keys.shape[-1]), jnp.arange(grid.rows)
     there = row < count
@@ -123,6 +134,7 @@ def _vote(part: Part, lse_ref, out_ref, start, stop, high, owner_ref, number, *,
         logits = logits * (scale * LOG2_E) - lse[:, None]
         visible = visible_slots(at, inside, begin, end, owner_ref, number)
         added = jnp.sum(jnp.where(visible, jnp.exp2(jnp.minimum(logits, 0.0)), 0.0), axis=0)
+        added = added if least is None else (added > least).astype(jnp.float32)
         mine, slots = inside, pl.ds(at, grid.tile)
         if owner_ref is not None:  # other heads' lie between them, whose programs add to these
             mine = inside & (plgpu.load(owner_ref.at[slots], mask=inside, other=-1).astype(jnp.int32) == number)

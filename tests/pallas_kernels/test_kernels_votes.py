@@ -72,7 +72,8 @@ def test_of_heads_behind_each_other_in_one_buffer():
 
 
 @pytest.mark.parametrize("spec", [
-    "momentkv:keep=0.5,sinks=2,recent=8", pytest.param("h2o:keep=0.5,recent=8", marks=pytest.mark.slow)])
+    "momentkv:keep=0.5,sinks=2,recent=8", "scissorhands:keep=0.5,recent=8",
+    pytest.param("h2o:keep=0.5,recent=8", marks=pytest.mark.slow)])
 def test_steps_vote_as_by_xla(spec, monkeypatch):
     config, method = dataclasses.replace(PLAIN, num_layers=1, windows=(None,)), parse_method(spec)
     params, bases, lengths = model(config).params, bases_for(method, config), jnp.array([48, 31])
