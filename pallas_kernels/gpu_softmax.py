@@ -11,6 +11,7 @@ from jax.experimental.pallas import triton as plgpu
 from lowrank_kv_jax.pallas_kernels import packing
 from lowrank_kv_jax.pallas_kernels.gpu_grid import LEAST_TILE, Grid
 from lowrank_kv_jax.pallas_kernels.packing import EMPTY, LOG2_E, empty_of, power_of_two
+from lowrank_kv_jax.storage.eight_bits import SCALE
 
 BESIDE_BYTES = 80 * 1024  # of other tokens under way at most, so that two programs share a core
 
@@ -196,17 +197,18 @@ def start_carry(rows: int, pieces):
     return top, total, tuple(jnp.zeros((rows, w), jnp.float32) for _, w in pieces)
 
 
-def start_beside(others: Others | None, grid: Grid, scale: float, columns, there: int):
+def start_beside(others: Others | None, grid: Grid, scale: float, columns, there: int, behind: bool = False):
     """The same of this split's share of `Others`, where there are some.
 
     Args:
         columns: of each output, which channels it has, int32 `[w]`.
         there: query rows.
+        behind: whether they are rows of `EightBits`.
     """
     carry = start_carry(grid.rows, [(0, own.shape[0]) for own in columns])
     if others is None:
         return carry
-    pieces = packing.columns(others.keys.shape[-1])
+    pieces = packing.columns(others.q.shape[-1])
     row = jnp.arange(grid.rows) < there
     queries = [load_block(others.q, 0, row, piece) for piece in pieces]
     begin, end = load_ranges(others, grid.rows, there)
@@ -216,14 +218,32 @@ def start_beside(others: Others | None, grid: Grid, scale: float, columns, there
     def body(tile, carry):
         at = tile * size
         inside = at + jnp.arange(size) < high
-        keys = (load_block(others.keys, at, inside, piece) for piece in pieces)
-        values = (load_columns(others.values, at, inside, own) for own in columns)
+        if behind:
+            keys = _widened(others.keys, at, inside, [first + jnp.arange(width) for first, width in pieces])
+            values = _widened(others.values, at, inside, columns)
+        else:
+            keys = (load_block(others.keys, at, inside, piece) for piece in pieces)
+            values = (load_columns(others.values, at, inside, own) for own in columns)
         visible = visible_slots(at, inside, begin, end, None, None)
         return add_tile(carry, logits_of(queries, keys, size), scale, visible, others.q.dtype, columns, values)
 
     first = low // size
     start, stop = split_range(pl.cdiv(high, size) - first, grid)
     return jax.lax.fori_loop(first + start, first + stop, body, carry)
+
+
+def _widened(ref, at, inside, columns):
+    """Some channels of tokens from `at` on, float32 `[n, w]` each, of rows of `EightBits`."""
+    scale = scale_behind(ref, ref.shape[-1] - SCALE, at, inside)
+    for own in columns:
+        codes = load_columns(ref, at, inside, jnp.minimum(own, ref.shape[-1] - 1)).astype(jnp.int32)
+        yield (codes - 2 * (codes & 128)).astype(jnp.float32) * scale
+
+
+def scale_behind(ref, width: int, at, inside):
+    """Float32 `[n, 1]`, the scales of tokens whose codes in 8 bits are `width` bytes."""
+    low, high = (load_block(ref, at, inside, (width + i, 1)).astype(jnp.uint32) for i in range(SCALE))
+    return jax.lax.bitcast_convert_type((high << 24) | (low << 16), jnp.float32)
 
 
 def _tile_of(others: Others, grid: Grid) -> int:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
-from lowrank_kv_jax.pallas_kernels.gpu_softmax import load_block
+from lowrank_kv_jax.pallas_kernels.gpu_softmax import load_block, scale_behind
 from lowrank_kv_jax.storage.eight_bits import EightBits
 from lowrank_kv_jax.storage.packed import heads_of
 
@@ -151,17 +151,11 @@ def numbers(refs, form: Form, at, first, inside) -> Iterator[jax.Array]:
         for place in range(form.each):
             own = codes if form.bits == 8 else (codes >> (form.bits * place)) & (2**form.bits - 1)
             if form.behind:
-                own, shared = own - 2 * (own & 128), shared or [_scale_behind(codes_ref, form, at, inside)]
+                own, shared = own - 2 * (own & 128), shared or [scale_behind(codes_ref, form.width, at, inside)]
             if shared is None or form.channels == 1:  # else components of a byte share them
                 shared = [_sides(ref, form, block, place, at, first, inside) for ref in sides_refs]
             scale, *low = shared
             yield sum(low, own.astype(jnp.float32) * scale)
-
-
-def _scale_behind(ref, form: Form, at, inside) -> jax.Array:
-    """Float32 `[n, 1]`."""
-    low, high = (load_block(ref, at, inside, (form.width + i, 1)).astype(jnp.uint32) for i in range(2))
-    return jax.lax.bitcast_convert_type((high << 24) | (low << 16), jnp.float32)
 
 
 def _sides(ref, form: Form, block: int, place: int, at, first, inside) -> jax.Array:

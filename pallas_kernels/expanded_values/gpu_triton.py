@@ -5,6 +5,7 @@ what is read twice. Tokens that are no arrays come as their partial.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from lowrank_kv_jax.pallas_kernels.owned_slots import rows_of
 from lowrank_kv_jax.pallas_kernels.packing import EMPTY, LOG2_E, columns, pack, power_of_two
 from lowrank_kv_jax.storage.basis import Basis, Scaled
 from lowrank_kv_jax.storage.cached_tokens import Beside
+from lowrank_kv_jax.storage.eight_bits import EightBits
 
 DTYPES = ("float32", "bfloat16", "float16")
 CHANNELS = 32  # of a program
@@ -47,14 +49,14 @@ def expanded_values(
 
     of_basis, dim = _basis(basis, kv_heads)
     blocks = pl.cdiv(dim, CHANNELS)
-    others, read = _others(beside, kv_heads, scale, by_head)
+    others, read, behind = _others(beside, kv_heads, scale, by_head)
     operands = [*others, *map(_of_head, (by_head(part.out), by_head(part.lse))), *of_basis,
                 *([] if mean is None else [_of_some_rows(mean[None] if mean.ndim == 2 else mean)])]
     arrays, specs = zip(*((x, _within(spec, blocks)) for x, spec in operands), strict=True)
     out, lse = pl.pallas_call(
         functools.partial(
-            _kernel, grid=Grid(power_of_two(each, 16), TILE, 1, 2, 4), scale=scale, read=read, blocks=blocks,
-            scaled=[] if not isinstance(basis, Scaled) else [basis.rows is not None], centred=mean is not None,
+            _kernel, grid=Grid(power_of_two(each, 16), TILE, 1, 2, 4), scale=scale, read=read, behind=behind,
+            blocks=blocks, scaled=[] if not isinstance(basis, Scaled) else [basis.rows is not None], centred=mean is not None,
             exact=dtype == jnp.float32,
         ),
         grid=(1, kv_heads * blocks, batch),
@@ -106,18 +108,23 @@ def _basis(basis: Basis, kv_heads: int) -> tuple[list[Operand], int]:
     return found, by_head.shape[2]
 
 
-def _others(beside: Beside, kv_heads: int, scale: float, by_head) -> tuple[list[Operand], bool]:
-    """What `Others` refer to, or a partial; and whether it is the first."""
+def _others(beside: Beside, kv_heads: int, scale: float, by_head) -> tuple[list[Operand], bool, bool]:
+    """What `Others` refer to, or a partial; whether it is the first, and whether that is rows of `EightBits`."""
     rows = rows_of(beside.q, beside.tokens, beside.q_positions, beside.causal, beside.window)
-    kept = rows.tokens[:2]
-    if not all(isinstance(x, jax.Array) and x.dtype.name in DTYPES for x in kept) or rows.owner is not None:
-        return [_of_head(by_head(x)) for x in attend_to(beside, scale=scale)], False
+    kept: Any = rows.tokens[:2]
+    behind = all(isinstance(x, EightBits) for x in kept)
+    kept = [x.rows for x in kept] if behind else kept
+    dtypes = ("uint8",) if behind else DTYPES
+    if not all(isinstance(x, jax.Array) and x.dtype.name in dtypes for x in kept) or rows.owner is not None:
+        return [_of_head(by_head(x)) for x in attend_to(beside, scale=scale)], False, False
     packed = pack(beside.q, kv_heads, rows.begin, rows.end)
-    batch = len(packed.q)
-    return [*((x, row_spec(x, batch)) for x in (packed.begin, packed.end)), *map(_of_head, (packed.q, *kept))], True
+    ranges = [(x, row_spec(x, len(packed.q))) for x in (packed.begin, packed.end)]
+    return [*ranges, *map(_of_head, (packed.q, *kept))], True, behind
 
 
-def _kernel(*refs, grid: Grid, scale: float, read: bool, blocks: int, scaled: list[bool], centred: bool, exact: bool):
+def _kernel(
+    *refs, grid: Grid, scale: float, read: bool, behind: bool, blocks: int, scaled: list[bool], centred: bool, exact: bool
+):
     *refs, out_ref, lse_ref = refs
     count, (each, dim) = 5 if read else 2, out_ref.shape
     others, (own_ref, own_lse_ref, basis_ref, *refs) = refs[:count], refs[count:]
@@ -127,7 +134,7 @@ def _kernel(*refs, grid: Grid, scale: float, read: bool, blocks: int, scaled: li
     row, inside = jnp.arange(grid.rows), channel < dim
     there = row < each
     if read:
-        top, total, (sums,) = start_beside(Others(*others), grid, scale, [channel], each)
+        top, total, (sums,) = start_beside(Others(*others), grid, scale, [channel], each, behind)
     else:
         top, total = _base_2(others[1], row, there), jnp.ones((grid.rows,), jnp.float32)
         sums = load_columns(others[0], 0, there, channel)

@@ -14,6 +14,7 @@ from lowrank_kv_jax.pallas_kernels.append_token import gpu_triton
 from lowrank_kv_jax.pallas_kernels.append_token.api import Buffers
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.storage.backend import OVERRIDE
+from lowrank_kv_jax.storage.eight_bits import eight_bits_of
 
 SLOTS = 10
 LENGTHS = np.array([0, 3, 9, 10, 4], np.int32)
@@ -41,6 +42,21 @@ def test_a_row_gets_its_token_where_there_is_one_and_room(dim, heads, group, dty
         for row in range(3):
             wanted[row, :, LENGTHS[row]] = token[row, :, 0]
         np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("dim, heads", [pytest.param(24, 3, marks=pytest.mark.newest), (160, 9)])
+def test_rows_in_8_bits_are_those_of_xla(dim, heads):
+    """Where an entry lies halfway between two codes, too, and a token is all zeros."""
+    rows, counts = len(LENGTHS), jnp.asarray(COUNTS)
+    old = [eight_bits_of(drawn(rows, heads, SLOTS, dim) + side, jnp.float32) for side in range(2)]
+    new = [drawn(rows, heads, 1, dim).at[:, :, :, 0].set(127.0).at[:, :, :, 1:4].set(jnp.array([0.5, 1.5, -2.5])),
+           drawn(rows, heads, 1, dim).at[1].set(0.0)]
+    q = drawn(rows, 1, heads, dim)
+    found, beside = gpu_triton.append_token(
+        Buffers(*old, jnp.asarray(LENGTHS)), q, *new, counts, interpret=True)
+    np.testing.assert_array_equal(beside, q)
+    for own, before, token in zip(found[:2], old, new, strict=True):
+        np.testing.assert_array_equal(own.rows, before.write_tokens(token, jnp.asarray(LENGTHS), counts).rows)
 
 
 def test_what_differs_in_width_or_dtype_is_left_to_xla():
