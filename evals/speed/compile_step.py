@@ -151,16 +151,18 @@ def _attention(folder: str) -> dict[str, Any]:
 def step_program(
     method: Part, target: str, tokens: int, over: int, axis: str = "model"
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The first layer over one token: a function and the shapes of its arguments, of which `STATE` is the cache."""
+    """The last layer over one token: a function and the shapes of its arguments, of which `STATE` is the cache. Methods
+    that leave layers alone leave the first ones."""
     config = _few_layers(method)
     mesh, layout = layout_over(method, config, target, tokens, over, axis)
-    own = white_bases(config.attention, method, layout.dtype)[0]
+    group = tuple(method.layer_groups(config.attention))[-1]
+    layout, own = layout.of_group(group), white_bases(config.attention, method, layout.dtype)[-1]
     state = jax.eval_shape(lambda: lay_out(machine_of(method).init(layout, own), layout.tokens))
     state, everywhere = state_over(mesh, state), everywhere_on(mesh)
     weights, bases = (jax.tree.map(everywhere, tree) for tree in (layer_weights(config), own))
     integers = (everywhere(jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in ((1, 1), (1,)))
     x = everywhere(jax.ShapeDtypeStruct((1, 1, config.hidden_size), jnp.bfloat16))
-    step = functools.partial(layer_extend, config.by_layer[0], method, layout, Place())
+    step = functools.partial(layer_extend, config.by_layer[0], method, layout, Place(len(group) - 1))
     return step, (weights, bases, state, x, *integers)
 
 

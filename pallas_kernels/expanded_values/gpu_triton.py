@@ -56,8 +56,8 @@ def expanded_values(
     out, lse = pl.pallas_call(
         functools.partial(
             _kernel, grid=Grid(power_of_two(each, 16), TILE, 1, 2, 4), scale=scale, read=read, behind=behind,
-            blocks=blocks, scaled=[] if not isinstance(basis, Scaled) else [basis.rows is not None], centred=mean is not None,
-            exact=dtype == jnp.float32,
+            blocks=blocks, scaled=[basis.rows is not None] if isinstance(basis, Scaled) else [],
+            centred=mean is not None, exact=dtype == jnp.float32,
         ),
         grid=(1, kv_heads * blocks, batch),
         in_specs=specs,
