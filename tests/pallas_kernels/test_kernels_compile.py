@@ -57,6 +57,24 @@ results, missing = compile_models(sys.argv[1:], parse_methods(["full", "palu:ran
 json.dump({"results": [{"failure": r.failure, "name": r.name, **r.facts} for r in results], "missing": missing}, sys.stdout)
 """
 
+EVERY_DEPTH = """
+import functools, json, sys
+from lowrank_kv_jax.evals.speed.compile_model import CACHE, model_program
+from lowrank_kv_jax.evals.speed.compile_step import program_facts
+from lowrank_kv_jax.methods import REGISTRY
+from lowrank_kv_jax.pallas_kernels.compile_only import NoCompiler
+missing, results = {}, []
+try:
+    for name, cls in sorted(REGISTRY.items()):
+        eight, twelve = (
+            program_facts(name, sys.argv[1], functools.partial(model_program, cls(), sys.argv[1], layers, 8192), CACHE)
+            for layers in (8, 12))
+        results.append({"method": name, "programs": (twelve.facts["kernels"] - eight.facts["kernels"]) / 4})
+except NoCompiler as reason:
+    missing = {sys.argv[1]: str(reason)}
+json.dump({"results": results, "missing": missing}, sys.stdout)
+"""
+
 REFRESHES = """
 import json, sys
 from lowrank_kv_jax.evals.asking.methods import parse_methods
@@ -171,8 +189,8 @@ def test_a_step_over_four_devices_exchanges_no_tokens(target):
     assert not [r for r in steps if r["moved"] > (0 if target == "sm_90" else 1 << 19) or r["loops"] or r["said"]]
     assert not [r for r in steps if r["padded"] > 1 << 20]  # weights of slots may be, values not
     assert not [name for r in results for name in r["libraries"] if any(x in name for x in SERIAL)]
-    if target == "sm_90":  # 16 of the layer, one that repeats its row, one that takes it out again
-        assert steps[0]["kernels"] <= 18 and steps[0]["temporaries"] < 1 << 22
+    if target == "sm_90":  # 13 of the layer, one that repeats its row, one that takes it out again
+        assert steps[0]["kernels"] <= 15 and steps[0]["temporaries"] < 1 << 22
 
 
 @pytest.mark.slow
@@ -183,10 +201,23 @@ def test_one_layer_more_is_few_programs_more():
     cut = [r for r in found if r["name"].endswith("=4")]
     assert len(cut) == 7 and not [r for r in cut if r["failure"] or r["collective"] > 1 << 15]
     full, more, palu, palu_more, *others = (r for r in found if r not in cut)
-    assert more["kernels"] - full["kernels"] <= 17 and palu_more["kernels"] - palu["kernels"] <= 19
-    assert more["kernels"] <= 3 * 15 + 8  # eight of the embedding and the logits
+    assert more["kernels"] - full["kernels"] <= 13 and palu_more["kernels"] - palu["kernels"] <= 14
+    assert more["kernels"] <= 3 * 13 + 8  # eight of the embedding and the logits
     assert max(full["temporaries"], palu_more["temporaries"]) < 1 << 21
     assert all(abs(two["temporaries"] - three["temporaries"]) < 1 << 20 for two, three in zip(others[::2], others[1::2], strict=True))
+
+
+MOST_PROGRAMS = 16
+MORE_PROGRAMS = {"xkv": 18, "quest": 23, "transform": 24, "shadowkv": 27, "osp": 29}
+
+
+@pytest.mark.slow
+def test_a_layer_more_is_at_most_sixteen_programs():
+    """Of every method at its default, on average over four layers behind eight: groups of layers repeat. What has more is
+    known."""
+    found = {r["method"]: r["programs"] for r in compiled(EVERY_DEPTH, "sm_90")}
+    assert MORE_PROGRAMS.keys() < found.keys()
+    assert not {name: count for name, count in found.items() if count > MORE_PROGRAMS.get(name, MOST_PROGRAMS)}
 
 
 @pytest.mark.slow
