@@ -360,13 +360,16 @@ def store_basis(basis: Float[jax.Array, "B J W R"], dtype: str) -> "jax.Array | 
 
 
 def read_basis(
-    stored: "jax.Array | ScaledBasis", begin: int | jax.Array = 0, width: int | None = None
-) -> Float32[jax.Array, "B J W R"]:
-    """So many rows of the width from `begin` on, widened to float32 `[B, J, width, R]`; by default all of them."""
+    stored: "jax.Array | ScaledBasis", begin: int | jax.Array = 0, width: int | None = None, widened: bool = True
+) -> Float[jax.Array, "B J W R"]:
+    """So many rows of the width from `begin` on, `[B, J, width, R]`; by default all of them.
+
+    Args:
+        widened: to float32; else an array stays in the dtype in which it is stored.
+    """
     def rows(x: jax.Array) -> jax.Array:
-        found = x if width is None else jax.lax.dynamic_slice_in_dim(x, begin, width, axis=2)
-        return found.astype(jnp.float32)
+        return x if width is None else jax.lax.dynamic_slice_in_dim(x, begin, width, axis=2)
 
     if isinstance(stored, ScaledBasis):
-        return rows(stored.codes) * stored.scales.astype(jnp.float32)
-    return rows(stored)
+        return rows(stored.codes).astype(jnp.float32) * stored.scales.astype(jnp.float32)
+    return rows(stored).astype(jnp.float32) if widened else rows(stored)
