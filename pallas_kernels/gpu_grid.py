@@ -76,12 +76,15 @@ def tuned(tuning: Tuning) -> Iterator[None]:
         _TUNING.reset(token)
 
 
-def decode_grid(rows: int, programs: int, size: int, token_bytes: int, rebuilt_bytes: int = 0) -> Grid:
+def decode_grid(
+    rows: int, programs: int, size: int, token_bytes: int, rebuilt_bytes: int = 0, widened_bytes: int = 0
+) -> Grid:
     """A grid for `rows` queries of each of `programs` heads over buffers of `size` tokens.
 
     Args:
         token_bytes: that are read of a token.
         rebuilt_bytes: of its key, where that is rebuilt.
+        widened_bytes: of a token whose codes are widened, in float32; 0 of others.
 
     The splits follow the buffer; a kernel shares out the *valid* tokens among them, so a short row leaves some empty.
     """
@@ -90,7 +93,8 @@ def decode_grid(rows: int, programs: int, size: int, token_bytes: int, rebuilt_b
         tile //= 2
     waves = MANY_WAVES if wide <= NARROW else WAVES
     most = WIDE_REBUILT if 0 < rebuilt_bytes <= REBUILT else WIDE
-    return _grid(rows, programs, size, tile, stages_for(tile * token_bytes), 8 if wide > most else 4, waves)
+    warps = 8 if max(wide, widened_bytes + rebuilt_bytes) > most else 4
+    return _grid(rows, programs, size, tile, stages_for(tile * token_bytes), warps, waves)
 
 
 def stages_for(tile_bytes: int) -> int:

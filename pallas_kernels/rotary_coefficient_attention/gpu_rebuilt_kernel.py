@@ -30,7 +30,6 @@ from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_rotation imp
     turned_halves,
     visits_of,
 )
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import read_run
 from lowrank_kv_jax.storage.water_filled import WidthRuns
 
 PIECE = 64  # components of coefficients that are multiplied at once
@@ -60,10 +59,10 @@ def logits_kernel(
         k_ref, key_runs, n, *basis_refs, interpret=interpret)
     rotate = angles_of_slots(*refs[:angles], n) if by_slot else _by_place(*refs[:angles], n) if angles else None
     row, size = jnp.arange(grid.rows), k_ref.shape[0]
-    table, runs = visits_of(Limits(begin_ref, end_ref, told, None), n)
+    run_of, count = visits_of(Limits(begin_ref, end_ref, told, None), n)
 
     def body(visit, carry):
-        run = read_run(table.__getitem__, runs, visit)
+        run = run_of(visit)
         first = run.tile * n
         at = first if size % n == 0 else jnp.clip(size - n, 0, first)  # a tile of which all is there, if it is anywhere
         slots = at + jnp.arange(n)
@@ -79,7 +78,7 @@ def logits_kernel(
         plgpu.store(out_ref.at[where], logits, mask=mine[:, None] & (row < there)[None])
         return carry
 
-    start, stop = split_range(table[-1], grid)
+    start, stop = split_range(count, grid)
     jax.lax.fori_loop(start, stop, body, jnp.int32(0))
 
 

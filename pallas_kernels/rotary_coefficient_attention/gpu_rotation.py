@@ -6,6 +6,10 @@ their positions. `at` is the first slot of the tile, `mine` bool `[tile]` those 
 slots where they are a run.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -14,7 +18,12 @@ from jax.experimental.pallas import triton as plgpu
 from lowrank_kv_jax.pallas_kernels.gpu_launch import Operand, by_head
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import Limits, span
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import position_angle, turn
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary, table_of
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import (
+    Rotary,
+    Run,
+    read_run,
+    table_of,
+)
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.turns import slot_angles
 
 
@@ -51,15 +60,21 @@ def angles_of_slots(position_ref, steps_ref, tile: int):
 
 
 def gaps_of(rotary: Rotary) -> list[jax.Array]:
-    """What programs are told of a row's gaps, int32 `[B, P - 1]` each, as `launch` takes it."""
+    """What programs are told of a row's gaps, int32 `[B, P - 1]` each, as `launch` takes it: `visits_of` makes `Run`s of
+    them, where XLA's `visits` are a launch of their own."""
     return [] if rotary.gaps is None else [rotary.gaps.start, rotary.gaps.jump]
 
 
-def visits_of(limits: Limits, tile: int) -> tuple[list[jax.Array], int]:
-    """Inside of a kernel that is told `gaps_of`: `table_of` its row, and P."""
-    gaps = ([ref[p] for p in range(ref.shape[0])] for ref in limits.told) if limits.told else ([], [])
-    table = table_of(*gaps, *span(limits), tile)
-    return table, len(table) // 5
+def visits_of(limits: Limits, tile: int) -> tuple[Callable[[Any], Run], jax.Array]:
+    """Inside of a kernel that is told `gaps_of`, or `visits`: the `Run` and tile of a visit, and how many there are."""
+    if len(limits.told) == 1:
+        (ref,) = limits.told
+        read, runs = (lambda number: ref[number]), ref.shape[0] // 5
+    else:
+        gaps = ([ref[p] for p in range(ref.shape[0])] for ref in limits.told) if limits.told else ([], [])
+        table = table_of(*gaps, *span(limits), tile)
+        read, runs = table.__getitem__, len(table) // 5
+    return functools.partial(read_run, read, runs), read(5 * runs)
 
 
 def rotation(rotary: Rotary, rotate: bool):

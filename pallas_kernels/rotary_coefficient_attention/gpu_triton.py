@@ -38,7 +38,7 @@ from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import (
     Rotary,
     in_head_space,
     prepare,
-    read_run,
+    visits,
 )
 
 RESIDENT_BYTES = 32 * 1024  # a larger basis is read again for every tile, from the L2 cache
@@ -78,7 +78,8 @@ def attend_packed(
     check_stored(packed, keys, values)
     (batch, heads, rows, _), half = packed.q.shape, rotary.basis.shape[2] // 2
     token_bytes, rebuilt = bytes_of_token(keys) + bytes_of_token(values), 2 * half * packed.q.dtype.itemsize
-    grid = decode_grid(rows, batch * heads, keys.codes.shape[2], token_bytes, rebuilt)
+    widened = 4 * token_bytes if keys.scales is not None else 0
+    grid = decode_grid(rows, batch * heads, keys.codes.shape[2], token_bytes, rebuilt, widened)
     by_slot = rotary.positions is not None
     grid = rotary_grid(grid, keys, values, packed.q.dtype.itemsize, 2 * half, by_slot)
     basis_bytes = 2 * half * rotary.basis.shape[-1] * packed.q.dtype.itemsize
@@ -87,9 +88,11 @@ def attend_packed(
         _kernel, grid=grid, scale=scale, way=way, quantised=keys.scales is not None,
         centred=rotary.mean is not None, resident=basis_bytes <= RESIDENT_BYTES,
     )
+    # of codes in 8 bits, whose widening fills the registers, runs are read when they are visited
+    told = gaps_of(rotary) if keys.scales is None else [visits(rotary, grid.tile)]
     of_bases = [(x, basis_spec(x, batch)) for x in (rotary.basis, rotary.mean) if x is not None]
     return launch(
-        "rotary_coefficient_attention", kernel, grid, packed, gaps_of(rotary),
+        "rotary_coefficient_attention", kernel, grid, packed, told,
         [*angles, *by_head(packed, packed.q), *of_bases,
          *by_head(packed, keys.codes, keys.scales, values.codes, values.scales)],
         values.codes.shape[-1], interpret=interpret, reads_lse=True,
@@ -115,12 +118,12 @@ def _kernel(
     dtype, there = q_ref.dtype, lse_ref.shape[0]
     value_pieces = columns(v_ref.shape[-1])
     begin, end = load_ranges(limits, grid.rows, there)
-    table, runs = visits_of(limits, grid.tile)
-    start, stop = split_range(table[-1], grid)
+    run_of, count = visits_of(limits, grid.tile)
+    start, stop = split_range(count, grid)
     logits_of = whole_keys(k_ref, ks_ref, basis_ref, mean_ref, q_ref, rotating, grid=grid, resident=resident)
 
     def body(visit, carry):
-        run = read_run(table.__getitem__, runs, visit)
+        run = run_of(visit)
         at = run.tile * grid.tile
         slots = at + jnp.arange(grid.tile)
         mine = (slots >= run.low) & (slots < run.high)

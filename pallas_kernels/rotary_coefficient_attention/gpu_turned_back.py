@@ -12,7 +12,7 @@ from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, row_spec
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import Limits
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import turn
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_rotation import gaps_of, visits_of
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary, read_run
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.turns import slot_angles
 
 VISITS = 32  # of a program
@@ -50,9 +50,9 @@ def turned_back(
 def _kernel(begin_ref, end_ref, *refs, gaps: int, tile: int, size: int, scaled: bool):
     told, (steps_ref, *factor_ref, q_ref, out_ref) = refs[:gaps], refs[gaps:]
     _, visits, _, rows, pairs = out_ref.shape
-    table, runs = visits_of(Limits(begin_ref, end_ref, told, None), tile)
+    run_of, _ = visits_of(Limits(begin_ref, end_ref, told, None), tile)
     visit, half = pl.program_id(0) * VISITS + jnp.arange(VISITS), steps_ref.shape[1]
-    run = read_run(table.__getitem__, runs, visit)
+    run = run_of(visit)
     position = jnp.clip(size - tile, 0, run.tile * tile) + run.offset
     cos, sin = slot_angles(position[:, None], *(steps_ref[number, :][None] for number in range(2)))
     there, pair = jnp.broadcast_to(visit < visits, (half, VISITS)).T, jnp.arange(half)
