@@ -87,10 +87,15 @@ def by_head(packed: Packed, *arrays: Any) -> list[Operand]:
     """
     rows, heads = packed.q.shape[:2]
     found = [x for x in arrays if x is not None]
-    if wide := [x.size for x in found if x.dtype.itemsize == 1 and SIGNED < x.size <= 2 * SIGNED]:
+    check_bytes(found)
+    return [(x, _head_spec(x, rows, heads)) for x in found]
+
+
+def check_bytes(arrays: Sequence[jax.Array]) -> None:
+    """Raise `Unsupported` for bytes whose numbers 32 bits cannot tell."""
+    if wide := [x.size for x in arrays if x.dtype.itemsize == 1 and SIGNED < x.size <= 2 * SIGNED]:
         raise Unsupported(f"{wide[0]} bytes of codes, which Pallas would count in 32 bits; must be at most {SIGNED}, or "
                           f"above {2 * SIGNED}")
-    return [(x, _head_spec(x, rows, heads)) for x in found]
 
 
 def _head_spec(x: jax.Array, rows: int, heads: int) -> pl.BlockSpec:

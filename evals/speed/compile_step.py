@@ -69,7 +69,7 @@ def compile_step(
 
 
 def compile_refresh(method: Part, target: str, tokens: int = 32768) -> Result:
-    """The same of a refresh of the group of the first layer; `libraries` are what it calls of cuBLAS and cuSOLVER.
+    """The same of a refresh of the group of the last layer; `libraries` are what it calls of cuBLAS and cuSOLVER.
 
     Raises:
         NoCompiler: as `compile_only.device`.
@@ -162,7 +162,7 @@ def step_program(
     weights, bases = (jax.tree.map(everywhere, tree) for tree in (layer_weights(config), own))
     integers = (everywhere(jax.ShapeDtypeStruct(shape, jnp.int32)) for shape in ((1, 1), (1,)))
     x = everywhere(jax.ShapeDtypeStruct((1, 1, config.hidden_size), jnp.bfloat16))
-    step = functools.partial(layer_extend, config.by_layer[0], method, layout, Place(len(group) - 1))
+    step = functools.partial(layer_extend, config.by_layer[group[-1]], method, layout, Place(len(group) - 1))
     return step, (weights, bases, state, x, *integers)
 
 

@@ -47,13 +47,15 @@ class KVMethod(Part):
         """
 
     @abc.abstractmethod
-    def append(
-        self, layout: Layout, bases: Any, state: Any, taps: Taps, counts: Int[jax.Array, " B"],
-        positions: Int[jax.Array, "B T"], place: Place,
-    ) -> Any:
+    def append_with_query(
+        self, layout: Layout, bases: Any, state: Any, taps: Taps, counts: Int[jax.Array, " B"], place: Place
+    ) -> tuple[Any, Float[jax.Array, "B T N D"]]:
         """Append the first `counts[b]` of T >= 1 new tokens of one layer, in O(T).
 
         At most `layout.block` tokens are appended between two calls of `refresh`.
+
+        Returns:
+            The state, and the queries to attend with: `taps.q`, as they come out beside the written tokens.
         """
 
     @abc.abstractmethod

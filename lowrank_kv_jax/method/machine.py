@@ -315,12 +315,11 @@ class Machine(KVMethod):
     # ---- a block of new tokens ----------------------------------------------------------------------------------
 
     def append(self, layout, bases, state, taps, counts, positions, place):
+        """The state of `append_with_query` alone."""
+        del positions
         return self.append_with_query(layout, bases, state, taps, counts, place)[0]
 
-    def append_with_query(
-        self, layout: Layout, bases: Any, state: GroupState, taps: Taps, counts: jax.Array, place: Place
-    ) -> tuple[GroupState, jax.Array]:
-        """The same, and the queries to attend with: `taps.q`, as they come out beside the written tokens."""
+    def append_with_query(self, layout, bases, state, taps, counts, place):
         ends, own = list(state.ends), half_split(layout.spec, taps)
         ends[place.held], q = exact_tokens.append_with_query(ends[place.held], taps.q, own.k, own.v, counts)
         state = dataclasses.replace(state, ends=tuple(ends))

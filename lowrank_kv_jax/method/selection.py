@@ -108,8 +108,8 @@ class Selection(Part):
         itself each sees."""
         return total_attention(p, before)
 
-    def least(self, before: Int[jax.Array, "B T"], group_size: int) -> Float32[jax.Array, "B T"] | None:
-        """What the probabilities that a kv head's queries give a token must exceed together for it to get a vote, where
-        that is what `vote` counts; None: they are the votes."""
-        del before, group_size
+    def least(self, before: Int[jax.Array, "B T"]) -> Float32[jax.Array, "B T"] | None:
+        """What the mean of the probabilities that query heads give a token must exceed for it to get a vote, where that
+        is what `vote` counts; None: their sums are the votes. A class that has one of the two has the other."""
+        del before
         return None

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.method.codec import Ends
-from lowrank_kv_jax.method.selection import Selection
 from lowrank_kv_jax.method.votes import QUERIES, decoding_votes, seen_before
 from lowrank_kv_jax.pallas_kernels.votes import add_votes
 from lowrank_kv_jax.pallas_kernels.votes.api import Asked
@@ -37,9 +36,8 @@ def observe(method: Any, layout, bases, state, q: jax.Array, lse: jax.Array, pos
         near, far = _for_held(method, layout, bases, state, voters, place)
         return (state.near_votes + near, *(() if far is None else (state.far_votes + far,)))
 
-    rule = type(method.selection)
-    told = rule.vote is Selection.vote or rule.least is not Selection.least
-    if told and layout.spec.logit_cap is None:
+    of_vote, of_least = (_definer(type(method.selection), name) for name in ("vote", "least"))
+    if of_vote is of_least and layout.spec.logit_cap is None:
         votes = _by_kernel(method, layout, bases, state, voters, place, on_xla)
     else:
         votes = on_xla()
@@ -59,8 +57,13 @@ def _by_kernel(method, layout, bases, state, voters, place, on_xla: Callable[[],
             yield Asked(state.far_votes, Beside(q, tokens, voters.positions, False, place.window))
 
     lse = jnp.where(voters.there[..., None], voters.lse, jnp.inf)
-    least = method.selection.least(seen_before(voters.positions, place.window), layout.spec.group_size)
+    least = method.selection.least(seen_before(voters.positions, place.window))
     return add_votes(asked, lse, scale=layout.spec.scale, least=least, reference=on_xla)
+
+
+def _definer(rule: type, name: str) -> type:
+    """The class whose method it is."""
+    return next(cls for cls in rule.__mro__ if name in vars(cls))
 
 
 class Voters(NamedTuple):

@@ -45,5 +45,5 @@ class Scissorhands(Budgeted):
     def vote(self, p, before):
         return above_average(p, before)
 
-    def least(self, before, group_size):
-        return group_size / (before + 1)
+    def least(self, before):
+        return 1.0 / (before + 1)

@@ -12,11 +12,11 @@ from lowrank_kv_jax.storage.over_tokens import mesh_here
 
 
 class Buffers(NamedTuple):
-    """What a token of each row is written to.
+    """What tokens of each row are written to.
 
     Attributes:
         k, v: `[B, K, S, D]`, or storages of their own, which XLA writes to.
-        length: int32 `[B]`, the slot that a row's token takes, if it has one.
+        length: int32 `[B]`, the slot that a row's first token takes.
     """
 
     k: Any
@@ -25,18 +25,19 @@ class Buffers(NamedTuple):
 
 
 def append_token(
-    buffers: Buffers, q: Float[jax.Array, "B 1 N D"], k: Shaped[jax.Array, "B K 1 D"], v: Shaped[jax.Array, "B K 1 D"],
+    buffers: Buffers, q: Float[jax.Array, "B T N D"], k: Shaped[jax.Array, "B K T D"], v: Shaped[jax.Array, "B K T D"],
     counts: Int32[jax.Array, " B"], *, reference: Callable[[], tuple[Buffers, jax.Array]],
 ) -> tuple[Buffers, jax.Array]:
-    """Rows of `counts` 1 get their token, in place where the buffers are donated; what has no room is dropped.
+    """The first `counts[b]` of T tokens of each row written, in place where the buffers are donated; what has no room is
+    dropped. The kernel takes a decoded token, T = 1.
 
     Args:
-        q: the query beside it. XLA for a GPU would rotate and round query, key and value by a program each, and write by
-            another two, where they are one here and a second that writes; it comes back as the second leaves it.
+        q: the queries beside them. XLA for a GPU would rotate and round query, key and value by a program each, and write
+            by another two, where they are one here and a second that writes; they come back as the second leaves them.
         reference: the same by XLA, called where there is no kernel for a case. Nothing is warned of.
 
     Returns:
-        The buffers, and the query.
+        The buffers, and the queries.
     """
     mesh = mesh_here()
     if choose(None) != "triton" or (mesh is not None and mesh.size > 1):

@@ -11,6 +11,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.pallas_kernels.append_token.api import Buffers
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
+from lowrank_kv_jax.pallas_kernels.gpu_launch import check_bytes
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import load_block
 from lowrank_kv_jax.pallas_kernels.packing import columns, power_of_two
 from lowrank_kv_jax.storage.eight_bits import LARGEST, SCALE, EightBits
@@ -29,14 +30,15 @@ def append_token(
     """
     batch, heads, size, dim = buffers.k.shape
     kept: Any = (buffers.k, buffers.v)
-    if {(x.shape[-1], jnp.dtype(x.dtype).name) for x in (*kept, q)} != {(dim, q.dtype.name)}:
+    if {(x.shape[-1], jnp.dtype(x.dtype).name) for x in (*kept, q, k, v)} != {(dim, q.dtype.name)}:
         raise Unsupported("queries, keys and values of several widths or dtypes")
     coded = all(isinstance(x, EightBits) for x in kept)
     kept = [x.rows for x in kept] if coded else kept
     if q.shape[1] != 1 or not all(isinstance(x, jax.Array) for x in kept):
         raise Unsupported("more than a token, or buffers that are no arrays")
+    check_bytes(kept)
     # one array of them is one program of XLA's
-    new = jnp.concatenate([q[:, 0], k[:, :, 0].astype(q.dtype), v[:, :, 0].astype(q.dtype)], axis=1)
+    new = jnp.concatenate([q[:, 0], k[:, :, 0], v[:, :, 0]], axis=1)
 
     def row(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, *shape), lambda b: (b, *(0,) * len(shape)))
@@ -104,7 +106,10 @@ def _coded(new_ref, begin, ref, slot, taken):
 
         pieces = {piece: load_block(new_ref, begin + first, there, piece).astype(jnp.float32) for piece in columns(dim)}
         largest = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x), axis=1) for x in pieces.values()))
-        scale = jnp.maximum(largest / LARGEST, least).astype(jnp.bfloat16).astype(jnp.float32)[:, None]
+        # a GPU's maximum drops NaN, and a broken model has to be seen
+        broken = functools.reduce(jnp.maximum, (jnp.max((x != x).astype(jnp.int32), axis=1) for x in pieces.values()))
+        scale = jnp.where(broken > 0, jnp.nan, jnp.maximum(largest / LARGEST, least))
+        scale = scale.astype(jnp.bfloat16).astype(jnp.float32)[:, None]
         for (start, size), x in pieces.items():
             channel = start + jnp.arange(size)
             store(jnp.clip(_nearest(x / scale), -LARGEST, LARGEST), jnp.where(channel < dim, channel, width))

@@ -1,7 +1,7 @@
 """Values expanded on a GPU: a Pallas kernel in its Triton dialect, a program for some channels of a kv head of a row.
 
-It attends to the few other tokens by itself, each program to all of them: as a launch of its own that takes longer than
-what is read twice. Tokens that are no arrays come as their partial.
+It attends to a few other tokens by itself, each program to all of them, which spares a launch. More, and tokens that are
+no arrays, come as their partial.
 """
 
 import functools
@@ -16,7 +16,7 @@ from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import attend_to
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid
-from lowrank_kv_jax.pallas_kernels.gpu_launch import Operand, row_spec
+from lowrank_kv_jax.pallas_kernels.gpu_launch import Operand, check_bytes, row_spec
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import Others, load_block, load_columns, start_beside
 from lowrank_kv_jax.pallas_kernels.owned_slots import rows_of
 from lowrank_kv_jax.pallas_kernels.packing import EMPTY, LOG2_E, columns, pack, power_of_two
@@ -27,7 +27,9 @@ from lowrank_kv_jax.storage.eight_bits import EightBits
 DTYPES = ("float32", "bfloat16", "float16")
 CHANNELS = 32  # of a program
 TILE = 64  # other tokens that are read at once
+FEW_SLOTS = 1024  # of other tokens: more are worth programs of their own
 PIECE = 64  # components
+ROWS = 16
 
 
 def expanded_values(
@@ -37,12 +39,15 @@ def expanded_values(
     """As `api.expanded_values`.
 
     Raises:
-        Unsupported: more than a query of each row, capped logits, and other dtypes than `DTYPES`.
+        Unsupported: more than a query of each row, capped logits, other dtypes than `DTYPES`, in float32 more than
+            `ROWS` query heads a kv head, which would spill registers.
     """
     (batch, queries, q_heads, _), dtype = part.out.shape, beside.q.dtype
     if queries != 1 or cap is not None or dtype.name not in DTYPES:
         raise Unsupported("more than a query, capped logits, or other numbers than floats")
     each = q_heads // kv_heads
+    if dtype == jnp.float32 and each > ROWS:
+        raise Unsupported(f"{each} query heads a kv head in float32, allowed are {ROWS}")
 
     def by_head(x: jax.Array) -> jax.Array:
         return x.reshape(batch, kv_heads, each, *x.shape[3:])
@@ -115,8 +120,10 @@ def _others(beside: Beside, kv_heads: int, scale: float, by_head) -> tuple[list[
     behind = all(isinstance(x, EightBits) for x in kept)
     kept = [x.rows for x in kept] if behind else kept
     dtypes = ("uint8",) if behind else DTYPES
-    if not all(isinstance(x, jax.Array) and x.dtype.name in dtypes for x in kept) or rows.owner is not None:
+    read = all(isinstance(x, jax.Array) and x.dtype.name in dtypes for x in kept) and rows.owner is None
+    if not read or kept[0].shape[2] > FEW_SLOTS:
         return [_of_head(by_head(x)) for x in attend_to(beside, scale=scale)], False, False
+    check_bytes(kept)
     packed = pack(beside.q, kv_heads, rows.begin, rows.end)
     ranges = [(x, row_spec(x, len(packed.q))) for x in (packed.begin, packed.end)]
     return [*ranges, *map(_of_head, (packed.q, *kept))], True, behind

@@ -28,13 +28,13 @@ def add_votes(
     reference: Callable[[], Any],
 ) -> Any:
     """Votes and the sum over queries of exp(q . k scale - lse), by tokens (H2O's accumulated attention), or the number of
-    queries for which the sum over a kv head's query heads is large (Scissorhands).
+    queries for which the mean over a buffer's query heads is large (Scissorhands).
 
     Args:
-        asked: gives what the same queries vote for, where a kernel may read it: one, or few tokens and then many.
+        asked: gives what the same queries vote for, where a kernel may read it: exact tokens, and stored ones.
         lse: float32 `[B, T, N]`, their total log-sum-exp; inf of queries that do not vote.
         scale: of the logits.
-        least: float32 `[B, T]`, what such sums are to exceed to count as 1; None: they are the votes.
+        least: float32 `[B, T]`, what such means are to exceed to count as 1; None: sums are the votes.
         reference: the same by XLA, called where there is no kernel for a case. Nothing is warned of: its products read
             the tokens once, too, and hold logits of float32 beside them.
 

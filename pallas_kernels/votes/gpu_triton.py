@@ -32,6 +32,7 @@ from lowrank_kv_jax.pallas_kernels.packing import LOG2_E, Packed, Stored, column
 from lowrank_kv_jax.pallas_kernels.votes.api import Asked
 
 DTYPES = ("float32", "bfloat16", "float16")
+FEW_SLOTS = 1024  # more are worth programs of their own
 
 
 class Part(NamedTuple):
@@ -48,26 +49,47 @@ class Part(NamedTuple):
 def add_votes(
     asked: Sequence[Asked], lse: jax.Array, *, scale: float, interpret: bool, least: jax.Array | None = None
 ) -> tuple[jax.Array, ...]:
-    """As `api.add_votes`: of the last of `asked` by as many programs as attention has, of one before it, whose tokens are
-    few, by the first of these.
+    """As `api.add_votes`: each by as many programs as attention has. Where one is of `FEW_SLOTS` at most, the first of
+    the last one's programs take it, too, which spares a launch.
 
     Raises:
         Unsupported: keys that are no array of numbers or of other heads than the votes, more rows of queries than a
-            program takes, votes of several queries that are counted, and what `rows_of` refuses.
+            program takes, votes of several queries, or for heads behind each other, that are counted, and what `rows_of`
+            refuses.
     """
-    if least is not None and lse.shape[1] > 1:
-        raise Unsupported("votes of several queries that are counted")
+    if least is not None and (lse.shape[1] > 1 or any(owned(one) for one in asked)):
+        raise Unsupported("votes of several queries, or for heads behind each other, that are counted")
+    common = dict(scale=scale, interpret=interpret, least=least)
+    if len(asked) == 1 or _together(*asked):
+        return _launched(asked, lse, **common)
+    return tuple(votes for one in asked for votes in _launched([one], lse, **common))
+
+
+def owned(one: Asked) -> bool:
+    """Whether its tokens are those of heads behind each other."""
+    return getattr(one.tokens.tokens.positions, "owner", None) is not None
+
+
+def _together(few: Asked, many: Asked) -> bool:
+    """Whether programs that read the second may read the first."""
+    keys, others = few.tokens.tokens.keys, many.tokens.tokens.keys
+    return keys.shape[2] <= FEW_SLOTS and (owned(many) or keys.shape[1] == others.shape[1])
+
+
+def _launched(
+    asked: Sequence[Asked], lse: jax.Array, *, scale: float, interpret: bool, least: jax.Array | None
+) -> tuple[jax.Array, ...]:
     *few, many = asked
     told = many.tokens.q_positions, many.tokens.causal, many.tokens.window
     rows = rows_of(many.tokens.q, many.tokens.tokens, *told)
     parts = [*(_part(rows.beside(one.tokens), one.votes) for one in few), _part(rows, many.votes)]
     batch, heads, count, _ = parts[-1].q.shape
-    if any(part.q.shape[:3] != parts[-1].q.shape[:3] for part in parts):
-        raise Unsupported("tokens of other heads beside each other")
     total = pack(rows_of(lse[..., None], many.tokens.tokens, *told).q, heads, rows.begin, rows.end).q[..., 0]
-    keys = parts[-1].keys
-    grid = decode_grid(count, batch * heads, keys.shape[2], keys.shape[3] * keys.dtype.itemsize)
-    grid = coefficient_grid(grid, Stored(keys, None), Stored(keys[..., :0], None), parts[-1].q.dtype.itemsize)
+    widest = max(parts, key=lambda part: part.keys.shape[3] * part.keys.dtype.itemsize)
+    token_bytes = widest.keys.shape[3] * widest.keys.dtype.itemsize
+    grid = decode_grid(count, batch * heads, parts[-1].keys.shape[2], token_bytes)
+    stored = Stored(widest.keys, None), Stored(widest.keys[..., :0], None)
+    grid = coefficient_grid(grid, *stored, widest.q.dtype.itemsize)
     number = [] if rows.owner is None else [numbers(batch, rows.owner)]
     packed = Packed(parts[-1].q, rows.begin, rows.end, rows.begin)
     told = number if least is None else [*number, least.astype(jnp.float32)]
@@ -108,7 +130,7 @@ def _kernel(*refs, grid: Grid, scale: float, owned: bool, parts: int, counted: b
     vote = functools.partial(_vote, lse_ref=lse_ref, least=least, grid=grid, scale=scale)
     given, written = refs[:-parts], refs[-parts:]
     asked = [Part(*given[i * len(Part._fields) : (i + 1) * len(Part._fields)]) for i in range(parts)]
-    for part, out_ref in zip(asked[:-1], written, strict=False):
+    for part, out_ref in zip(asked[:-1], written[:-1], strict=True):
         low, high = span(Limits(part.begin, part.end, (), None))
         here = pl.program_id(0) == 0
         first, stop = low // grid.tile, jnp.where(here, pl.cdiv(high, grid.tile), 0)
@@ -134,7 +156,7 @@ def _vote(
         logits = logits * (scale * LOG2_E) - lse[:, None]
         visible = visible_slots(at, inside, begin, end, owner_ref, number)
         added = jnp.sum(jnp.where(visible, jnp.exp2(jnp.minimum(logits, 0.0)), 0.0), axis=0)
-        added = added if least is None else (added > least).astype(jnp.float32)
+        added = added if least is None else (added > count * least).astype(jnp.float32)
         mine, slots = inside, pl.ds(at, grid.tile)
         if owner_ref is not None:  # other heads' lie between them, whose programs add to these
             mine = inside & (plgpu.load(owner_ref.at[slots], mask=inside, other=-1).astype(jnp.int32) == number)
