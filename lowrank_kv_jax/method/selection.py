@@ -57,6 +57,9 @@ class Selection(Part):
     """Whether `prompt_scores` are votes of the prompt's queries: of a prompt in chunks each chunk's queries then `vote`
     for what the cache holds, too. Otherwise every chunk is scored by itself, and its tokens' scores stay."""
 
+    counted: ClassVar[bool] = False
+    """Whether `vote` is `above_average`, and not `total_attention`. A `vote` beside which it is not said is XLA's."""
+
     voters = None
     """Last queries of a prompt that vote; None: all of them."""
 
@@ -107,9 +110,3 @@ class Selection(Part):
         """Votes `[B, J, S]` of decoded queries from probabilities `[B, J, T, G, S]`; `before`: how many tokens before
         itself each sees."""
         return total_attention(p, before)
-
-    def least(self, before: Int[jax.Array, "B T"]) -> Float32[jax.Array, "B T"] | None:
-        """What the mean of the probabilities that query heads give a token must exceed for it to get a vote, where that
-        is what `vote` counts; None: their sums are the votes. A class that has one of the two has the other."""
-        del before
-        return None

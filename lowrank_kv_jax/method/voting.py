@@ -11,7 +11,7 @@ from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.method.codec import Ends
 from lowrank_kv_jax.method.votes import QUERIES, decoding_votes, seen_before
 from lowrank_kv_jax.pallas_kernels.votes import add_votes
-from lowrank_kv_jax.pallas_kernels.votes.api import Asked
+from lowrank_kv_jax.pallas_kernels.votes.asked import Asked
 from lowrank_kv_jax.segments import exact as exact_tokens
 from lowrank_kv_jax.storage.backend import on_gpu
 from lowrank_kv_jax.storage.cached_tokens import Beside, CachedTokens
@@ -36,8 +36,8 @@ def observe(method: Any, layout, bases, state, q: jax.Array, lse: jax.Array, pos
         near, far = _for_held(method, layout, bases, state, voters, place)
         return (state.near_votes + near, *(() if far is None else (state.far_votes + far,)))
 
-    of_vote, of_least = (_definer(type(method.selection), name) for name in ("vote", "least"))
-    if of_vote is of_least and layout.spec.logit_cap is None:
+    of_vote, of_counted = (_definer(type(method.selection), name) for name in ("vote", "counted"))
+    if of_vote is of_counted and layout.spec.logit_cap is None:
         votes = _by_kernel(method, layout, bases, state, voters, place, on_xla)
     else:
         votes = on_xla()
@@ -57,12 +57,13 @@ def _by_kernel(method, layout, bases, state, voters, place, on_xla: Callable[[],
             yield Asked(state.far_votes, Beside(q, tokens, voters.positions, False, place.window))
 
     lse = jnp.where(voters.there[..., None], voters.lse, jnp.inf)
-    least = method.selection.least(seen_before(voters.positions, place.window))
+    before = seen_before(voters.positions, place.window)
+    least = 1.0 / (before + 1) if method.selection.counted else None
     return add_votes(asked, lse, scale=layout.spec.scale, least=least, reference=on_xla)
 
 
 def _definer(rule: type, name: str) -> type:
-    """The class whose method it is."""
+    """The class whose method or attribute it is."""
     return next(cls for cls in rule.__mro__ if name in vars(cls))
 
 

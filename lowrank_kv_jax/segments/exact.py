@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.append_token import append_token
-from lowrank_kv_jax.pallas_kernels.append_token.api import Buffers
+from lowrank_kv_jax.pallas_kernels.append_token.buffers import Buffers
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import attend_to
 from lowrank_kv_jax.storage.bits import Bits
 from lowrank_kv_jax.storage.block_reads import slice_block

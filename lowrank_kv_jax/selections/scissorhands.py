@@ -24,6 +24,7 @@ class Scissorhands(Budgeted):
     decay: float = 0.9
 
     by_votes: ClassVar[bool] = True
+    counted: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -44,6 +45,3 @@ class Scissorhands(Budgeted):
 
     def vote(self, p, before):
         return above_average(p, before)
-
-    def least(self, before):
-        return 1.0 / (before + 1)

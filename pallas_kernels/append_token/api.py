@@ -1,27 +1,14 @@
 """The op that the core calls; a GPU has a kernel, all others XLA's writes."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Float, Int32, Shaped
 
 from lowrank_kv_jax.pallas_kernels import dispatch
+from lowrank_kv_jax.pallas_kernels.append_token.buffers import Buffers
 from lowrank_kv_jax.storage.backend import choose
 from lowrank_kv_jax.storage.over_tokens import mesh_here
-
-
-class Buffers(NamedTuple):
-    """What tokens of each row are written to.
-
-    Attributes:
-        k, v: `[B, K, S, D]`, or storages of their own, which XLA writes to.
-        length: int32 `[B]`, the slot that a row's first token takes.
-    """
-
-    k: Any
-    v: Any
-    length: Int32[jax.Array, " B"]
 
 
 def append_token(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from lowrank_kv_jax.pallas_kernels.append_token.api import Buffers
+from lowrank_kv_jax.pallas_kernels.append_token.buffers import Buffers
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.gpu_launch import check_bytes
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import load_block

@@ -1,26 +1,14 @@
 """The op that the core calls; a GPU has a kernel, all others XLA's products."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from lowrank_kv_jax.pallas_kernels import dispatch
+from lowrank_kv_jax.pallas_kernels.votes.asked import Asked
 from lowrank_kv_jax.storage.backend import choose
-from lowrank_kv_jax.storage.cached_tokens import Beside
 from lowrank_kv_jax.storage.over_tokens import mesh_here
-
-
-class Asked(NamedTuple):
-    """Tokens that queries vote for.
-
-    Attributes:
-        votes: float32 `[B, J, S]`, those that are there.
-        tokens: with the queries `[B, T, N, D]`; their values are not read.
-    """
-
-    votes: jax.Array
-    tokens: Beside
 
 
 def add_votes(

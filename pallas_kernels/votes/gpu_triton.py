@@ -29,7 +29,7 @@ from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
 )
 from lowrank_kv_jax.pallas_kernels.owned_slots import Rows, numbers, rows_of
 from lowrank_kv_jax.pallas_kernels.packing import LOG2_E, Packed, Stored, columns, pack
-from lowrank_kv_jax.pallas_kernels.votes.api import Asked
+from lowrank_kv_jax.pallas_kernels.votes.asked import Asked
 
 DTYPES = ("float32", "bfloat16", "float16")
 FEW_SLOTS = 1024  # more are worth programs of their own

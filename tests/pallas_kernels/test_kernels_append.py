@@ -11,7 +11,7 @@ from helpers import PLAIN, bases_for, model, prompts
 from lowrank_kv_jax.generation.forward import extend, prefill
 from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.pallas_kernels.append_token import gpu_triton
-from lowrank_kv_jax.pallas_kernels.append_token.api import Buffers
+from lowrank_kv_jax.pallas_kernels.append_token.buffers import Buffers
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.storage.backend import OVERRIDE
 from lowrank_kv_jax.storage.eight_bits import eight_bits_of

@@ -13,7 +13,7 @@ from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.pallas_kernels import gpu_owned
 from lowrank_kv_jax.pallas_kernels.owned_slots import ranges_of_heads
 from lowrank_kv_jax.pallas_kernels.votes import gpu_triton
-from lowrank_kv_jax.pallas_kernels.votes.api import Asked
+from lowrank_kv_jax.pallas_kernels.votes.asked import Asked
 from lowrank_kv_jax.storage.backend import OVERRIDE
 from lowrank_kv_jax.storage.cached_tokens import Beside, CachedTokens
 from lowrank_kv_jax.storage.positions import PerHead, Runs
