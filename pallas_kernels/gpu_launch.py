@@ -88,7 +88,7 @@ def by_head(packed: Packed, *arrays: Any) -> list[Operand]:
     rows, heads = packed.q.shape[:2]
     found = [x for x in arrays if x is not None]
     check_bytes(found)
-    return [(x, _head_spec(x, rows, heads)) for x in found]
+    return [(x, head_spec(x, rows, heads)) for x in found]
 
 
 def check_bytes(arrays: Sequence[jax.Array]) -> None:
@@ -98,7 +98,13 @@ def check_bytes(arrays: Sequence[jax.Array]) -> None:
                           f"above {2 * SIGNED}")
 
 
-def _head_spec(x: jax.Array, rows: int, heads: int) -> pl.BlockSpec:
+def head_spec(x: jax.Array, rows: int, heads: int) -> pl.BlockSpec:
+    """What head `h` of `heads` of row `b` of `rows` has of `x` `[B', J, ..]`, of which others in order have the same."""
     share, shared = rows // x.shape[0], heads // x.shape[1]
     rest = (0,) * (x.ndim - 2)
     return pl.BlockSpec((None, None, *x.shape[2:]), lambda s, h, b: (b // share, h // shared, *rest))
+
+
+def of_parts(spec: pl.BlockSpec, parts: int) -> pl.BlockSpec:
+    """What all parts of a head read, of programs of which so many behind each other serve a head."""
+    return pl.BlockSpec(spec.block_shape, lambda s, h, b: spec.index_map(s, h // parts, b))

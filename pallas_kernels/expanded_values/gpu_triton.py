@@ -16,7 +16,7 @@ from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import attend_to
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid
-from lowrank_kv_jax.pallas_kernels.gpu_launch import Operand, check_bytes, row_spec
+from lowrank_kv_jax.pallas_kernels.gpu_launch import Operand, by_head, head_spec, of_parts, row_spec
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import Others, load_block, load_columns, start_beside
 from lowrank_kv_jax.pallas_kernels.owned_slots import rows_of
 from lowrank_kv_jax.pallas_kernels.packing import EMPTY, LOG2_E, columns, pack, power_of_two
@@ -25,11 +25,12 @@ from lowrank_kv_jax.storage.cached_tokens import Beside
 from lowrank_kv_jax.storage.eight_bits import EightBits
 
 DTYPES = ("float32", "bfloat16", "float16")
+BYTES = "uint8"
 CHANNELS = 32  # of a program
 TILE = 64  # other tokens that are read at once
 FEW_SLOTS = 1024  # of other tokens: more are worth programs of their own
 PIECE = 64  # components
-ROWS = 16
+ROWS = 16  # query heads of a program in float32
 
 
 def expanded_values(
@@ -49,20 +50,18 @@ def expanded_values(
     if dtype == jnp.float32 and each > ROWS:
         raise Unsupported(f"{each} query heads a kv head in float32, allowed are {ROWS}")
 
-    def by_head(x: jax.Array) -> jax.Array:
-        return x.reshape(batch, kv_heads, each, *x.shape[3:])
-
-    of_basis, dim = _basis(basis, kv_heads)
-    blocks = pl.cdiv(dim, CHANNELS)
-    others, read, behind = _others(beside, kv_heads, scale, by_head)
-    operands = [*others, *map(_of_head, (by_head(part.out), by_head(part.lse))), *of_basis,
-                *([] if mean is None else [_of_some_rows(mean[None] if mean.ndim == 2 else mean)])]
-    arrays, specs = zip(*((x, _within(spec, blocks)) for x, spec in operands), strict=True)
+    operands, dim = _basis(basis, batch, kv_heads)
+    blocks, heads = pl.cdiv(dim, CHANNELS), (batch, kv_heads, each)
+    operands |= _others(beside, heads, scale)
+    operands |= {"own": _operand(part.out.reshape(*heads, -1), batch, kv_heads),
+                 "own_lse": _operand(part.lse.reshape(heads), batch, kv_heads)}
+    if mean is not None:
+        operands["mean"] = _operand(mean[None] if mean.ndim == 2 else mean, batch, kv_heads)
+    arrays, specs = zip(*((x, of_parts(spec, blocks)) for x, spec in operands.values()), strict=True)
     out, lse = pl.pallas_call(
         functools.partial(
-            _kernel, grid=Grid(power_of_two(each, 16), TILE, 1, 2, 4), scale=scale, read=read, behind=behind,
-            blocks=blocks, scaled=[basis.rows is not None] if isinstance(basis, Scaled) else [],
-            centred=mean is not None, exact=dtype == jnp.float32,
+            _kernel, names=tuple(operands), grid=Grid(power_of_two(each, 16), TILE, 1, 2, 4), scale=scale, blocks=blocks,
+            exact=dtype == jnp.float32,
         ),
         grid=(1, kv_heads * blocks, batch),
         in_specs=specs,
@@ -71,8 +70,8 @@ def expanded_values(
             pl.BlockSpec((None, None, each), lambda s, h, b: (b, h // blocks, 0)),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((batch, kv_heads, each, dim), dtype),
-            jax.ShapeDtypeStruct((batch, kv_heads, each), jnp.float32),
+            jax.ShapeDtypeStruct((*heads, dim), dtype),
+            jax.ShapeDtypeStruct(heads, jnp.float32),
         ],
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
@@ -81,75 +80,56 @@ def expanded_values(
     return AttnPartial(out.reshape(batch, 1, q_heads, dim).astype(jnp.float32), lse.reshape(batch, 1, q_heads))
 
 
-def _within(spec: pl.BlockSpec, blocks: int) -> pl.BlockSpec:
-    """What all programs of a head read."""
-    return pl.BlockSpec(spec.block_shape, lambda s, h, b: spec.index_map(s, h // blocks, b))
+def _operand(x: jax.Array, rows: int, heads: int) -> Operand:
+    return x, head_spec(x, rows, heads)
 
 
-def _of_head(x: jax.Array) -> Operand:
-    """What a head of a row has of `[B, K, ..]`."""
-    rest = (0,) * (x.ndim - 2)
-    return x, pl.BlockSpec((None, None, *x.shape[2:]), lambda s, h, b: (b, h, *rest))
-
-
-def _of_some_rows(x: jax.Array) -> Operand:
-    """The same of `[B or 1, K, ..]`."""
-    rest, rows = (0,) * (x.ndim - 2), len(x)
-    return x, pl.BlockSpec((None, None, *x.shape[2:]), lambda s, h, b: (b if rows > 1 else 0, h, *rest))
-
-
-def _basis(basis: Basis, kv_heads: int) -> tuple[list[Operand], int]:
+def _basis(basis: Basis, rows: int, kv_heads: int) -> tuple[dict[str, Operand], int]:
     """A basis `[B or 1, K, D, R]`, of one in factors its columns `[B or 1, J, R]` and rows `[1, K, D]`; and D."""
-    numbers = basis.directions if isinstance(basis, Scaled) else basis
-    numbers = numbers if numbers.ndim == 4 else numbers[None]
-    by_head = numbers.reshape(len(numbers), kv_heads, -1, numbers.shape[-1])
-    found = [_of_some_rows(by_head)]
-    if isinstance(basis, Scaled):
-        components = basis.columns if basis.columns.ndim == 3 else basis.columns[None]
-        shared, spec = kv_heads // components.shape[1], _of_some_rows(components)[1]
-        found.append((components, pl.BlockSpec(spec.block_shape, lambda s, h, b: spec.index_map(s, h // shared, b))))
-        if basis.rows is not None:
-            found.append(_of_some_rows(basis.rows.reshape(1, kv_heads, -1)))
-    return found, by_head.shape[2]
+    factors = isinstance(basis, Scaled)
+    numbers = basis.directions if factors else basis
+    found = {"basis": numbers.reshape(len(numbers) if numbers.ndim == 4 else 1, kv_heads, -1, numbers.shape[-1])}
+    if factors:
+        found["columns"] = basis.columns if basis.columns.ndim == 3 else basis.columns[None]
+    if factors and basis.rows is not None:
+        found["rows"] = basis.rows.reshape(1, kv_heads, -1)
+    return {name: _operand(x, rows, kv_heads) for name, x in found.items()}, found["basis"].shape[2]
 
 
-def _others(beside: Beside, kv_heads: int, scale: float, by_head) -> tuple[list[Operand], bool, bool]:
-    """What `Others` refer to, or a partial; whether it is the first, and whether that is rows of `EightBits`."""
+def _others(beside: Beside, heads: tuple[int, int, int], scale: float) -> dict[str, Operand]:
+    """What `Others` refer to, or a partial of them."""
+    (batch, kv_heads, _), dtypes = heads, DTYPES
     rows = rows_of(beside.q, beside.tokens, beside.q_positions, beside.causal, beside.window)
     kept: Any = rows.tokens[:2]
-    behind = all(isinstance(x, EightBits) for x in kept)
-    kept = [x.rows for x in kept] if behind else kept
-    dtypes = ("uint8",) if behind else DTYPES
+    if all(isinstance(x, EightBits) for x in kept) and beside.q.dtype != jnp.float32:  # which would spill registers
+        kept, dtypes = [x.rows for x in kept], (BYTES,)
     read = all(isinstance(x, jax.Array) and x.dtype.name in dtypes for x in kept) and rows.owner is None
     if not read or kept[0].shape[2] > FEW_SLOTS:
-        return [_of_head(by_head(x)) for x in attend_to(beside, scale=scale)], False, False
-    check_bytes(kept)
+        out, lse = attend_to(beside, scale=scale)
+        found = {"out": out.reshape(*heads, -1), "lse": lse.reshape(heads)}
+        return {name: _operand(x, batch, kv_heads) for name, x in found.items()}
     packed = pack(beside.q, kv_heads, rows.begin, rows.end)
-    ranges = [(x, row_spec(x, len(packed.q))) for x in (packed.begin, packed.end)]
-    return [*ranges, *map(_of_head, (packed.q, *kept))], True, behind
+    ranges = {name: (x, row_spec(x, batch)) for name, x in (("begin", packed.begin), ("end", packed.end))}
+    return ranges | dict(zip(("q", "keys", "values"), by_head(packed, packed.q, *kept), strict=True))
 
 
-def _kernel(
-    *refs, grid: Grid, scale: float, read: bool, behind: bool, blocks: int, scaled: list[bool], centred: bool, exact: bool
-):
-    *refs, out_ref, lse_ref = refs
-    count, (each, dim) = 5 if read else 2, out_ref.shape
-    others, (own_ref, own_lse_ref, basis_ref, *refs) = refs[:count], refs[count:]
-    column_ref, refs = (refs[0], refs[1:]) if scaled else (None, refs)
-    row_ref, refs = (refs[0], refs[1:]) if any(scaled) else (None, refs)
+def _kernel(*refs, names: tuple[str, ...], grid: Grid, scale: float, blocks: int, exact: bool):
+    *given, out_ref, lse_ref = refs
+    of, (each, dim) = dict(zip(names, given, strict=True)), out_ref.shape
     channel = pl.program_id(1) % blocks * CHANNELS + jnp.arange(CHANNELS)
     row, inside = jnp.arange(grid.rows), channel < dim
     there = row < each
-    if read:
-        top, total, (sums,) = start_beside(Others(*others), grid, scale, [channel], each, behind)
+    if "keys" in of:
+        others, behind = Others(*(of[name] for name in Others._fields)), of["keys"].dtype.name == BYTES
+        top, total, (sums,) = start_beside(others, grid, scale, [channel], each, behind)
     else:
-        top, total = _base_2(others[1], row, there), jnp.ones((grid.rows,), jnp.float32)
-        sums = load_columns(others[0], 0, there, channel)
-    expanded = _expanded(own_ref, basis_ref, column_ref, there, channel, exact)
-    for ref, join in ((row_ref, jnp.multiply), (refs[0] if centred else None, jnp.add)):
-        if ref is not None:
-            expanded = join(expanded, plgpu.load(ref.at[channel], mask=inside, other=0.0).astype(jnp.float32)[None])
-    own = _base_2(own_lse_ref, row, there)
+        top, total = _base_2(of["lse"], row, there), jnp.ones((grid.rows,), jnp.float32)
+        sums = load_columns(of["out"], 0, there, channel)
+    expanded = _expanded(of["own"], of["basis"], of.get("columns"), there, channel, exact)
+    for name, join in (("rows", jnp.multiply), ("mean", jnp.add)):
+        if name in of:
+            expanded = join(expanded, plgpu.load(of[name].at[channel], mask=inside, other=0.0).astype(jnp.float32)[None])
+    own = _base_2(of["own_lse"], row, there)
     highest = jnp.maximum(top, own)
     weights = [jnp.where(x > EMPTY / 2, jnp.exp2(x - highest), 0.0) for x in (top, own)]
     together = total * weights[0] + weights[1]

@@ -24,7 +24,7 @@ from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import gpu_codes, gpu_triton
 from lowrank_kv_jax.pallas_kernels.dispatch import Slower
 from lowrank_kv_jax.pallas_kernels.gpu_grid import rebuilt_grid
-from lowrank_kv_jax.pallas_kernels.gpu_launch import Operand, by_head, row_spec
+from lowrank_kv_jax.pallas_kernels.gpu_launch import Operand, by_head, of_parts, row_spec
 from lowrank_kv_jax.pallas_kernels.gpu_packed import (
     SUBNORMAL,
     WINDOW,
@@ -100,7 +100,7 @@ def _logits(rotary: Rotary, keys: Stored, rope: RopeSpec | None, interpret: bool
     )
     operands = [
         *((x, row_spec(x, batch)) for x in (packed.begin, packed.end, *gaps)), *angles,
-        (queries, _part_spec(queries, batch, parts)), *basis, (codes, _of_heads(spec, parts)),
+        (queries, _part_spec(queries, batch, parts)), *basis, (codes, of_parts(spec, parts)),
     ]
     arrays, specs = zip(*operands, strict=True)
     slots = max(size, LEAST_SLOTS)
@@ -172,12 +172,7 @@ def _angles(rotary: Rotary, rope: RopeSpec | None, parts: int) -> list[Operand]:
     if rotary.positions is None:
         return [of_part(table[0].astype(jnp.float16)) for table in (rotary.cos, rotary.sin)]
     ((positions, spec),) = by_head(rotary.packed, rotary.positions)
-    return [(positions, _of_heads(spec, parts)), of_part(rotary.steps)]
-
-
-def _of_heads(spec: pl.BlockSpec, parts: int) -> pl.BlockSpec:
-    """What all parts of a head read."""
-    return pl.BlockSpec(spec.block_shape, lambda s, h, b: spec.index_map(s, h // parts, b))
+    return [(positions, of_parts(spec, parts)), of_part(rotary.steps)]
 
 
 def _part_spec(x: jax.Array, rows: int, parts: int) -> pl.BlockSpec:

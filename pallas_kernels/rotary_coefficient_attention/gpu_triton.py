@@ -90,19 +90,13 @@ def attend_packed(
     )
     # of codes in 8 bits, whose widening fills the registers, runs are read when they are visited
     told = gaps_of(rotary) if keys.scales is None else [visits(rotary, grid.tile)]
-    of_bases = [(x, basis_spec(x, batch)) for x in (rotary.basis, rotary.mean) if x is not None]
+    of_bases = by_head(packed, rotary.basis, rotary.mean)
     return launch(
         "rotary_coefficient_attention", kernel, grid, packed, told,
         [*angles, *by_head(packed, packed.q), *of_bases,
          *by_head(packed, keys.codes, keys.scales, values.codes, values.scales)],
         values.codes.shape[-1], interpret=interpret, reads_lse=True,
     )
-
-
-def basis_spec(x: jax.Array, rows: int) -> pl.BlockSpec:
-    """What head `h` of row `b` of `rows` has of `x` `[B or 1, K, ..]`."""
-    rest = (0,) * (x.ndim - 2)
-    return pl.BlockSpec((None, None, *x.shape[2:]), lambda s, h, b: (b if x.shape[0] == rows else 0, h, *rest))
 
 
 def _kernel(

@@ -57,7 +57,7 @@ def add_votes(
             program takes, votes of several queries, or for heads behind each other, that are counted, and what `rows_of`
             refuses.
     """
-    if least is not None and (lse.shape[1] > 1 or any(owned(one) for one in asked)):
+    if least is not None and (lse.shape[1] > 1 or any(_owned(one) for one in asked)):
         raise Unsupported("votes of several queries, or for heads behind each other, that are counted")
     common = dict(scale=scale, interpret=interpret, least=least)
     if len(asked) == 1 or _together(*asked):
@@ -65,7 +65,7 @@ def add_votes(
     return tuple(votes for one in asked for votes in _launched([one], lse, **common))
 
 
-def owned(one: Asked) -> bool:
+def _owned(one: Asked) -> bool:
     """Whether its tokens are those of heads behind each other."""
     return getattr(one.tokens.tokens.positions, "owner", None) is not None
 
@@ -73,7 +73,7 @@ def owned(one: Asked) -> bool:
 def _together(few: Asked, many: Asked) -> bool:
     """Whether programs that read the second may read the first."""
     keys, others = few.tokens.tokens.keys, many.tokens.tokens.keys
-    return keys.shape[2] <= FEW_SLOTS and (owned(many) or keys.shape[1] == others.shape[1])
+    return keys.shape[2] <= FEW_SLOTS and (_owned(many) or keys.shape[1] == others.shape[1])
 
 
 def _launched(

@@ -1,19 +1,14 @@
 """A token written by the Triton kernel, interpreted, and the query that comes out beside it."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PLAIN, bases_for, model, prompts
+from steps_by_backend import steps_by_backend
 
-from lowrank_kv_jax.generation.forward import extend, prefill
-from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.pallas_kernels.append_token import gpu_triton
 from lowrank_kv_jax.pallas_kernels.append_token.buffers import Buffers
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
-from lowrank_kv_jax.storage.backend import OVERRIDE
 from lowrank_kv_jax.storage.eight_bits import eight_bits_of
 
 SLOTS = 10
@@ -72,18 +67,8 @@ def test_what_differs_in_width_or_dtype_is_left_to_xla():
 @pytest.mark.parametrize("spec", ["full", pytest.param("palu:rank=0.5,recent=8", marks=pytest.mark.slow)])
 def test_steps_write_what_xla_writes(spec, monkeypatch):
     """One row of two has a token."""
-    config, method = dataclasses.replace(PLAIN, num_layers=1, windows=(None,)), parse_method(spec)
-    params, bases, lengths = model(config).params, bases_for(method, config), jnp.array([48, 31])
-    found, called, original = {}, [], gpu_triton.append_token
-    monkeypatch.setattr(gpu_triton, "append_token", lambda *given, **told: called.append(1) or original(*given, **told))
-    for backend in ("xla", "triton"):
-        jax.clear_caches()  # the backend is chosen while tracing
-        monkeypatch.setenv(OVERRIDE, backend)
-        cache, _ = prefill(method, config, params, prompts()[:2, :48], lengths, bases=bases, capacity=80, block=8,
-                           dtype=jnp.float32)
-        cache, logits = extend(method, config, params, cache, jnp.array([[5], [6]]), jnp.array([1, 0]), bases=bases)
-        found[backend] = [np.asarray(x) for x in (*jax.tree.leaves(cache.groups), logits[:1])]
-    jax.clear_caches()
-    assert len(called) == 1
-    for one, other in zip(found["xla"], found["triton"], strict=True):
+    states, called = steps_by_backend(spec, monkeypatch, (gpu_triton, "append_token"), jnp.array([1, 0]))
+    assert called == 1
+    by_xla, by_kernel = ([*jax.tree.leaves(states[backend][1]), states[backend][2][:1]] for backend in ("xla", "triton"))
+    for one, other in zip(by_xla, by_kernel, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5)

@@ -1,20 +1,14 @@
 """Votes by the Triton kernel, interpreted, against float64; and whole steps, whose votes are those of XLA's products."""
 
-import dataclasses
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PLAIN, bases_for, model, prompts
+from steps_by_backend import steps_by_backend
 
-from lowrank_kv_jax.generation.forward import extend, prefill
-from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.pallas_kernels import gpu_owned
 from lowrank_kv_jax.pallas_kernels.owned_slots import ranges_of_heads
 from lowrank_kv_jax.pallas_kernels.votes import gpu_triton
 from lowrank_kv_jax.pallas_kernels.votes.asked import Asked
-from lowrank_kv_jax.storage.backend import OVERRIDE
 from lowrank_kv_jax.storage.cached_tokens import Beside, CachedTokens
 from lowrank_kv_jax.storage.positions import PerHead, Runs
 from lowrank_kv_jax.storage.state import walk
@@ -71,29 +65,21 @@ def test_of_heads_behind_each_other_in_one_buffer():
     np.testing.assert_allclose(found, expected(old, q, repeated, lse, mine), atol=2e-5)
 
 
-@pytest.mark.parametrize("spec", [
-    "momentkv:keep=0.5,sinks=2,recent=8", "scissorhands:keep=0.5,recent=8",
-    pytest.param("h2o:keep=0.5,recent=8", marks=pytest.mark.slow)])
-def test_steps_vote_as_by_xla(spec, monkeypatch):
-    config, method = dataclasses.replace(PLAIN, num_layers=1, windows=(None,)), parse_method(spec)
-    params, bases, lengths = model(config).params, bases_for(method, config), jnp.array([48, 31])
-    found, called, original = {}, [], gpu_triton.add_votes
-    monkeypatch.setattr(gpu_triton, "add_votes", lambda *given, **options: called.append(1) or original(*given, **options))
-    for backend in ("xla", "triton"):
-        jax.clear_caches()  # the backend is chosen while tracing
-        monkeypatch.setenv(OVERRIDE, backend)
-        cache, _ = prefill(method, config, params, prompts()[:2, :48], lengths, bases=bases, capacity=80, block=8,
-                           dtype=jnp.float32)
-        before = jax.tree.map(jnp.copy, cache.groups)
-        cache, _ = extend(method, config, params, cache, jnp.array([[5], [6]]), bases=bases)
-        found[backend] = {path: np.asarray(x) for path, x, _ in walk(cache.groups) if "votes" in path}
-        first = {path: np.asarray(x) for path, x, _ in walk(before) if "votes" in path}
-    jax.clear_caches()
-    assert len(called) == 1  # for exact and for stored tokens at once; XLA would not say that it does it instead
-    assert found["xla"].keys() == {"0.near_votes", "0.far_votes"}
-    for path, votes in found["xla"].items():
+@pytest.mark.parametrize("spec, few", [
+    ("momentkv:keep=0.5,sinks=2,recent=8", None), ("scissorhands:keep=0.5,recent=8", 0),
+    pytest.param("h2o:keep=0.5,recent=8", None, marks=pytest.mark.slow)])
+def test_steps_vote_as_by_xla(spec, few, monkeypatch):
+    """Exact tokens beside stored ones, or by a launch of their own, because there are more than a few."""
+    monkeypatch.setattr(gpu_triton, "FEW_SLOTS", gpu_triton.FEW_SLOTS if few is None else few)
+    states, called = steps_by_backend(spec, monkeypatch, (gpu_triton, "add_votes"))
+    assert called == 1  # for exact and for stored tokens at once; XLA would not say that it does it instead
+    (first, by_xla), (_, by_kernel) = (
+        [{path: np.asarray(x) for path, x, _ in walk(state) if "votes" in path} for state in states[backend][:2]]
+        for backend in ("xla", "triton"))
+    assert by_xla.keys() == {"0.near_votes", "0.far_votes"}
+    for path, votes in by_xla.items():
         assert (votes > first[path]).any()
-        np.testing.assert_allclose(found["triton"][path], votes, atol=2e-5)
+        np.testing.assert_allclose(by_kernel[path], votes, atol=2e-5)
 
 
 @pytest.mark.parametrize("size", [pytest.param(300, marks=pytest.mark.newest), 40_000])
