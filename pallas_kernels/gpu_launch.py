@@ -98,11 +98,15 @@ def check_bytes(arrays: Sequence[jax.Array]) -> None:
                           f"above {2 * SIGNED}")
 
 
-def head_spec(x: jax.Array, rows: int, heads: int) -> pl.BlockSpec:
-    """What head `h` of `heads` of row `b` of `rows` has of `x` `[B', J, ..]`, of which others in order have the same."""
-    share, shared = rows // x.shape[0], heads // x.shape[1]
-    rest = (0,) * (x.ndim - 2)
-    return pl.BlockSpec((None, None, *x.shape[2:]), lambda s, h, b: (b // share, h // shared, *rest))
+def head_spec(x: jax.Array, rows: int, heads: int, first: int | None = None) -> pl.BlockSpec:
+    """What head `h` of `heads` of row `b` of `rows` has of `x` `[B', J, ..]`, of which others in order have the same.
+
+    Args:
+        first: of more heads than those, which is the first of them.
+    """
+    share, shared = rows // x.shape[0], heads // x.shape[1] if first is None else 1
+    rest, begin = (0,) * (x.ndim - 2), first or 0
+    return pl.BlockSpec((None, None, *x.shape[2:]), lambda s, h, b: (b // share, begin + h // shared, *rest))
 
 
 def of_parts(spec: pl.BlockSpec, parts: int) -> pl.BlockSpec:

@@ -23,6 +23,12 @@ QUERIES = ("batch", None, "kv_heads", None)
 POSITIONS = ("batch", None)
 
 
+def devices() -> int:
+    """Over how many devices the op is cut."""
+    mesh = mesh_here()
+    return 1 if mesh is None else mesh.size
+
+
 def devices_of_heads() -> int:
     """Over how many devices heads are cut."""
     mesh = mesh_here()

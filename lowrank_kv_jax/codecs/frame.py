@@ -75,7 +75,7 @@ class Frame(NamedTuple):
             return self
         means = (self.rebuild(side, own.zero.astype(jnp.float32)[:, :, None], kv_heads)[:, :, 0]
                  for side, own in (("k", k), ("v", v)))
-        bases = (basis.astype(jnp.float32) * own.step.astype(jnp.float32)[:, :, None]
+        bases = (as_array(basis).astype(jnp.float32) * own.step.astype(jnp.float32)[:, :, None]
                  for basis, own in ((self.k, k), (self.v, v)))
         return Frame(*bases, *means, gamma=self.gamma)
 

@@ -39,7 +39,7 @@ def attend(
     else:
         use = frame.at(tokens.positions)
         out, lse = rotary_coefficient_attention(
-            q, tokens, as_array(use.k), rope=spec.rope if rotates else None, kv_heads=spec.kv_heads,
+            q, tokens, use.k, rope=spec.rope if rotates else None, kv_heads=spec.kv_heads,
             value_basis=None if reduced else as_array(use.v), key_mean=use.k_mean, origin=origin, **common,
         )
     given = dict(mean=frame.v_mean, beside=beside, **spec.logits)

@@ -12,7 +12,7 @@ from lowrank_kv_jax.codecs.widths import Widths, with_restored_widths, with_save
 from lowrank_kv_jax.estimators.bit_allocation import steps_of
 from lowrank_kv_jax.estimators.host_eigh import host_eigh
 from lowrank_kv_jax.estimators.moments import Moments
-from lowrank_kv_jax.storage.basis import Scaled, project
+from lowrank_kv_jax.storage.basis import Scaled, product_of, project
 from lowrank_kv_jax.storage.directions import PRECISE, HeldDirections, in_few_bits
 from lowrank_kv_jax.storage.water_filled import WidthRuns, components_of
 
@@ -221,8 +221,8 @@ def encode(
     """
     halves, parts = [], []
     for side, x in zip(sides, tokens, strict=True):
-        basis, unit, columns = _columns(bases, side, held_directions(bases, side), runs)
-        basis = in_units(basis, unit)
+        basis, unit, factors = _columns(bases, side, held_directions(bases, side), runs)
+        basis, columns = in_units(basis, unit), product_of(factors)
         weight = getattr(bases, f"{side}_weight")
         halves.append(basis)
         parts.append(x if weight is None else x * by_unit(weight.astype(jnp.float32), basis.shape[0]))
@@ -262,10 +262,10 @@ def _read(back: jax.Array, codes: jax.Array) -> jax.Array:
 def decoder(bases: TransformBases, side: str, runs: WidthRuns | None, layer: int | jax.Array) -> Scaled:
     """What takes a code to a token of that layer of the group, its transpose to the right, `[J, (K / J) * D, R]`."""
     own = held_directions(bases, side).of_layer(bases.layers, layer)
-    directions, unit, columns = _columns(bases, side, own, runs)
-    columns, weight = columns if unit is None else columns * unit[:, 0], getattr(bases, f"{side}_weight")
-    rows = None if weight is None else 1 / weight[layer].astype(jnp.float32).reshape(directions.shape[0], -1)
-    return Scaled(directions, rows, columns)
+    directions, unit, factors = _columns(bases, side, own, runs)
+    weight = getattr(bases, f"{side}_weight")
+    weights = None if weight is None else weight[layer].reshape(directions.shape[0], -1)
+    return Scaled(directions, weights, factors if unit is None else (*factors, unit[:, 0]))
 
 
 def by_unit(x: jax.Array, units: int) -> jax.Array:
@@ -276,11 +276,11 @@ def by_unit(x: jax.Array, units: int) -> jax.Array:
 
 def _columns(
     bases: TransformBases, side: str, held: HeldDirections, runs: WidthRuns | None
-) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """Columns of U that have bits, their units (`HeldDirections.first`), and what they are multiplied by then `[J, R]`:
-    the steps."""
+) -> tuple[jax.Array, jax.Array | None, tuple[jax.Array, ...]]:
+    """Columns of U that have bits, their units (`HeldDirections.first`), and factors of what they are multiplied by then,
+    `[J, R]` and `[R]`: the steps."""
     if runs is None:
-        return held.fine, None, jnp.ones((held.fine.shape[0], held.fine.shape[-1]), jnp.float32)
+        return held.fine, None, (jnp.ones((held.fine.shape[0], held.fine.shape[-1]), jnp.float32),)
     count, scale = components_of(runs), getattr(bases, f"{side}_scale")
     scale = bases.k_scale if scale is None else scale
-    return *held.first(count), scale.astype(jnp.float32)[:, :count] * jnp.asarray(steps_of(runs), jnp.float32)
+    return *held.first(count), (scale[:, :count], jnp.asarray(steps_of(runs), jnp.float32))

@@ -40,7 +40,7 @@ def with_steps_of(
 def of_each_row(frame: Frame, store: Transformed) -> Frame:
     """The frame that codes are read in, its bases `[B, J, W, R]` where rows have steps of their own."""
     def own(basis: Any, step: jax.Array | None) -> Any:
-        return basis if step is None else basis._replace(columns=basis.columns * step.astype(jnp.float32))
+        return basis if step is None else basis._replace(factors=(*basis.factors, step))
 
     of_values = store.k_step if store.v_step is None else store.v_step  # of one code there is one step
     return frame._replace(k=own(frame.k, store.k_step), v=own(frame.v, of_values))

@@ -40,6 +40,7 @@ from lowrank_kv_jax.storage.quantised import (
     BASIS_STORAGE,
     ScaledBasis,
     read_basis,
+    rows_of_basis,
     store_basis,
 )
 from lowrank_kv_jax.storage.steps import plain_steps
@@ -325,7 +326,7 @@ class XKV(TokenCodec):
         """The frame in which one layer of the group reads what is stored; bases `[B, 1, K * D, R]`."""
         width = layout.spec.kv_heads * layout.spec.head_dim
         begin = index * width
-        k, v = (read_basis(u, begin, width, widened=False) for u in (store.k_basis, store.v_basis))
+        k, v = (rows_of_basis(u, begin, width) for u in (store.k_basis, store.v_basis))
         mean = of_heads(store.k_mean, layout.spec.kv_heads, begin, width)
         return Frame(k, v, mean).of_codes(store.k_steps, store.v_steps, layout.spec.kv_heads)
 

@@ -5,6 +5,8 @@ J = K codes each head by itself, J = 1 all heads of the layer jointly, and anyth
 `[B, J, W, R]` belongs to the rows of a batch. Columns are orthonormal unless a method says otherwise.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,32 +18,66 @@ from lowrank_kv_jax.storage.cache_dtype import roomy
 
 
 class Scaled(NamedTuple):
-    """A basis in factors, U = diag(rows) directions diag(columns), of which a product takes one after the other:
+    """A basis in factors, U = diag(1 / weights) directions diag(columns), of which a product takes one after the other:
     directions in 8 bits are widened within it, exactly, and no basis in floats is written.
 
     Attributes:
         directions: `[J, W, R]`.
-        rows: float32 `[J, W]`; None stands for 1.
-        columns: float32 `[J, R]`, or of each row of a batch `[B, J, R]`.
+        weights: `[J, W]`; None stands for 1.
+        factors: of the columns, `[R]`, `[J, R]` (one of them at least) or of each row of a batch `[B, J, R]`, of any
+            float dtype. Their product alone would be a program on a GPU.
     """
 
     directions: jax.Array
-    rows: jax.Array | None
-    columns: jax.Array
+    weights: jax.Array | None
+    factors: tuple[jax.Array, ...]
+
+    @property
+    def columns(self) -> jax.Array:
+        """Float32 `[J, R]` or `[B, J, R]`."""
+        return product_of(self.factors)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the array."""
-        return (*self.columns.shape[:-1], *self.directions.shape[-2:])
+        return (*jnp.broadcast_shapes(*(x.shape for x in self.factors))[:-1], *self.directions.shape[-2:])
 
     def array(self) -> jax.Array:
         """Float32 `[J, W, R]` or `[B, J, W, R]`."""
         wide = self.directions.astype(jnp.float32)
-        return (wide if self.rows is None else wide * self.rows[..., None]) * self.columns[..., None, :]
+        wide = wide if self.weights is None else wide / self.weights.astype(jnp.float32)[..., None]
+        return wide * self.columns[..., None, :]
 
 
-Basis = Float[jax.Array, "... J W R"] | Scaled
-"""An array or factors of one."""
+def product_of(factors: Sequence[jax.Array]) -> jax.Array:
+    """Float32, of arrays that broadcast."""
+    return functools.reduce(jnp.multiply, (x.astype(jnp.float32) for x in factors))
+
+
+class RowsOf(NamedTuple):
+    """Some rows of a basis whose others are of other layers: kernels read them where they lie.
+
+    Attributes:
+        whole: `[J, W', R]` or of each row of a batch `[B, J, W', R]`.
+        begin, width: W rows of it, from which on; a layer of the whole model's index is no number that is known.
+    """
+
+    whole: jax.Array
+    begin: int | jax.Array
+    width: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the rows."""
+        return (*self.whole.shape[:-2], self.width, self.whole.shape[-1])
+
+    def array(self) -> jax.Array:
+        """The rows, `[J, W, R]` or `[B, J, W, R]`."""
+        return jax.lax.dynamic_slice_in_dim(self.whole, self.begin, self.width, axis=self.whole.ndim - 2)
+
+
+Basis = Float[jax.Array, "... J W R"] | Scaled | RowsOf
+"""An array, factors of one, or a part of one."""
 
 
 def _per_row(basis: jax.Array) -> str:
@@ -77,8 +113,16 @@ def split_heads(
 
 
 def as_array(basis: Basis) -> jax.Array:
-    """A basis that may be in factors as one array."""
-    return basis.array() if isinstance(basis, Scaled) else basis
+    """A basis that may be in factors, or a part of one, as an array of its own."""
+    return basis.array() if isinstance(basis, Scaled | RowsOf) else basis
+
+
+def whole_basis(basis: Basis, head_dim: int) -> tuple[jax.Array, int | None]:
+    """The array in which a basis of heads of so many channels lies, and the first of its heads there; None where it is an
+    array of its own."""
+    if not isinstance(basis, RowsOf) or not isinstance(basis.begin, int) or basis.whole.shape[-3] != 1:
+        return as_array(basis), None
+    return basis.whole, basis.begin // head_dim
 
 
 def fold_query(basis: Basis, q: Float[jax.Array, "B T N D"], kv_heads: int) -> Float[jax.Array, "B T N R"]:
@@ -89,10 +133,10 @@ def fold_query(basis: Basis, q: Float[jax.Array, "B T N D"], kv_heads: int) -> F
     """
     batch, tokens, heads, dim = q.shape
     if isinstance(basis, Scaled):
-        met = q if basis.rows is None else (q * _of_channels(basis.rows, heads, dim)).astype(roomy(q).dtype)
+        met = q if basis.weights is None else (q / _of_channels(basis.weights, heads, dim)).astype(roomy(q).dtype)
         found = _folded(basis.directions, met, kv_heads, jnp.float32)
         return (found * _of_components(basis.columns, heads)).astype(q.dtype)
-    return _folded(basis, q, kv_heads, q.dtype)
+    return _folded(as_array(basis), q, kv_heads, q.dtype)
 
 
 def _folded(basis: jax.Array, q: jax.Array, kv_heads: int, dtype: Any) -> jax.Array:
@@ -114,8 +158,9 @@ def expand_values(basis: Basis, out: Float[jax.Array, "B T N R"], kv_heads: int)
     if isinstance(basis, Scaled):
         met = (out * _of_components(basis.columns, out.shape[2])).astype(roomy(out).dtype)
         found = _expanded(basis.directions, met, kv_heads)
-        return (found if basis.rows is None else found * _of_channels(basis.rows, *found.shape[2:])).astype(out.dtype)
-    return _expanded(basis, out, kv_heads)
+        found = found if basis.weights is None else found / _of_channels(basis.weights, *found.shape[2:])
+        return found.astype(out.dtype)
+    return _expanded(as_array(basis), out, kv_heads)
 
 
 def _expanded(basis: jax.Array, out: jax.Array, kv_heads: int) -> jax.Array:
@@ -127,9 +172,9 @@ def _expanded(basis: jax.Array, out: jax.Array, kv_heads: int) -> jax.Array:
     return out.reshape(batch, tokens, heads, -1)
 
 
-def _of_channels(rows: jax.Array, heads: int, dim: int) -> jax.Array:
-    """`[N, D]` of `[J, W]`: what the channels of each query head are multiplied by."""
-    by_head = rows.reshape(-1, dim)
+def _of_channels(weights: jax.Array, heads: int, dim: int) -> jax.Array:
+    """`[N, D]` of `[J, W]`: what the channels of each query head are over."""
+    by_head = weights.astype(jnp.float32).reshape(-1, dim)
     return jnp.repeat(by_head, heads // by_head.shape[0], axis=0)
 
 

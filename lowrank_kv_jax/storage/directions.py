@@ -37,10 +37,10 @@ class HeldDirections(NamedTuple):
         return jax.tree.map(lambda x: x.reshape(x.shape[0], layers, x.shape[1] // layers, x.shape[2])[:, layer], self)
 
     def first(self, count: int) -> tuple[jax.Array, jax.Array | None]:
-        """So many columns `[J, W, count]`: int8 and their units float32 `[J, G, count]`, or floats and None."""
+        """So many columns `[J, W, count]`: int8 and their units `[J, G, count]`, or floats and None."""
         if self.unit is None:  # in a training
             return self.fine[..., :count], None
-        return widened(self.fine, self.coarse, count), self.unit[..., :count].astype(jnp.float32)
+        return widened(self.fine, self.coarse, count), self.unit[..., :count]
 
 
 def in_few_bits(basis: np.ndarray, parts: int, precise: int) -> HeldDirections:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import BFloat16, Bool, Float, Float32, Int, Shaped, UInt16
 
+from lowrank_kv_jax.storage.basis import RowsOf
 from lowrank_kv_jax.storage.block_reads import block_for, block_range, block_slots, slice_block
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.over_tokens import begin_of, on_each
@@ -360,16 +361,17 @@ def store_basis(basis: Float[jax.Array, "B J W R"], dtype: str) -> "jax.Array | 
 
 
 def read_basis(
-    stored: "jax.Array | ScaledBasis", begin: int | jax.Array = 0, width: int | None = None, widened: bool = True
+    stored: "jax.Array | ScaledBasis", begin: int | jax.Array = 0, width: int | None = None
 ) -> Float[jax.Array, "B J W R"]:
-    """So many rows of the width from `begin` on, `[B, J, width, R]`; by default all of them.
-
-    Args:
-        widened: to float32; else an array stays in the dtype in which it is stored.
-    """
+    """So many rows of the width from `begin` on, float32 `[B, J, width, R]`; by default all of them."""
     def rows(x: jax.Array) -> jax.Array:
         return x if width is None else jax.lax.dynamic_slice_in_dim(x, begin, width, axis=2)
 
     if isinstance(stored, ScaledBasis):
         return rows(stored.codes).astype(jnp.float32) * stored.scales.astype(jnp.float32)
-    return rows(stored).astype(jnp.float32) if widened else rows(stored)
+    return rows(stored).astype(jnp.float32)
+
+
+def rows_of_basis(stored: "jax.Array | ScaledBasis", begin: int | jax.Array, width: int) -> "jax.Array | RowsOf":
+    """The same in the dtype in which they are stored, and where they lie; rows in 8 bits widened."""
+    return read_basis(stored, begin, width) if isinstance(stored, ScaledBasis) else RowsOf(stored, begin, width)

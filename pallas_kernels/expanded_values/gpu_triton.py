@@ -20,7 +20,7 @@ from lowrank_kv_jax.pallas_kernels.gpu_launch import Operand, by_head, head_spec
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import Others, load_block, load_columns, start_beside
 from lowrank_kv_jax.pallas_kernels.owned_slots import rows_of
 from lowrank_kv_jax.pallas_kernels.packing import EMPTY, LOG2_E, columns, pack, power_of_two
-from lowrank_kv_jax.storage.basis import Basis, Scaled
+from lowrank_kv_jax.storage.basis import Basis, Scaled, whole_basis
 from lowrank_kv_jax.storage.cached_tokens import Beside
 from lowrank_kv_jax.storage.eight_bits import EightBits
 
@@ -30,6 +30,7 @@ CHANNELS = 32  # of a program
 TILE = 64  # other tokens that are read at once
 FEW_SLOTS = 1024  # of other tokens: more are worth programs of their own
 PIECE = 64  # components
+COLUMNS = "columns"  # how the names of a basis' factors begin
 ROWS = 16  # query heads of a program in float32
 
 
@@ -85,15 +86,18 @@ def _operand(x: jax.Array, rows: int, heads: int) -> Operand:
 
 
 def _basis(basis: Basis, rows: int, kv_heads: int) -> tuple[dict[str, Operand], int]:
-    """A basis `[B or 1, K, D, R]`, of one in factors its columns `[B or 1, J, R]` and rows `[1, K, D]`; and D."""
-    factors = isinstance(basis, Scaled)
-    numbers = basis.directions if factors else basis
-    found = {"basis": numbers.reshape(len(numbers) if numbers.ndim == 4 else 1, kv_heads, -1, numbers.shape[-1])}
+    """A basis `[B or 1, K, D, R]`, of one in factors these `[B or 1, J, R]` and weights `[1, K, D]`; and D."""
+    *_, units, width, rank = basis.shape
+    factors, dim = isinstance(basis, Scaled), units * width // kv_heads
+    numbers, first = (basis.directions, None) if factors else whole_basis(basis, dim)
+    numbers = numbers.reshape(len(numbers) if numbers.ndim == 4 else 1, -1, dim, rank)
+    found = {"basis": (numbers, head_spec(numbers, rows, kv_heads, first))}
     if factors:
-        found["columns"] = basis.columns if basis.columns.ndim == 3 else basis.columns[None]
-    if factors and basis.rows is not None:
-        found["rows"] = basis.rows.reshape(1, kv_heads, -1)
-    return {name: _operand(x, rows, kv_heads) for name, x in found.items()}, found["basis"].shape[2]
+        of_rows = (x if x.ndim == 3 else x.reshape(1, -1, rank) for x in basis.factors)
+        found |= {f"{COLUMNS}{number}": _operand(x, rows, kv_heads) for number, x in enumerate(of_rows)}
+    if factors and basis.weights is not None:
+        found["weights"] = _operand(basis.weights.reshape(1, kv_heads, -1), rows, kv_heads)
+    return found, dim
 
 
 def _others(beside: Beside, heads: tuple[int, int, int], scale: float) -> dict[str, Operand]:
@@ -125,10 +129,12 @@ def _kernel(*refs, names: tuple[str, ...], grid: Grid, scale: float, blocks: int
     else:
         top, total = _base_2(of["lse"], row, there), jnp.ones((grid.rows,), jnp.float32)
         sums = load_columns(of["out"], 0, there, channel)
-    expanded = _expanded(of["own"], of["basis"], of.get("columns"), there, channel, exact)
-    for name, join in (("rows", jnp.multiply), ("mean", jnp.add)):
+    factors = [ref for name, ref in of.items() if name.startswith(COLUMNS)]
+    expanded = _expanded(of["own"], of["basis"], factors, there, channel, exact)
+    for name, join, other in (("weights", jnp.divide, 1.0), ("mean", jnp.add, 0.0)):
         if name in of:
-            expanded = join(expanded, plgpu.load(of[name].at[channel], mask=inside, other=0.0).astype(jnp.float32)[None])
+            own = plgpu.load(of[name].at[channel], mask=inside, other=other)
+            expanded = join(expanded, own.astype(jnp.float32)[None])
     own = _base_2(of["own_lse"], row, there)
     highest = jnp.maximum(top, own)
     weights = [jnp.where(x > EMPTY / 2, jnp.exp2(x - highest), 0.0) for x in (top, own)]
@@ -146,14 +152,14 @@ def _base_2(lse_ref, row, there):
     return jnp.maximum(plgpu.load(lse_ref.at[row], mask=there, other=EMPTY) * LOG2_E, EMPTY)
 
 
-def _expanded(own_ref, basis_ref, column_ref, there, channel, exact: bool):
+def _expanded(own_ref, basis_ref, factors, there, channel, exact: bool):
     """Float32 `[rows, channels]` of coefficients `[G, R]` and some rows of a basis `[D, R]`."""
     sums, width = jnp.zeros((there.shape[0], channel.shape[0]), jnp.float32), own_ref.shape[1]
     precision = jax.lax.Precision.HIGHEST if exact else None
     for piece in columns(width, PIECE):
         own, component = load_block(own_ref, 0, there, piece), piece[0] + jnp.arange(piece[1])
-        if column_ref is not None:
-            own = own * plgpu.load(column_ref.at[component], mask=component < width, other=0.0)[None]
+        for ref in factors:
+            own = own * plgpu.load(ref.at[component], mask=component < width, other=0.0).astype(jnp.float32)[None]
         at = tuple(jnp.broadcast_to(x, (channel.shape[0], piece[1])) for x in (channel[:, None], component[None]))
         mask = (channel < basis_ref.shape[0])[:, None] & (component < width)[None]
         basis = plgpu.load(basis_ref.at[at], mask=mask, other=0).astype(jnp.float32)

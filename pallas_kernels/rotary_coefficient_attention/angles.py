@@ -35,6 +35,11 @@ class Pairs(NamedTuple):
     frequency: np.ndarray
     padded: int
 
+    @property
+    def lie_in_order(self) -> bool:
+        """Whether the first channels of all pairs lie before the second ones, without a gap."""
+        return np.array_equal([*self.first, *self.second], np.arange(2 * self.padded))
+
 
 @functools.lru_cache
 def channel_pairs(rope: RopeSpec | None, head_dim: int) -> Pairs:
@@ -65,7 +70,7 @@ def digit_tables(rope: RopeSpec | None, head_dim: int) -> tuple[np.ndarray, np.n
 
 def split_pairs(x: jax.Array, pairs: Pairs) -> jax.Array:
     """Channels `[.., D]` as pairs `[.., 2, padded]`, padded with zeros."""
-    if np.array_equal([*pairs.first, *pairs.second], np.arange(2 * pairs.padded)):
+    if pairs.lie_in_order:
         return x.reshape(*x.shape[:-1], 2, -1)  # as they lie: gathered, they would be copied
     x = jnp.stack([x[..., pairs.first], x[..., pairs.second]], axis=-2)
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pairs.padded - pairs.first.size)])

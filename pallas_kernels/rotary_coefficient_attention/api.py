@@ -16,10 +16,12 @@ from lowrank_kv_jax.pallas_kernels.over_mesh import (
     cut,
     cut_basis,
     cut_tokens,
+    devices,
     devices_of_heads,
     local,
     local_on_xla,
 )
+from lowrank_kv_jax.storage.basis import Basis, as_array
 from lowrank_kv_jax.storage.cached_tokens import CachedTokens
 
 KERNELS = {"triton": "gpu_triton", "tpu": "tpu"}
@@ -27,7 +29,7 @@ KERNELS = {"triton": "gpu_triton", "tpu": "tpu"}
 
 
 def rotary_coefficient_attention(
-    q: Float[jax.Array, "B T N D"], tokens: CachedTokens, key_basis: Float[jax.Array, "... J W R"], *,
+    q: Float[jax.Array, "B T N D"], tokens: CachedTokens, key_basis: Basis, *,
     rope: RopeSpec | None, kv_heads: int, scale: float, q_positions: Int[jax.Array, "B T"], causal: bool,
     window: int | None, value_basis: Float[jax.Array, "... Jv Wv Rv"] | None = None,
     key_mean: Float[jax.Array, "... K D"] | None = None, origin: int | None = None, cap: float | None = None,
@@ -38,7 +40,7 @@ def rotary_coefficient_attention(
     Args:
         q: queries after RoPE `[B, T, N, D]`.
         tokens: `keys` holds coefficients `[B, J, S, R]`.
-        key_basis: `[J, W, R]` or per row `[B, J, W, R]`, W = (kv_heads / J) * D.
+        key_basis: `[J, W, R]` or per row `[B, J, W, R]`, W = (kv_heads / J) * D; in factors, or a part of one.
         rope: rotation applied at the tokens' original positions; None leaves the rebuilt keys unrotated.
         kv_heads: K.
         scale, q_positions, causal, window, cap, backend: as in `coefficient_attention`.
@@ -55,6 +57,7 @@ def rotary_coefficient_attention(
         ValueError: an unknown backend. A case that the backend's kernel does not cover runs on XLA, with a warning.
     """
     attend = functools.partial(_implementation, rope=rope, scale=scale, causal=causal, window=window, origin=origin)
+    key_basis = as_array(key_basis) if devices() > 1 else key_basis
     arrays = {"q": q, "tokens": tokens, "key_basis": key_basis, "q_positions": q_positions, "value_basis": value_basis,
               "key_mean": key_mean}
 
@@ -74,6 +77,8 @@ def rotary_coefficient_attention(
     return dispatch.run("rotary_coefficient_attention", backend, kernels, local_on_xla(reference, specs, arrays, whole))
 
 
-def _implementation(module: str, **arguments: Any) -> AttnPartial:
+def _implementation(module: str, key_basis: Basis, **arguments: Any) -> AttnPartial:
     """Call the op in a module of this folder, imported when it is needed: Pallas is not where XLA is enough."""
-    return importlib.import_module(f"{__package__}.{module}").rotary_coefficient_attention(**arguments)
+    key_basis = key_basis if module == KERNELS["triton"] else as_array(key_basis)
+    found = importlib.import_module(f"{__package__}.{module}")
+    return found.rotary_coefficient_attention(key_basis=key_basis, **arguments)

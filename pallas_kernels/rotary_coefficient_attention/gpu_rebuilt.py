@@ -5,10 +5,8 @@ Two kernels, because they want different programs. Coefficients meet a basis her
 a tensor core can multiply by itself, and no more is held of a tile than its keys; there values meet a few weights, and
 sums of them fill the registers. What lies between them is a float32 number for each query row and token.
 
-Here is what the kernel of `gpu_rebuilt_kernel` is given. A basis for codes is put in the order in which they come, and
-scaled so that no key is too large for a float16 number; what is added to all keys, their mean less the middles of their
-steps, are more columns of it. Of coefficients in 16 bits keys are taken to fit, as a model in float16 takes them to.
-Queries are turned back by the position at which each tile begins.
+Here is what the kernel of `gpu_rebuilt_kernel` is given of coefficients in 16 bits, whose keys are taken to fit into
+float16 numbers, as a model in float16 takes them to; of codes `gpu_for_codes` has it.
 """
 
 import functools
@@ -26,27 +24,20 @@ from lowrank_kv_jax.pallas_kernels.dispatch import Slower
 from lowrank_kv_jax.pallas_kernels.gpu_grid import rebuilt_grid
 from lowrank_kv_jax.pallas_kernels.gpu_launch import Operand, by_head, of_parts, row_spec
 from lowrank_kv_jax.pallas_kernels.gpu_packed import (
-    SUBNORMAL,
     WINDOW,
     WINDOWS,
     columns_of,
-    middles_of,
-    order_of,
-    power_above,
 )
 from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import rebuilt_shape
-from lowrank_kv_jax.pallas_kernels.packed_codes import spread
 from lowrank_kv_jax.pallas_kernels.packing import Stored, columns, stored_arrays, visible_range
-from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_rebuilt_kernel import PIECE, SHARE, logits_kernel
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import Pairs, channel_pairs
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_for_codes import for_codes
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_rebuilt_kernel import PIECE, logits_kernel
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_rotation import gaps_of
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_turned_back import turned_back
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import Rotary, prepare
-from lowrank_kv_jax.storage import precise
-from lowrank_kv_jax.storage.water_filled import WidthRuns
+from lowrank_kv_jax.storage.basis import Basis
 
-LARGEST = 2.0**15  # of a basis: numbers of keys are 2^9 times smaller, and sum up to float16 numbers
-LARGEST_MEAN = 2.0**23  # over the largest number of the basis; beyond it the basis gives way
-LEAST = 2.0**-100  # of a basis, which may be zeros
 LEAST_SLOTS = 256  # of logits: what the kernels behind read at once, at most
 
 
@@ -67,7 +58,7 @@ def attend(
         q, tokens, key_basis, rope=rope, kv_heads=kv_heads, q_positions=q_positions, causal=causal, window=window,
         key_mean=key_mean, basis_dtype=keys.codes.dtype if keys.runs is None else jnp.float32,
     )
-    logits = _logits(rotary, keys, rope, interpret)
+    logits = _logits(rotary, keys, key_basis, key_mean, channel_pairs(rope, q.shape[-1]), rope, interpret)
     batch, heads, _, *rest = logits.shape
     by_query = logits.reshape(batch, heads, q.shape[1], -1, *rest).swapaxes(1, 2).reshape(*q.shape[:3], *rest)
     begin, end = visible_range(tokens, q_positions, causal, window)
@@ -77,7 +68,10 @@ def attend(
     return gpu_codes.attend_given(by_query, values, begin, end, **common)
 
 
-def _logits(rotary: Rotary, keys: Stored, rope: RopeSpec | None, interpret: bool) -> jax.Array:
+def _logits(
+    rotary: Rotary, keys: Stored, key_basis: Basis, key_mean: jax.Array | None, channels: Pairs, rope: RopeSpec | None,
+    interpret: bool,
+) -> jax.Array:
     """Float32 `[B, K, M, P, S']`, P numbers that add up to each, S' the S slots or more; those of slots that no query
     sees may be anything."""
     packed, half, (size, width) = rotary.packed, rotary.basis.shape[2] // 2, keys.codes.shape[2:]
@@ -85,14 +79,15 @@ def _logits(rotary: Rotary, keys: Stored, rope: RopeSpec | None, interpret: bool
     pairs, tile, warps, together = rebuilt_shape(held + WINDOW, half, rotary.positions is not None)
     (batch, heads, rows, _), parts = packed.q.shape, half // pairs
     grid = rebuilt_grid(rows, batch * heads * parts, size, tile, warps, together)
-    angles, factor = _angles(rotary, rope, parts), None
+    angles = _angles(rotary, rope, parts)
     if keys.runs is None:
         basis = _as_it_is(rotary, parts)
+        queries = (_as_they_are(packed.q, parts) if rotary.gaps is None
+                   else turned_back(rotary, grid.tile, size, parts, interpret))
     else:
-        basis, unit = _in_order(rotary, keys.runs, parts)
-        factor = unit * (SUBNORMAL / SHARE)
-    queries = (_as_they_are(packed.q, factor, parts) if rotary.gaps is None
-               else turned_back(rotary, factor, grid.tile, size, parts, interpret))
+        queries, *of_basis = for_codes(
+            rotary, key_basis, key_mean, channels, keys.runs, tile=grid.tile, size=size, parts=parts, interpret=interpret)
+        basis = [(x, _part_spec(x, batch, parts)) for x in of_basis]
     ((codes, spec),), gaps = by_head(packed, keys.codes), gaps_of(rotary)
     kernel = functools.partial(
         logits_kernel, grid=grid, gaps=len(gaps), key_runs=keys.runs, angles=len(angles), basis=len(basis),
@@ -116,29 +111,13 @@ def _logits(rotary: Rotary, keys: Stored, rope: RopeSpec | None, interpret: bool
     )(*arrays)
 
 
-def _in_order(rotary: Rotary, runs: WidthRuns, parts: int) -> tuple[list[Operand], jax.Array]:
-    """A basis for packed codes, in float16: its numbers in the order in which codes come, `[.., 2, columns, pairs]`, and
-    what is added to every key, as `_as_two`. And float32 `[B or 1, K]` what keys are over, but for `SUBNORMAL`."""
-    largest, basis, mean = rotary.basis, rotary.basis, rotary.mean
-    if mean is not None:
-        own = mean if len(mean) == len(basis) else jnp.max(jnp.abs(mean), axis=0, keepdims=True)
-        largest = jnp.concatenate([basis, own[..., None] / LARGEST_MEAN], axis=-1)  # each reduction is a launch or two
-    unit = power_above(jnp.maximum(jnp.max(jnp.abs(largest), axis=(2, 3)), LEAST)) / LARGEST
-    numbers = spread(basis / unit[..., None, None], order_of(runs, *WINDOWS)).astype(jnp.float16)
-    added = -precise.matmul(numbers.astype(jnp.float32), jnp.asarray(middles_of(runs, *WINDOWS), jnp.float32)) / SUBNORMAL
-    added = added if mean is None else added + mean / (unit * SUBNORMAL)[..., None]
-    numbers = numbers.reshape(*numbers.shape[:2], 2, parts, -1, numbers.shape[-1]).transpose(0, 1, 3, 2, 5, 4)
-    rows = len(rotary.packed.q)
-    return [(numbers, _part_spec(numbers, rows, parts)), _as_two(added, numbers.dtype, rows, parts)], unit
-
-
 def _as_it_is(rotary: Rotary, parts: int) -> list[Operand]:
     """A basis for coefficients in 16 bits, in their dtype, as it lies, `[.., 2, pairs, R]`; and if there is a mean what
     is added to every key."""
-    rows, (kept, heads, _, width) = len(rotary.packed.q), rotary.basis.shape
+    rows, (kept, heads, _, width), first = len(rotary.packed.q), rotary.basis.shape, rotary.first or 0
     basis = rotary.basis.reshape(kept, heads, 2, parts, -1, width)
     block = None, None, 2, None, *basis.shape[4:]
-    spec = pl.BlockSpec(block, lambda s, h, b: (b if kept == rows else 0, h // parts, 0, h % parts, 0, 0))
+    spec = pl.BlockSpec(block, lambda s, h, b: (b if kept == rows else 0, first + h // parts, 0, h % parts, 0, 0))
     return [(basis, spec), *([] if rotary.mean is None else [_as_two(rotary.mean, basis.dtype, rows, parts)])]
 
 
@@ -151,11 +130,9 @@ def _as_two(x: jax.Array, dtype: Any, rows: int, parts: int) -> Operand:
     return both, _part_spec(both, rows, parts)
 
 
-def _as_they_are(q: jax.Array, factor: jax.Array | None, parts: int) -> jax.Array:
+def _as_they_are(q: jax.Array, parts: int) -> jax.Array:
     """Float16 `[B, K, P, 1, 2, M, pairs]` of queries `[B, K, M, 2 H]` that meet all tiles alike, because tokens are not
     rotated, or each by itself."""
-    q = q.astype(jnp.float32)
-    q = q if factor is None else q * factor[..., None, None]
     q = q.reshape(*q.shape[:-1], 2, parts, -1).transpose(0, 1, 4, 3, 2, 5)
     return q[:, :, :, None].astype(jnp.float16)
 

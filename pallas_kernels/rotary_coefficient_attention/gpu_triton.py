@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.coefficient_attention.gpu_triton import bytes_of_token, check_stored, load_scale
 from lowrank_kv_jax.pallas_kernels.gpu_grid import MOST_REBUILT, Grid, decode_grid
-from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, launch
+from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, head_spec, launch
 from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import rotary_grid
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     add_tile,
@@ -40,6 +40,7 @@ from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import (
     prepare,
     visits,
 )
+from lowrank_kv_jax.storage.basis import as_array
 
 RESIDENT_BYTES = 32 * 1024  # a larger basis is read again for every tile, from the L2 cache
 
@@ -51,8 +52,8 @@ def rotary_coefficient_attention(
     """The op of `api.rotary_coefficient_attention`; `Unsupported` where the kernels do not cover a case."""
     if origin is not None:
         part = gpu_tiles.attend(
-            q, tokens, key_basis, rope=rope, kv_heads=kv_heads, scale=scale, q_positions=q_positions, causal=causal,
-            window=window, key_mean=key_mean, origin=origin, interpret=interpret,
+            q, tokens, as_array(key_basis), rope=rope, kv_heads=kv_heads, scale=scale, q_positions=q_positions,
+            causal=causal, window=window, key_mean=key_mean, origin=origin, interpret=interpret,
         )
         return in_head_space(part, value_basis, kv_heads)
     keys, values = stored_arrays(tokens.keys), stored_arrays(tokens.values)
@@ -90,7 +91,7 @@ def attend_packed(
     )
     # of codes in 8 bits, whose widening fills the registers, runs are read when they are visited
     told = gaps_of(rotary) if keys.scales is None else [visits(rotary, grid.tile)]
-    of_bases = by_head(packed, rotary.basis, rotary.mean)
+    of_bases = [(rotary.basis, head_spec(rotary.basis, batch, heads, rotary.first)), *by_head(packed, rotary.mean)]
     return launch(
         "rotary_coefficient_attention", kernel, grid, packed, told,
         [*angles, *by_head(packed, packed.q), *of_bases,

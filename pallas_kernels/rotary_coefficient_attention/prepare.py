@@ -16,7 +16,7 @@ from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import (
     split_pairs,
     steps_of_pairs,
 )
-from lowrank_kv_jax.storage.basis import expand_values
+from lowrank_kv_jax.storage.basis import as_array, expand_values, whole_basis
 from lowrank_kv_jax.storage.positions import Runs, pieces_of
 
 
@@ -26,7 +26,8 @@ class Rotary(NamedTuple):
     Attributes:
         packed: queries `[B, K, M, 2 H]`, the first channels of all pairs and then the second; H = D / 2 rounded up to
             a power of two.
-        basis: key basis of each kv head `[B or 1, K, 2 H, R]`, its channels in the same order.
+        basis: key basis of each kv head `[B or 1, K, 2 H, R]`, its channels in the same order; or of all layers' heads.
+        first: of these, the layer's first; None where there are no others.
         mean: of the keys of each kv head `[B or 1, K, 2 H]`, float32, as above; None where they have none.
         gaps: of positions in runs, of which there is one more; None where all slots are one run, because positions do not
             count, or are those of each slot.
@@ -37,6 +38,7 @@ class Rotary(NamedTuple):
 
     packed: Packed
     basis: jax.Array
+    first: int | None
     mean: jax.Array | None
     gaps: Runs | None
     positions: jax.Array | None
@@ -66,14 +68,18 @@ def prepare(
         gaps = where
     elif rope is not None:
         positions = where.position
-    rows = key_basis if key_basis.ndim == 4 else key_basis[None]
-    by_head = rows.reshape(rows.shape[0], kv_heads, head_dim, -1).swapaxes(2, 3)
-    basis = jnp.moveaxis(split_pairs(by_head, pairs), 2, -1).reshape(*rows.shape[:1], kv_heads, 2 * pairs.padded, -1)
+    dtype = basis_dtype or q.dtype
+    whole, first = whole_basis(key_basis, head_dim) if pairs.lie_in_order else (as_array(key_basis), None)
+    if whole.dtype != dtype:
+        whole, first = as_array(key_basis).astype(dtype), None
+    whole = whole if whole.ndim == 4 else whole[None]
+    by_head = whole.reshape(len(whole), -1, head_dim, whole.shape[-1]).swapaxes(2, 3)
+    basis = jnp.moveaxis(split_pairs(by_head, pairs), 2, -1)
+    basis = basis.reshape(*basis.shape[:2], 2 * pairs.padded, -1)
     cos, sin, steps = (jnp.asarray(x) for x in (*digit_tables(rope, head_dim), steps_of_pairs(rope, head_dim)))
     turned = split_pairs(packed.q, pairs)
     packed = packed._replace(q=turned.reshape(*turned.shape[:3], -1))
-    basis, mean = basis.astype(basis_dtype or q.dtype), _mean(key_mean, pairs)
-    return Rotary(packed, basis, mean, gaps, positions, cos, sin, steps)
+    return Rotary(packed, basis, first, _mean(key_mean, pairs), gaps, positions, cos, sin, steps)
 
 
 def in_head_space(part: AttnPartial, value_basis: jax.Array | None, kv_heads: int) -> AttnPartial:

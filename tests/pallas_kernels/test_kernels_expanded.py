@@ -84,7 +84,7 @@ def test_values_are_expanded_beside_exact_tokens(
     if factors:
         columns = rng.random((*[ROWS] * per_row, groups, rank)).astype(np.float32)
         rows = None if per_row else rng.random((groups, width)).astype(np.float32)
-        given = Scaled(given, None if rows is None else jnp.asarray(rows), jnp.asarray(columns))
+        given = Scaled(given, None if rows is None else jnp.asarray(1 / rows), (jnp.asarray(columns), jnp.ones(rank)))
         whole = whole * columns[..., None, :].astype(np.float64) * (1 if rows is None else rows[..., None])
     mean = rng.normal(size=(heads, dim)).astype(np.float32) if centred else None
     found = gpu_triton.expanded_values(
