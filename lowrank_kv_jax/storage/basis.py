@@ -5,6 +5,7 @@ J = K codes each head by itself, J = 1 all heads of the layer jointly, and anyth
 `[B, J, W, R]` belongs to the rows of a batch. Columns are orthonormal unless a method says otherwise.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -54,16 +55,18 @@ def product_of(factors: Sequence[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.multiply, (x.astype(jnp.float32) for x in factors))
 
 
-class RowsOf(NamedTuple):
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("whole",), meta_fields=("begin", "width"))
+@dataclasses.dataclass(frozen=True)
+class RowsOf:
     """Some rows of a basis whose others are of other layers: kernels read them where they lie.
 
     Attributes:
         whole: `[J, W', R]` or of each row of a batch `[B, J, W', R]`.
-        begin, width: W rows of it, from which on; a layer of the whole model's index is no number that is known.
+        begin, width: W rows of it, and the first.
     """
 
     whole: jax.Array
-    begin: int | jax.Array
+    begin: int
     width: int
 
     @property
@@ -120,7 +123,7 @@ def as_array(basis: Basis) -> jax.Array:
 def whole_basis(basis: Basis, head_dim: int) -> tuple[jax.Array, int | None]:
     """The array in which a basis of heads of so many channels lies, and the first of its heads there; None where it is an
     array of its own."""
-    if not isinstance(basis, RowsOf) or not isinstance(basis.begin, int) or basis.whole.shape[-3] != 1:
+    if not isinstance(basis, RowsOf) or basis.whole.shape[-3] != 1:
         return as_array(basis), None
     return basis.whole, basis.begin // head_dim
 

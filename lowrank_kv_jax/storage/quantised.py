@@ -373,5 +373,7 @@ def read_basis(
 
 
 def rows_of_basis(stored: "jax.Array | ScaledBasis", begin: int | jax.Array, width: int) -> "jax.Array | RowsOf":
-    """The same in the dtype in which they are stored, and where they lie; rows in 8 bits widened."""
-    return read_basis(stored, begin, width) if isinstance(stored, ScaledBasis) else RowsOf(stored, begin, width)
+    """The same where they lie, in the dtype in which they are stored; widened if it is 8 bits, or the first is traced."""
+    if isinstance(stored, jax.Array) and isinstance(begin, int):
+        return RowsOf(stored, begin, width)
+    return read_basis(stored, begin, width)

@@ -75,8 +75,9 @@ def for_codes(
     blocks, gaps = pl.cdiv(visits, VISITS), gaps_of(rotary)
     told = [(x, row_spec(x, batch)) for x in (packed.begin, packed.end, *gaps)]
     operands = {"steps": _table(rotary.steps), "q": by_head(packed, packed.q)[0]}
-    operands |= _tables(pairs, runs) | _basis(basis, batch, heads)
-    kept, own = operands["directions"][0].shape[0], 1
+    own_basis = _basis(basis, batch, heads)
+    kept, own = max(len(x) for x, _ in own_basis.values()), 1
+    operands |= _tables(pairs, runs) | own_basis
     if mean is not None:
         means = mean if mean.ndim == 3 else mean[None]
         own, spec = len(means), pl.BlockSpec((len(means), None, means.shape[2]), lambda v, h, b: (0, h, 0))
