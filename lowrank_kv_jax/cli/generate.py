@@ -23,6 +23,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prefill-chunk", type=int, metavar="N",
                         help="read prompts N tokens at a time and compress between them; by default as a whole")
+    parser.add_argument("--by-layers", action="store_true",
+                        help="compile a layer, not the whole model: the first tokens come sooner, the others later")
     parser.add_argument("--mesh", metavar="AXES",
                         help="lay weights and cache out over devices, e.g. data=2,model=3: prompts over data, kv heads "
                              "over model")
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     out = generate(
         model, method, ids, bases=bases, max_new_tokens=args.max_new_tokens, temperature=args.temperature,
         top_k=args.top_k, top_p=args.top_p, seeds=args.seed, capacity=capacity, dtype=args.cache_dtype, mesh=mesh,
-        prefill_chunk=args.prefill_chunk, on_tokens=stream,
+        prefill_chunk=args.prefill_chunk, by_layers=args.by_layers, on_tokens=stream,
     )
     stream.end()
     for number, text in enumerate((out.texts or []) if len(texts) > 1 else [], start=1):

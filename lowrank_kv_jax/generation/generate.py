@@ -79,9 +79,6 @@ def decode_block(
         Cache, progress, and the tokens drawn, int32 `[B, block]`, -1 where none was: behind the end of a row, and where
         its logits were NaN.
     """
-    block = cache.layout.block
-    ends = jnp.asarray(eos, jnp.int32)
-
     def go_on(carry):
         _, progress, _, i = carry
         return (i < steps) & ~jnp.all(progress.done)
@@ -89,16 +86,47 @@ def decode_block(
     def step(carry):
         cache, progress, out, i = carry
         cache, logits = decode_step(method, config, params, cache, progress.token, bases=bases, active=~progress.done)
-        broken = progress.broken | (~progress.done & jnp.any(jnp.isnan(logits), axis=-1))
-        over = progress.done | broken
-        token = jnp.where(over, progress.token, sample(sampler, logits, keys, cache.length))
-        out = out.at[:, i].set(jnp.where(over, -1, token))
-        done = over | jnp.any(token[:, None] == ends[None], axis=1)
-        return cache, Progress(token, done, broken), out, i + 1
+        progress, out = _drawn(progress, logits, keys, cache.length, out, i, sampler, eos)
+        return cache, progress, out, i + 1
 
-    out = jnp.full((cache.layout.batch, block), -1, jnp.int32)
+    out = _none_drawn(cache)
     cache, progress, out, _ = jax.lax.while_loop(go_on, step, (cache, progress, out, jnp.int32(0)))
     return refresh(method, cache, bases=bases), progress, out
+
+
+def decode_block_by_layers(
+    method: Part, config: ModelConfig, params: Any, cache: Cache, progress: Progress,
+    keys: Key[jax.Array, " B"], steps: Int[jax.Array, ""], *, bases: Any = None, sampler: Sampler = GREEDY,
+    eos: tuple[int, ...] = (),
+) -> tuple[Cache, Progress, Int[jax.Array, "B block"]]:
+    """`decode_block`, not to be traced: each layer a program that equal layers share, which compiles in seconds whatever
+    the depth. The host dispatches them for every token, ahead of the device, and no step is left out once all rows ended.
+    """
+    out = _none_drawn(cache)
+    for i in range(int(steps)):
+        cache, logits = decode_step(method, config, params, cache, progress.token, bases=bases, active=~progress.done)
+        progress, out = _draw(progress, logits, keys, cache.length, out, np.int32(i), sampler, eos)
+    return refresh(method, cache, bases=bases), progress, out
+
+
+def _none_drawn(cache: Cache) -> jax.Array:
+    """A block of tokens, none of which is drawn yet."""
+    return jnp.full((cache.layout.batch, cache.layout.block), -1, jnp.int32)
+
+
+def _drawn(
+    progress: Progress, logits: jax.Array, keys: jax.Array, length: jax.Array, out: jax.Array, i: jax.Array,
+    sampler: Sampler, eos: tuple[int, ...],
+) -> tuple[Progress, jax.Array]:
+    """After a step: a token of each row that goes on, written into column `i` of `out`."""
+    broken = progress.broken | (~progress.done & jnp.any(jnp.isnan(logits), axis=-1))
+    over = progress.done | broken
+    token = jnp.where(over, progress.token, sample(sampler, logits, keys, length))
+    done = over | jnp.any(token[:, None] == jnp.asarray(eos, jnp.int32)[None], axis=1)
+    return Progress(token, done, broken), out.at[:, i].set(jnp.where(over, -1, token))
+
+
+_draw = jax.jit(_drawn, static_argnums=7, donate_argnums=(0, 4))
 
 
 def ingest(
@@ -188,6 +216,7 @@ def decode(
     method: Part, config: ModelConfig, params: Any, cache: Cache, logits: Float[jax.Array, "B V"],
     max_new_tokens: int, *, bases: Any = None, sampler: Sampler = GREEDY,
     seeds: Sequence[int] | np.ndarray | int = 0, eos: Sequence[int] = (), rows: int | None = None,
+    by_layers: bool = False,
 ) -> Iterator[tuple[Int[np.ndarray, "B n"], Cache, Progress]]:
     """Generate after a prefill or a turn, yielding a block of new tokens `[B, n]` (-1: none) at a time.
 
@@ -195,6 +224,7 @@ def decode(
         cache: consumed. Each yielded cache is consumed by the next step of the iterator.
         logits: `[B, V]` of the last token.
         rows: the first ones that are generated; what is yielded of others means nothing. None means all.
+        by_layers: see `generate`.
 
     Raises:
         ValueError: seeds that are not one for all rows or one a row.
@@ -212,11 +242,11 @@ def decode(
         cache = refresh(method, cache, bases=bases)
     yield to_host(token)[:, None], cache, progress
     cache, progress = _placed(cache, progress, params, bases)
-    left = max_new_tokens - 1
+    run, left = decode_block_by_layers if by_layers else decode_block, max_new_tokens - 1
     while left > 0 and not bool(progress.done.all()):
         steps = min(left, cache.layout.block)
-        cache, progress, out = decode_block(
-            method, config, params, cache, progress, keys, jnp.int32(steps), bases=bases, sampler=sampler, eos=eos
+        cache, progress, out = run(
+            method, config, params, cache, progress, keys, np.int32(steps), bases=bases, sampler=sampler, eos=eos
         )
         left -= steps
         stop_on_fault(cache, progress, max_new_tokens - 1 - left)
@@ -263,7 +293,7 @@ def generate(
     max_new_tokens: int = 64, temperature: float = 0.0, top_k: int | None = None, top_p: float = 1.0,
     seeds: Sequence[int] | int = 0, stop_at_eos: bool = True, cache: Cache | Generation | None = None,
     batch: int | None = None, block: int | None = None, capacity: int | None = None, prefill_chunk: int | None = None,
-    dtype: Any = None, mesh: jax.sharding.Mesh | None = None,
+    dtype: Any = None, mesh: jax.sharding.Mesh | None = None, by_layers: bool = False,
     on_tokens: Callable[[Int[np.ndarray, "B n"]], None] | None = None,
 ) -> Generation:
     """Generate from a compressed cache.
@@ -293,6 +323,9 @@ def generate(
             `ingest` where a conversation goes on.
         dtype: of the cache, `default_cache_dtype()` (bfloat16) by default.
         mesh: lay the cache out over these devices, see `prefill`; the model must lie on the same mesh.
+        by_layers: compile decoding as prefill is, a program for a layer that equal layers share, instead of one of the
+            whole model, whose compilation takes the longer the more layers there are. The same tokens; worth it for
+            short answers of deep models, as the host then dispatches every layer of every token.
         on_tokens: called with each block of new tokens `[prompts, n]` (-1: none) as soon as it is there.
 
     Raises:
@@ -321,7 +354,7 @@ def generate(
     blocks, progress = [], None
     for new, state, progress in decode(  # noqa: B007, B020
         method, config, params, state, logits, max_new_tokens, bases=bases, sampler=sampler, eos=eos, rows=count,
-        seeds=np.pad(own_seeds, (0, state.layout.batch - count)),
+        by_layers=by_layers, seeds=np.pad(own_seeds, (0, state.layout.batch - count)),
     ):
         blocks.append(new[:count])
         if on_tokens is not None:

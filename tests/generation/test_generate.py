@@ -11,6 +11,7 @@ from helpers import PLAIN, Model, bases_for, model, prompts, small_configuration
 
 from lowrank_kv_jax.generation.forward import DEFAULT_BLOCK, decode_step, extend, prefill, refresh
 from lowrank_kv_jax.generation.generate import NEXT_TURN, decode, decode_block, generate, ingest
+from lowrank_kv_jax.generation.layers import layer_extend
 from lowrank_kv_jax.method import Fault
 from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.method.cache import fork, take_rows
@@ -226,6 +227,21 @@ def test_loaded_bases_and_weights_that_are_bound_to_a_device_compile_once(tmp_pa
     bound = type(one)(one.config, jax.device_put(one.params, jax.devices()[0]))
     gen(bound, method, ROWS, bases=bases, max_new_tokens=30, stop_at_eos=False)
     assert decode_block._cache_size() == programs + 2
+
+
+@pytest.mark.parametrize("name", ["full", pytest.param("ojakv", marks=pytest.mark.slow)])
+def test_by_layers_a_model_of_any_depth_is_one_program(name):
+    """And gives the same tokens, rows that end within a block among them."""
+    method, asked = small_configuration(REGISTRY[name]), {"max_new_tokens": 40, "temperature": 1.0, "seeds": [1, 2]}
+    programs = []
+    for layers in (2, 4):
+        one = model(dataclasses.replace(PLAIN, num_layers=layers, windows=(None,) * layers, eos_ids=(5,)))
+        bases, before = bases_for(method, one.config), layer_extend._cache_size()
+        found = generate(one, method, ROWS, bases=bases, by_layers=True, **asked)
+        programs.append(layer_extend._cache_size() - before)
+        assert found.tokens == generate(one, method, ROWS, bases=bases, **asked).tokens
+        assert min(map(len, found.tokens)) < 40
+    assert programs == [1, 1]
 
 
 def test_other_temperatures_compile_nothing():
