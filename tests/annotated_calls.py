@@ -44,6 +44,7 @@ from lowrank_kv_jax.storage import (
     quantised,
     water_filled,
 )
+from lowrank_kv_jax.storage.basis import RowsOf, whole_basis
 from lowrank_kv_jax.testing.models import Model
 
 ONE = dataclasses.replace(PLAIN, num_layers=1, windows=(None,))
@@ -118,6 +119,7 @@ def on_the_host():
     """Functions of NumPy arrays."""
     moment = np.diag(np.arange(1.0, 9.0))
     whitening.truncate(moment, 4, "x")
+    whole_basis(RowsOf(jnp.ones((1, 8, 2)), 4, 4), 2)
     rank.rank_for_energy(np.arange(8.0, 0.0, -1.0), 0.9)
     spread(token_windows(character_tokenizer.Characters(), ["a text" * 9], 8, 2), 4, 2)
     rank_allocation.allocate_ranks(np.array([[1.0, 2.0], [4.0, 1.0]]), 64, 8, 64)
@@ -131,6 +133,7 @@ def talk():
     tiny = Model(ONE, init_params(ONE, jax.random.key(0)))
     first = lkv.generate(tiny, "full", [[1, 2, 3], [4, 5]], max_new_tokens=2, block=2)
     second = lkv.generate(tiny, "full", [[1], [4, 5]], max_new_tokens=1, cache=first)
+    lkv.generate(tiny, "full", [[1, 2]], max_new_tokens=2, by_layers=True)
     lkv.held_tokens(second.cache)
     ingest(lkv.parse_method("full"), ONE, tiny.params, second.cache, [[1], [2, 3]])
     moments_for(tiny, [lkv.parse_method("ojakv")], np.ones((1, 16), np.int32))

@@ -246,7 +246,7 @@ def decode(
     while left > 0 and not bool(progress.done.all()):
         steps = min(left, cache.layout.block)
         cache, progress, out = run(
-            method, config, params, cache, progress, keys, np.int32(steps), bases=bases, sampler=sampler, eos=eos
+            method, config, params, cache, progress, keys, jnp.int32(steps), bases=bases, sampler=sampler, eos=eos
         )
         left -= steps
         stop_on_fault(cache, progress, max_new_tokens - 1 - left)
