@@ -24,7 +24,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, Part
 TARGETS = ("sm_90", "v5e", "v6e")
 EXTRA = "pip install 'lowrank-kv-jax[kernel-compilers]'"
 
-OURS = ("attention", "append_token", "expanded_values", "merge_splits", "ranges_of_heads", "turned_back", "votes")
+OURS = ("attention", "append_token", "expanded_values", "merge_splits", "page_choice", "page_logits", "ranges_of_heads",
+        "turned_back", "votes")
 """What names of kernels have in them."""
 
 # what libtpu would ask a metadata server for
