@@ -12,7 +12,10 @@ from lowrank_kv_jax.method.reading import Reading
 from lowrank_kv_jax.pallas_kernels.page_choice import choose_pages
 from lowrank_kv_jax.pallas_kernels.page_choice.chosen import Chosen
 from lowrank_kv_jax.segments import exact as exact_tokens
+from lowrank_kv_jax.storage import backend
 from lowrank_kv_jax.storage.block_reads import gather_blocks
+from lowrank_kv_jax.storage.over_tokens import mesh_here
+from lowrank_kv_jax.storage.pages_in_rows import ChosenPages
 from lowrank_kv_jax.storage.positions import PerHead
 
 
@@ -104,6 +107,9 @@ def take(tokens: Any, chosen: Chosen, size: int, kv_heads: int) -> Any:
 
 
 def _of_pages(stored: Any, chosen: jax.Array, starts: jax.Array, size: int) -> Any:
-    """Pages of a storage, gathered unless it lies in such pages; those that are none hold anything."""
-    in_pages = hasattr(stored, "of_pages") and stored.page == size
-    return stored.of_pages(chosen) if in_pages else gather_blocks(stored, starts, size)
+    """Pages of a storage, gathered unless it lies in such pages or kernels read rows; those that are none hold anything."""
+    if hasattr(stored, "of_pages") and stored.page == size:
+        return stored.of_pages(chosen)
+    if isinstance(stored, jax.Array) and backend.choose() == "triton" and mesh_here() is None:
+        return ChosenPages(stored, chosen, size)
+    return gather_blocks(stored, starts, size)

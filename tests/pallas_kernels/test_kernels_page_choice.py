@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 from steps_by_backend import steps_by_backend
 
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.page_choice import gpu_choice, gpu_logits
+from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.pages_in_rows import ChosenPages
+from lowrank_kv_jax.storage.positions import PerHead
 
 SCALE = 0.3
 
@@ -71,6 +75,24 @@ def test_what_registers_do_not_hold_and_more_queries_are_left_to_xla():
                                      (4, 512, "float32", "channels"), (4, 8, "int8", "dtype int8")):
         with pytest.raises(Unsupported, match=reason):
             gpu_logits.page_logits(jnp.zeros((1, 1, rows, dim), dtype), jnp.zeros((1, 1, 8, dim), dtype), None, interpret=True)
+
+
+@pytest.mark.parametrize("stored, units, width", [pytest.param(4, 4, 24, marks=pytest.mark.newest), (1, 2, 160)])
+def test_pages_are_attended_where_they_lie(stored, units, width):
+    """As those that are gathered, of heads that share tokens or own them; pages that are missing hold no token."""
+    rng, page, lengths = np.random.default_rng(width), 4, np.array([40, 11], np.int32)
+    rows = [jnp.asarray(rng.normal(size=(2, stored, 80, width)), jnp.float32) for _ in range(2)]
+    chosen = np.sort([[rng.permutation(20)[:10] for _ in range(units)] for _ in range(2)], axis=-1)
+    chosen[1, :, 3:] = 20
+    q, positions = jnp.asarray(rng.normal(size=(2, 1, 8, width)), jnp.float32), jnp.full((2, 1), 80)
+    pages = [ChosenPages(x, jnp.asarray(chosen, jnp.int32), page) for x in rows]
+    none = PerHead(jnp.zeros((2, units, 40), jnp.int32), None, 4)
+    found, gathered = (
+        coefficient_attention(q, CachedTokens(*some, jnp.asarray(lengths), none), scale=SCALE, q_positions=positions,
+                              causal=False, window=None, backend=backend)
+        for some, backend in ((pages, "triton"), ([x.widened() for x in pages], "xla")))
+    np.testing.assert_allclose(found.out, gathered.out, atol=1e-5)
+    np.testing.assert_allclose(found.lse, gathered.lse, atol=1e-5)
 
 
 @pytest.mark.parametrize("spec", [

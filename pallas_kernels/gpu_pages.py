@@ -1,0 +1,33 @@
+"""Tokens of chosen pages on a GPU: Triton kernels read them where they lie."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plgpu
+
+from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid
+from lowrank_kv_jax.pallas_kernels.gpu_softmax import load_block
+
+
+def of_pages(grid: Grid) -> Grid:
+    """A grid whose pipeline has as many tiles of tokens under way, for whose pages' numbers it waits as often."""
+    return dataclasses.replace(grid, stages=2 * grid.stages - 1)
+
+
+def load_tokens(ref, at, inside, piece: tuple[int, int], chosen_ref: Any = None, page: int = 1):
+    """Some columns of tokens `at` to `at + n` of those that a head reads; zeros where not `inside` `[n]`, and beyond R.
+
+    Args:
+        ref: tokens `[S, R]`.
+        chosen_ref: int32 `[C]`, the pages that are read, one behind the other; None where all are.
+        page: tokens of each.
+    """
+    if chosen_ref is None:
+        return load_block(ref, at, inside, piece)
+    slots, (first, size) = at + jnp.arange(inside.shape[0]), piece
+    rows = plgpu.load(chosen_ref.at[slots // page], mask=inside, other=0) * page + slots % page
+    columns = first + jnp.arange(size)
+    where = tuple(jnp.broadcast_to(x, (rows.size, size)) for x in (rows[:, None], columns[None]))
+    mask = inside[:, None] if first + size <= ref.shape[-1] else inside[:, None] & (columns < ref.shape[-1])[None]
+    return plgpu.load(ref.at[where], mask=mask, other=0)
