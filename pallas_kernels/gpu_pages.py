@@ -1,6 +1,8 @@
 """Tokens of chosen pages on a GPU: Triton kernels read them where they lie."""
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,9 +27,28 @@ def load_tokens(ref, at, inside, piece: tuple[int, int], chosen_ref: Any = None,
     """
     if chosen_ref is None:
         return load_block(ref, at, inside, piece)
-    slots, (first, size) = at + jnp.arange(inside.shape[0]), piece
-    rows = plgpu.load(chosen_ref.at[slots // page], mask=inside, other=0) * page + slots % page
+    rows, (first, size) = rows_of_pages(chosen_ref, page, at, inside), piece
     columns = first + jnp.arange(size)
     where = tuple(jnp.broadcast_to(x, (rows.size, size)) for x in (rows[:, None], columns[None]))
     mask = inside[:, None] if first + size <= ref.shape[-1] else inside[:, None] & (columns < ref.shape[-1])[None]
     return plgpu.load(ref.at[where], mask=mask, other=0)
+
+
+def readers_of_pages(pages: Sequence[int | None], refs):
+    """`load_tokens` of keys and of values, and the references that are left.
+
+    Args:
+        pages: tokens of a page of each, None where all are read.
+        refs: those to the chosen pages come first.
+    """
+    refs = list(refs)
+    keys, values = (
+        load_tokens if page is None else functools.partial(load_tokens, chosen_ref=refs.pop(0), page=page)
+        for page in pages)
+    return keys, values, refs
+
+
+def rows_of_pages(chosen_ref, page: int, at, inside):
+    """Where the tokens `at` to `at + n` of chosen pages lie, int32 `[n]`; anywhere where not `inside`."""
+    slots = at + jnp.arange(inside.shape[0])
+    return plgpu.load(chosen_ref.at[slots // page], mask=inside, other=0) * page + slots % page

@@ -176,6 +176,11 @@ class Stored(NamedTuple):
         """J, or U."""
         return (self.codes if self.chosen is None else self.chosen).shape[1]
 
+    @property
+    def slots(self) -> int:
+        """Of a head, of chosen pages alone where some are."""
+        return self.codes.shape[2] if self.chosen is None else self.chosen.shape[2] * self.page
+
 
 def in_tiles(tokens: Any) -> bool:
     """Whether tokens are codes with scales other than those that `stored_arrays` knows."""

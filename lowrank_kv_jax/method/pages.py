@@ -16,7 +16,7 @@ from lowrank_kv_jax.storage import backend
 from lowrank_kv_jax.storage.block_reads import gather_blocks
 from lowrank_kv_jax.storage.over_tokens import mesh_here
 from lowrank_kv_jax.storage.pages_in_rows import ChosenPages
-from lowrank_kv_jax.storage.positions import PerHead
+from lowrank_kv_jax.storage.positions import OfPages, PerHead, Runs
 
 
 def read(machine: Any, layout: Layout, state: Any, q: jax.Array, positions: jax.Array, place: Place) -> Any:
@@ -102,12 +102,15 @@ def take(tokens: Any, chosen: Chosen, size: int, kv_heads: int) -> Any:
         return jax.tree.map(lambda x: x[None], row)
 
     position = jax.vmap(at)(tokens.positions, slots)
+    where = PerHead(position, None, kv_heads)
+    if isinstance(tokens.positions, Runs):
+        where = OfPages(position, None, kv_heads, tokens.positions)
     k, v = (_of_pages(x, chosen.pages, starts, size) for x in (tokens.k, tokens.v))
-    return dataclasses.replace(tokens, k=k, v=v, length=chosen.tokens, positions=PerHead(position, None, kv_heads))
+    return dataclasses.replace(tokens, k=k, v=v, length=chosen.tokens, positions=where)
 
 
 def _of_pages(stored: Any, chosen: jax.Array, starts: jax.Array, size: int) -> Any:
-    """Pages of a storage, gathered unless it lies in such pages or kernels read rows; those that are none hold anything."""
+    """Pages of a storage, gathered where no kernel reads them where they lie; those that are none hold anything."""
     if hasattr(stored, "of_pages") and stored.page == size:
         return stored.of_pages(chosen)
     if isinstance(stored, jax.Array) and backend.choose() == "triton" and mesh_here() is None:

@@ -16,7 +16,7 @@ from lowrank_kv_jax.pallas_kernels.coefficient_attention import gpu_codes, gpu_t
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid
 from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, launch
-from lowrank_kv_jax.pallas_kernels.gpu_pages import load_tokens, of_pages
+from lowrank_kv_jax.pallas_kernels.gpu_pages import of_pages, readers_of_pages
 from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import coefficient_grid, given_grid
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     add_tile,
@@ -90,7 +90,8 @@ def attend_packed(
     )
     told = [] if owner is None else [numbers(batch, owner)]
     operands = by_head(
-        packed, owner, keys.norms, values.norms, keys.chosen, values.chosen, packed.q, keys.codes, keys.scales, values.codes, values.scales)
+        packed, owner, keys.norms, values.norms, keys.chosen, values.chosen, packed.q, keys.codes, keys.scales,
+        values.codes, values.scales)
     return launch(
         "coefficient_attention", kernel, grid, packed, told, operands, values.codes.shape[-1], interpret=interpret,
         beside=beside,
@@ -161,8 +162,7 @@ def _kernel(
     (owner_ref, *refs) = refs if owned else (None, *refs)
     refs = list(refs)
     norms = [None if layer is None else functools.partial(_load_norms, refs.pop(0), layer) for layer in layers]
-    paged = [{} if page is None else {"chosen_ref": refs.pop(0), "page": page} for page in pages]
-    q_ref, *refs = refs
+    read_key, read_value, (q_ref, *refs) = readers_of_pages(pages, refs)
     if quantised:
         k_ref, ks_ref, v_ref, vs_ref, out_ref, lse_ref = refs
     else:
@@ -182,13 +182,13 @@ def _kernel(
             return q if ks_ref is None else (q.astype(jnp.float32) * load_scale(ks_ref, scale_row, piece)).astype(q.dtype)
 
         asked = [scaled(q, piece) for q, piece in zip(queries, key_pieces, strict=True)]
-        keys = (load_tokens(k_ref, at, inside, piece, **paged[0]) for piece in key_pieces)
+        keys = (read_key(k_ref, at, inside, piece) for piece in key_pieces)
         logits = logits_of(asked, keys, grid.tile)
         key_norms, value_norms = (load and load(at, inside) for load in norms)
         logits = logits if key_norms is None else logits * key_norms[None]
         visible = visible_slots(at, inside, begin, end, owner_ref, limits.told[0][0] if owned else None)
         value_scale = None if vs_ref is None else functools.partial(load_scale, vs_ref, scale_row)
-        values = (load_tokens(v_ref, at, inside, piece, **paged[1]) for piece in value_pieces)
+        values = (read_value(v_ref, at, inside, piece) for piece in value_pieces)
         return add_tile(
             carry, logits, scale, visible, q_ref.dtype, value_pieces, values, value_scale, value_norms)
 
