@@ -94,7 +94,7 @@ def attend_packed(
         values.codes, values.scales)
     return launch(
         "coefficient_attention", kernel, grid, packed, told, operands, values.codes.shape[-1], interpret=interpret,
-        beside=beside,
+        beside=() if beside is None else (beside,),
     )
 
 

@@ -6,7 +6,7 @@ visited once for each run of consecutive ones. Where positions follow no order, 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,9 +25,10 @@ from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     load_block,
     load_ranges,
     split_range,
-    start_carry,
+    start_beside,
     write_partial,
 )
+from lowrank_kv_jax.pallas_kernels.owned_slots import Rows, rows_of
 from lowrank_kv_jax.pallas_kernels.packing import (
     TILE_OF_SCALES,
     Stored,
@@ -44,14 +45,27 @@ from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import (
     visits,
 )
 
+WIDEST_BESIDE = 256  # bytes of a head: of a wider one the basis leaves too little shared memory for other tokens
 RESIDENT_BYTES = 32 * 1024  # a larger basis is read again for every tile, from the L2 cache
+
+
+def reads_beside(q, tokens, key_basis, others) -> bool:
+    """Whether programs over `tokens`, of values in head space, read each of the `others`, too."""
+    plain = all(isinstance(x, jax.Array) and x.shape[-1] == q.shape[-1] for own in others for x in own.tokens[:2])
+    coded = any(hasattr(x, name) for x in tokens[:2] for name in ("runs", "tile"))
+    small = q.shape[-1] * q.dtype.itemsize <= WIDEST_BESIDE and key_basis.shape[-1] <= MOST_REBUILT
+    return plain and small and not coded and tokens.values.shape[-1] == q.shape[-1]
 
 
 def rotary_coefficient_attention(
     q, tokens, key_basis, *, rope, kv_heads, scale, q_positions, causal, window, value_basis, key_mean=None,
-    origin=None, interpret=False,
+    origin=None, beside=(), interpret=False,
 ) -> AttnPartial:
-    """The op of `api.rotary_coefficient_attention`; `Unsupported` where the kernels do not cover a case."""
+    """The op of `api.rotary_coefficient_attention`; `Unsupported` where the kernels do not cover a case.
+
+    Args:
+        beside: other tokens, where it `reads_beside` them.
+    """
     if origin is not None:
         part = gpu_tiles.attend(
             q, tokens, key_basis, rope=rope, kv_heads=kv_heads, scale=scale, q_positions=q_positions, causal=causal,
@@ -69,14 +83,17 @@ def rotary_coefficient_attention(
         q, tokens, key_basis, rope=rope, kv_heads=kv_heads, q_positions=q_positions, causal=causal, window=window,
         key_mean=key_mean,
     )
-    part = attend_packed(rotary, keys, values, scale=scale, rotate=rope is not None, interpret=interpret)
+    others = [rows_of(x.q, x.tokens, x.q_positions, x.causal, x.window) for x in beside]
+    part = attend_packed(
+        rotary, keys, values, scale=scale, rotate=rope is not None, interpret=interpret, beside=others)
     return in_head_space(by_query(part, q.shape[1]), value_basis, kv_heads)
 
 
 def attend_packed(
-    rotary: Rotary, keys: Stored, values: Stored, *, scale: float, rotate: bool, interpret: bool
+    rotary: Rotary, keys: Stored, values: Stored, *, scale: float, rotate: bool, interpret: bool,
+    beside: Sequence[Rows] = (),
 ) -> AttnPartial:
-    """Partial `[B, K, M, Rv]`."""
+    """Partial `[B, K, M, Rv]`, with what is `beside` in it."""
     packed = rotary.packed
     check_stored(packed, keys, values)
     (batch, heads, rows, _), half = packed.q.shape, rotary.basis.shape[2] // 2
@@ -100,7 +117,7 @@ def attend_packed(
         "rotary_coefficient_attention", kernel, grid, packed, told,
         [*angles, *by_head(packed, packed.q), *of_bases,
          *by_head(packed, keys.chosen, values.chosen, keys.codes, keys.scales, values.codes, values.scales)],
-        values.codes.shape[-1], interpret=interpret, reads_lse=True,
+        values.codes.shape[-1], interpret=interpret, beside=beside, reads_lse=not beside,
     )
 
 
@@ -121,6 +138,8 @@ def _kernel(
     begin, end = load_ranges(limits, grid.rows, there)
     run_of, count = visits_of(limits, grid.tile)
     start, stop = split_range(count, grid)
+    channels = [first + jnp.arange(size) for first, size in value_pieces]
+    beside = start_beside(limits.beside, grid, scale, channels, there)
     logits_of = whole_keys(
         k_ref, ks_ref, basis_ref, mean_ref, q_ref, rotating, grid=grid, resident=resident, read=read_key)
 
@@ -135,7 +154,7 @@ def _kernel(
         values = (read_value(v_ref, at, mine, piece) for piece in value_pieces)
         return add_tile(carry, logits, scale, visible, dtype, value_pieces, values, value_scale)
 
-    top, total, accs = jax.lax.fori_loop(start, stop, body, start_carry(grid.rows, value_pieces))
+    top, total, accs = jax.lax.fori_loop(start, stop, body, beside)
     write_partial(out_ref, lse_ref, grid, accs, value_pieces, top, total)
 
 

@@ -50,7 +50,7 @@ def turned_back(
 def _kernel(begin_ref, end_ref, *refs, gaps: int, tile: int, size: int, scaled: bool):
     told, (steps_ref, *factor_ref, q_ref, out_ref) = refs[:gaps], refs[gaps:]
     _, visits, _, rows, pairs = out_ref.shape
-    run_of, _ = visits_of(Limits(begin_ref, end_ref, told, None), tile)
+    run_of, _ = visits_of(Limits(begin_ref, end_ref, told, ()), tile)
     visit, half = pl.program_id(0) * VISITS + jnp.arange(VISITS), steps_ref.shape[1]
     run = run_of(visit)
     position = jnp.clip(size - tile, 0, run.tile * tile) + run.offset
