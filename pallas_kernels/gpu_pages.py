@@ -5,11 +5,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import load_block
+from lowrank_kv_jax.pallas_kernels.packing import Stored
 
 
 def of_pages(grid: Grid) -> Grid:
@@ -34,18 +36,22 @@ def load_tokens(ref, at, inside, piece: tuple[int, int], chosen_ref: Any = None,
     return plgpu.load(ref.at[where], mask=mask, other=0)
 
 
-def readers_of_pages(pages: Sequence[int | None], refs):
-    """`load_tokens` of keys and of values, and the references that are left.
+def chosen_arrays(keys: Stored, values: Stored) -> list[jax.Array]:
+    """Chosen pages of keys and of values, int32 `[B, U, C]`; once where both are the same, whose numbers a program then
+    reads once."""
+    found = [x.chosen for x in (keys, values) if x.chosen is not None]
+    return found[:1] if len(found) == 2 and found[0] is found[1] else found
+
+
+def readers(pages: Sequence[int | None], chosen_refs: Sequence[Any]):
+    """`load_tokens` of keys and of values, by references to `chosen_arrays`.
 
     Args:
         pages: tokens of a page of each, None where all are read.
-        refs: those to the chosen pages come first.
     """
-    refs = list(refs)
-    keys, values = (
-        load_tokens if page is None else functools.partial(load_tokens, chosen_ref=refs.pop(0), page=page)
-        for page in pages)
-    return keys, values, refs
+    return tuple(
+        load_tokens if page is None else functools.partial(load_tokens, chosen_ref=chosen_refs[at], page=page)
+        for page, at in zip(pages, (0, -1), strict=True))
 
 
 def rows_of_pages(chosen_ref, page: int, at, inside):

@@ -16,7 +16,7 @@ from lowrank_kv_jax.pallas_kernels.coefficient_attention import gpu_codes, gpu_t
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid
 from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, launch
-from lowrank_kv_jax.pallas_kernels.gpu_pages import of_pages, readers_of_pages
+from lowrank_kv_jax.pallas_kernels.gpu_pages import chosen_arrays, of_pages, readers
 from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import coefficient_grid, given_grid
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     add_tile,
@@ -83,15 +83,15 @@ def attend_packed(
     grid = decode_grid(rows, batch * heads, size, bytes_of_token(keys) + bytes_of_token(values))
     grid = of_pages(grid) if keys.chosen is not None or values.chosen is not None else grid
     grid = coefficient_grid(grid, keys, values, packed.q.dtype.itemsize)
+    chosen = chosen_arrays(keys, values)
     kernel = functools.partial(
         _kernel, grid=grid, scale=scale, quantised=keys.scales is not None, owned=owner is not None,
         layers=[None if x.norms is None else x.layer for x in (keys, values)],
-        pages=[None if x.chosen is None else x.page for x in (keys, values)],
+        pages=[None if x.chosen is None else x.page for x in (keys, values)], chosen=len(chosen),
     )
     told = [] if owner is None else [numbers(batch, owner)]
     operands = by_head(
-        packed, owner, keys.norms, values.norms, keys.chosen, values.chosen, packed.q, keys.codes, keys.scales,
-        values.codes, values.scales)
+        packed, owner, keys.norms, values.norms, *chosen, packed.q, keys.codes, keys.scales, values.codes, values.scales)
     return launch(
         "coefficient_attention", kernel, grid, packed, told, operands, values.codes.shape[-1], interpret=interpret,
         beside=() if beside is None else (beside,),
@@ -157,12 +157,12 @@ def _load_norms(ref, layer: int, at, inside):
 
 def _kernel(
     limits, *refs, grid: Grid, scale: float, quantised: bool, owned: bool, layers: list[int | None],
-    pages: list[int | None],
+    pages: list[int | None], chosen: int,
 ):
     (owner_ref, *refs) = refs if owned else (None, *refs)
     refs = list(refs)
     norms = [None if layer is None else functools.partial(_load_norms, refs.pop(0), layer) for layer in layers]
-    read_key, read_value, (q_ref, *refs) = readers_of_pages(pages, refs)
+    (read_key, read_value), (q_ref, *refs) = readers(pages, refs[:chosen]), refs[chosen:]
     if quantised:
         k_ref, ks_ref, v_ref, vs_ref, out_ref, lse_ref = refs
     else:

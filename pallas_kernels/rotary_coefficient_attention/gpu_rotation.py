@@ -29,7 +29,7 @@ from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import (
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.turns import slot_angles
 
 
-def by_run(cos_ref, sin_ref, tile: int):
+def by_run(cos_ref, sin_ref, tile: int, *_):
     """Keys by their place within the tile; the query back by the position at which the tile begins."""
     local = [table[0, :tile] for table in (cos_ref, sin_ref)]
 
@@ -40,12 +40,12 @@ def by_run(cos_ref, sin_ref, tile: int):
     return rotated
 
 
-def by_slot(position_ref, steps_ref, tile: int):
+def by_slot(position_ref, steps_ref, tile: int, *_):
     """Keys by the positions of their slots; the query stays as it is."""
     return _turned_keys(angles_of_slots(position_ref, steps_ref, tile))
 
 
-def by_page(chosen_ref, start_ref, jump_ref, steps_ref, tile: int, page: int):
+def by_page(start_ref, jump_ref, steps_ref, tile: int, chosen_ref, page: int):
     """The same of slots of pages `chosen_ref` `[C]`, whose positions are those of `Runs`, `start_ref` and `jump_ref`."""
 
     def position_of(at, mine):
@@ -104,7 +104,7 @@ def rotation(rotary: Rotary, rotate: bool, keys: Stored):
     if rotary.of_pages is not None and keys.chosen is not None:
         gaps = ((x, row_spec(x, len(rotary.packed.q))) for x in (rotary.of_pages.start, rotary.of_pages.jump))
         return functools.partial(by_page, page=keys.page), [
-            *by_head(rotary.packed, keys.chosen), *gaps, whole(jnp.asarray(rotary.steps))]
+            *gaps, whole(jnp.asarray(rotary.steps))]
     return by_slot, [*by_head(rotary.packed, rotary.positions), whole(jnp.asarray(rotary.steps))]
 
 

@@ -17,7 +17,7 @@ from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.coefficient_attention.gpu_triton import bytes_of_token, check_stored, load_scale
 from lowrank_kv_jax.pallas_kernels.gpu_grid import MOST_REBUILT, Grid, decode_grid
 from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, launch
-from lowrank_kv_jax.pallas_kernels.gpu_pages import of_pages, readers_of_pages
+from lowrank_kv_jax.pallas_kernels.gpu_pages import chosen_arrays, of_pages, readers
 from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import rotary_grid
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     add_tile,
@@ -104,31 +104,32 @@ def attend_packed(
     by_slot = rotary.positions is not None
     grid = rotary_grid(grid, keys, values, packed.q.dtype.itemsize, 2 * half, by_slot)
     basis_bytes = 2 * half * rotary.basis.shape[-1] * packed.q.dtype.itemsize
-    way, angles = rotation(rotary, rotate, keys)
+    (way, angles), chosen = rotation(rotary, rotate, keys), chosen_arrays(keys, values)
     kernel = functools.partial(
         _kernel, grid=grid, scale=scale, way=way, angles=len(angles), quantised=keys.scales is not None,
         centred=rotary.mean is not None, resident=basis_bytes <= RESIDENT_BYTES,
-        pages=[None if x.chosen is None else x.page for x in (keys, values)],
+        pages=[None if x.chosen is None else x.page for x in (keys, values)], chosen=len(chosen),
     )
     # of codes in 8 bits, whose widening fills the registers, runs are read when they are visited
     told = gaps_of(rotary) if keys.scales is None else [visits(rotary, grid.tile)]
     of_bases = by_head(packed, rotary.basis, rotary.mean)
     return launch(
         "rotary_coefficient_attention", kernel, grid, packed, told,
-        [*angles, *by_head(packed, packed.q), *of_bases,
-         *by_head(packed, keys.chosen, values.chosen, keys.codes, keys.scales, values.codes, values.scales)],
+        [*by_head(packed, *chosen), *angles, *by_head(packed, packed.q), *of_bases,
+         *by_head(packed, keys.codes, keys.scales, values.codes, values.scales)],
         values.codes.shape[-1], interpret=interpret, beside=beside, reads_lse=not beside,
     )
 
 
 def _kernel(
     limits, *refs, grid: Grid, scale: float, way, angles: int, quantised: bool, centred: bool, resident: bool,
-    pages: list[int | None],
+    pages: list[int | None], chosen: int,
 ):
+    chosen_refs, refs = refs[:chosen], refs[chosen:]
     angle_refs, (q_ref, basis_ref, *refs) = refs[:angles], refs[angles:]
-    rotating = functools.partial(way, *angle_refs, grid.tile) if way else None
+    rotating = functools.partial(way, *angle_refs, grid.tile, *chosen_refs[:1]) if way else None
     mean_ref, refs = (refs[0], refs[1:]) if centred else (None, refs)
-    read_key, read_value, refs = readers_of_pages(pages, refs)
+    read_key, read_value = readers(pages, chosen_refs)
     if quantised:
         k_ref, ks_ref, v_ref, vs_ref, out_ref, lse_ref = refs
     else:

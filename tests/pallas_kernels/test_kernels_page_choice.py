@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 from steps_by_backend import steps_by_backend
 
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
+from lowrank_kv_jax.attention.partial import merge
+from lowrank_kv_jax.attention.rope import RopeSpec
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import attend_to, coefficient_attention
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.page_choice import gpu_choice, gpu_logits
-from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
+from lowrank_kv_jax.storage.cached_tokens import Beside, CachedTokens
 from lowrank_kv_jax.storage.pages_in_rows import ChosenPages
-from lowrank_kv_jax.storage.positions import PerHead
+from lowrank_kv_jax.storage.positions import OfPages, PerHead, Runs
 
 SCALE = 0.3
 
@@ -93,6 +96,34 @@ def test_pages_are_attended_where_they_lie(stored, units, width):
         for some, backend in ((pages, "triton"), ([x.widened() for x in pages], "xla")))
     np.testing.assert_allclose(found.out, gathered.out, atol=1e-5)
     np.testing.assert_allclose(found.lse, gathered.lse, atol=1e-5)
+
+
+@pytest.mark.parametrize("dim, backends", [pytest.param(8, ("triton",), marks=pytest.mark.newest), (72, ("triton", "xla"))])
+def test_keys_are_rebuilt_of_pages_beside_other_tokens(dim, backends):
+    """Coefficients that two heads share, each with pages of its own, at positions behind gaps; exact tokens, some rows of
+    which are empty, are read by the same programs, but for heads that are too wide."""
+    rng, page, heads, rank = np.random.default_rng(dim), 4, 2, 24
+    starts, jumps = np.array([[3, 9], [0, 50]], np.int32), np.array([[100, 7], [5, 1000]], np.int32)
+    chosen = np.array([[[0, 2, 5], [1, 2, 5]], [[0, 1, 6], [0, 2, 6]]], np.int32)
+    lengths, slots = np.array([11, 8], np.int32), (chosen[..., None] * page + np.arange(page)).reshape(2, heads, -1)
+    where = slots + (np.where(slots[..., None] >= starts[:, None, None], jumps[:, None, None], 0)).sum(-1)
+    k, v = (jnp.asarray(rng.normal(size=(2, n, 24, width)), jnp.float32) for n, width in ((1, rank), (heads, dim)))
+    basis = jnp.asarray(rng.normal(size=(heads, dim, rank)), jnp.float32)
+    q, at = jnp.asarray(rng.normal(size=(2, 1, 6, dim)) / dim, jnp.float32), jnp.full((2, 1), 5000)
+    runs = Runs(jnp.asarray(starts), jnp.asarray(jumps))
+    pages = [ChosenPages(x, jnp.asarray(chosen), page) for x in (k, v)]
+    others = [Beside(q, CachedTokens(*(jnp.asarray(rng.normal(size=(2, heads, 5, dim)), jnp.float32) for _ in range(2)),
+                                     jnp.array(n), runs), at, False) for n in ([5, 0], [0, 2])]
+    common = dict(rope=RopeSpec(10000.0, dim), kv_heads=heads, scale=SCALE, q_positions=at, causal=False, window=None)
+    told = OfPages(jnp.asarray(where, jnp.int32), None, heads, runs)
+    for backend in backends:
+        found = rotary_coefficient_attention(q, CachedTokens(*pages, jnp.asarray(lengths), told), basis, **common,
+                                             beside=others, backend=backend)
+        plain = CachedTokens(*(x.widened() for x in pages), jnp.asarray(lengths), PerHead(told.position, None, heads))
+        parts = [rotary_coefficient_attention(q, plain, basis, **common, backend="xla"),
+                 *(attend_to(x, scale=SCALE, backend="xla") for x in others)]
+        for one, other in zip(found, merge(parts), strict=True):
+            np.testing.assert_allclose(one, other, atol=3e-5)
 
 
 @pytest.mark.parametrize("spec", [
