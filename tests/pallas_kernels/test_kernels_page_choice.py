@@ -129,7 +129,9 @@ def test_keys_are_rebuilt_of_pages_beside_other_tokens(dim, backends):
 @pytest.mark.parametrize("spec", [
     "quest:budget=8,keep=none,page=4,sinks=2,recent=4,dense_layers=0",
     "shadowkv:budget=8,keep=none,page=4,sinks=2,recent=4,outliers=2",
-    pytest.param("xkv:group=1,sinks=4,recent=8,rebuild=8,rebuild_block=4", marks=pytest.mark.slow),
+    *(pytest.param(spec, marks=pytest.mark.slow) for spec in (
+        "xkv:group=1,sinks=4,recent=8,rebuild=8,rebuild_block=4",
+        "static-pca:rank=0.5,sinks=2,recent=4+quest:budget=8,keep=none,page=4,sinks=2,recent=4,dense_layers=0")),
 ])
 def test_steps_read_what_xla_reads(spec, monkeypatch):
     states, called = steps_by_backend(spec, monkeypatch, (gpu_choice, "choose_pages"), jnp.array([1, 1]))
