@@ -24,7 +24,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, Part
 TARGETS = ("sm_90", "v5e", "v6e")
 EXTRA = "pip install 'lowrank-kv-jax[kernel-compilers]'"
 
-OURS = ("attention", "append_token", "expanded_values", "merge_splits", "ranges_of_heads", "turned_back", "votes")
+OURS = ("attention", "append_token", "expanded_values", "merge_splits", "page_choice", "page_logits", "ranges_of_heads",
+        "turned_back", "votes")
 """What names of kernels have in them."""
 
 # what libtpu would ask a metadata server for
@@ -170,10 +171,9 @@ def kernels_in(folder: str) -> Iterator[tuple[str, KernelFacts]]:
                 continue
             launch = re.search(rf"\b{name[1]} grid: (\[.*?\]) threads: \[(\d+), .*?shared_memory: (\d+) bytes", thunks)
             assert launch is not None
-            threads, copies, (waits, part) = int(launch[2]), _copies(entry), _waits(entry)
-            under_way = round(part * threads * sum(width * count for width, count in copies.items()))
+            threads, copies, (waits, under_way) = int(launch[2]), _copies(entry), _waits(entry)
             yield name[1], KernelFacts(*_registers(_assemble(head + entry)), int(launch[3]), launch[1], threads,
-                                       _instructions(entry), copies, waits, under_way)
+                                       _instructions(entry), copies, waits, threads * under_way)
 
 
 def _copies(ptx: str) -> dict[int, int]:
@@ -181,10 +181,13 @@ def _copies(ptx: str) -> dict[int, int]:
     return dict(Counter(int(width, 0) for width in found))
 
 
-def _waits(ptx: str) -> tuple[int, float]:
-    """Groups under way in the loop, and which part of all those in the code, its beginning included, they are."""
-    deepest = max((int(n, 0) for n in re.findall(r"cp\.async\.wait_group\s+(\w+)", ptx)), default=0)
-    return deepest, deepest / max(1, ptx.count("cp.async.commit_group"))
+def _waits(ptx: str) -> tuple[int, int]:
+    """Groups under way in the loop, and bytes of theirs of a thread: they are as large as the last ones before it."""
+    waits = [(int(found[1], 0), found.start()) for found in re.finditer(r"cp\.async\.wait_group\s+(\w+)", ptx)]
+    deepest, at = max(waits, default=(0, 0))
+    *groups, _ = ptx[:at].split("cp.async.commit_group")
+    last = groups[len(groups) - deepest :]
+    return deepest, sum(width * count for group in last for width, count in _copies(group).items())
 
 
 def mosaic_facts(kernel: str, f: Callable[..., Any], *args: Any) -> KernelFacts:

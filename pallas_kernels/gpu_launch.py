@@ -25,7 +25,7 @@ Operand = tuple[jax.Array, pl.BlockSpec]
 
 def launch(
     name: str, kernel: Callable[..., None], grid: Grid, packed: Packed, told: Sequence[jax.Array],
-    operands: Sequence[Operand], width: int, *, interpret: bool, beside: Rows | None = None, reads_lse: bool = False,
+    operands: Sequence[Operand], width: int, *, interpret: bool, beside: Sequence[Rows] = (), reads_lse: bool = False,
 ) -> AttnPartial:
     """Partial `[B, H, M, width]`, float32, lse -inf where a row sees nothing.
 
@@ -34,7 +34,7 @@ def launch(
         packed: queries.
         told: what else a row's programs are told, int32 `[B, n]` each: as they come, because what XLA puts together first
             is a launch of its own.
-        beside: other tokens that the kernel reads, or None.
+        beside: other tokens that the kernel reads.
         reads_lse: whether the log-sum-exp is read, too, as where values are expanded behind: a kernel merges both then.
             Outputs alone XLA merges and rounds by one program.
     """
@@ -42,11 +42,12 @@ def launch(
 
     def with_limits(begin, end, *refs):
         more, refs = refs[: len(told)], refs[len(told) :]
-        others, refs = (Others(*refs[:5]), refs[5:]) if beside is not None else (None, refs)
-        kernel(Limits(begin, end, more, others), *refs)
+        each = len(Others._fields)
+        others = [Others(*refs[each * i : each * (i + 1)]) for i in range(len(beside))]
+        kernel(Limits(begin, end, more, others), *refs[each * len(beside) :])
 
     batch, heads, rows, _ = packed.q.shape
-    others = [] if beside is None else _others(packed, beside)
+    others = [operand for own in beside for operand in _others(packed, own)]
     arrays, specs = zip(*limits, *others, *operands, strict=True)
     shapes = (batch, heads, grid.splits, rows, width), (batch, heads, rows, grid.splits)  # as `merge_splits` takes them
     out, lse = pl.pallas_call(

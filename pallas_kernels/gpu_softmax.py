@@ -1,6 +1,7 @@
 """Online softmax on a GPU: what the Triton kernels share to load blocks of tokens, weigh them and write a partial."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,13 +30,13 @@ class Limits(NamedTuple):
     Attributes:
         begin, end: int32 `[T]`, the slots that a query sees: begin <= slot < end.
         told: int32 `[n]` each, what else there is to know.
-        beside: `Others`, or None.
+        beside: `Others`.
     """
 
     begin: Any
     end: Any
     told: tuple[Any, ...]
-    beside: Any
+    beside: Sequence["Others"]
 
 
 class Others(NamedTuple):
@@ -197,8 +198,8 @@ def start_carry(rows: int, pieces):
     return top, total, tuple(jnp.zeros((rows, w), jnp.float32) for _, w in pieces)
 
 
-def start_beside(others: Others | None, grid: Grid, scale: float, columns, there: int, behind: bool = False):
-    """The same of this split's share of `Others`, where there are some.
+def start_beside(others: Sequence[Others], grid: Grid, scale: float, columns, there: int, behind: bool = False):
+    """The same of this split's share of `Others`.
 
     Args:
         columns: of each output, which channels it has, int32 `[w]`.
@@ -206,8 +207,12 @@ def start_beside(others: Others | None, grid: Grid, scale: float, columns, there
         behind: whether they are rows of `EightBits`.
     """
     carry = start_carry(grid.rows, [(0, own.shape[0]) for own in columns])
-    if others is None:
-        return carry
+    for own in others:
+        carry = _add_others(carry, own, grid, scale, columns, there, behind)
+    return carry
+
+
+def _add_others(carry, others: Others, grid: Grid, scale: float, columns, there: int, behind: bool):
     pieces = packing.columns(others.q.shape[-1])
     row = jnp.arange(grid.rows) < there
     queries = [load_block(others.q, 0, row, piece) for piece in pieces]

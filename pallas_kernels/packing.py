@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.storage.eight_bits import EightBits
+from lowrank_kv_jax.storage.pages_in_rows import ChosenPages
 from lowrank_kv_jax.storage.scaled_tokens import ScaledTokens
 from lowrank_kv_jax.storage.water_filled import WaterFilled, WidthRuns
 
@@ -158,6 +159,8 @@ class Stored(NamedTuple):
         scales: of 8-bit ones `[B, J, tiles, R]`.
         runs: widths of packed ones.
         norms: of directions `[B, J, S, L]`, what each token of layer `layer` is multiplied by.
+        chosen: of tokens in pages int32 `[B, U, C]`, which of these are read, one behind the other; U a multiple of J.
+        page: tokens of each.
     """
 
     codes: jax.Array
@@ -165,6 +168,18 @@ class Stored(NamedTuple):
     runs: WidthRuns | None = None
     norms: jax.Array | None = None
     layer: int = 0
+    chosen: jax.Array | None = None
+    page: int = 1
+
+    @property
+    def heads(self) -> int:
+        """J, or U."""
+        return (self.codes if self.chosen is None else self.chosen).shape[1]
+
+    @property
+    def slots(self) -> int:
+        """Of a head, of chosen pages alone where some are."""
+        return self.codes.shape[2] if self.chosen is None else self.chosen.shape[2] * self.page
 
 
 def in_tiles(tokens: Any) -> bool:
@@ -181,16 +196,19 @@ def _plain_scales(tokens: Any) -> bool:
     return whole and tokens.bits == 8 and tokens.lows is None
 
 
-def stored_arrays(tokens: Any, magnitudes: bool = False) -> Stored:
+def stored_arrays(tokens: Any, magnitudes: bool = False, pages: bool = False) -> Stored:
     """The arrays behind a segment's keys or values.
 
     Args:
         magnitudes: whether the kernel reads directions with a magnitude for each token.
+        pages: whether it reads chosen ones where they lie.
 
     Raises:
         Unsupported: a storage that is neither a plain array, nor packed components of several widths, nor such ones,
             nor symmetric 8-bit codes with a scale for each component of every `TILE_OF_SCALES` tokens.
     """
+    if pages and isinstance(tokens, ChosenPages):
+        return Stored(tokens.rows, None, chosen=tokens.chosen, page=tokens.page)
     tokens = tokens.widened() if hasattr(tokens, "widened") else tokens  # held as bits on a CPU
     if isinstance(tokens, jax.Array):
         return Stored(tokens, None)

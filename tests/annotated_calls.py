@@ -104,6 +104,7 @@ def stored(x, taps):
         held = pages_in_rows.in_pages(wide, 8, "exact")
         held.read_block(length[0], 4)
         block_reads.slice_block(held.of_pages(jnp.zeros((1, 2, 3), jnp.int32)), length[0], 4)
+    pages_in_rows.ChosenPages(wide, jnp.zeros((1, 2, 3), jnp.int32), 8).widened()
     gaps = jnp.zeros((2, 2), jnp.int32)
     moments.moments_across([taps, taps], jnp.ones((2, 3), bool))
     moments.moments_by_values([taps, taps], jnp.ones((2, 3), bool))

@@ -7,20 +7,19 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.attention.partial import AttnPartial, merge
+from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.codecs.refit import refit
 from lowrank_kv_jax.estimators.rank import check_rank, resolve_rank
 from lowrank_kv_jax.estimators.subspace_iteration import leading_subspace, wide_gram
 from lowrank_kv_jax.method import Layout, register
 from lowrank_kv_jax.method.codec import Codec, Ends, Tokens, hold
-from lowrank_kv_jax.pallas_kernels.coefficient_attention import coefficient_attention
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import rotary_coefficient_attention
 from lowrank_kv_jax.selections.landmarks import Landmarks
 from lowrank_kv_jax.storage.basis import project
 from lowrank_kv_jax.storage.bits import Bits
 from lowrank_kv_jax.storage.cache_dtype import narrow
-from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.cached_tokens import Beside, CachedTokens
 from lowrank_kv_jax.storage.on_host import MEMORY, PLACES, OnHost, has_host_memory, on_host
 from lowrank_kv_jax.storage.positions import PerHead, Runs
 from lowrank_kv_jax.storage.state import leaf, state, take_tokens, write_tokens
@@ -151,10 +150,7 @@ class ShadowKV(Codec):
         return Landmarks(read, self.page, together="max")
 
     def apart(self, store):
-        if store.outliers is None:
-            return None
-        pages = jnp.arange(store.tokens.k.shape[2] // self.page)
-        return (store.outliers.pages[..., None] == pages).any(2)
+        return None if store.outliers is None else store.outliers.pages
 
     def empty(self, layout, bases, size, positions=None):
         spec, dtype, rank = layout.spec, jnp.dtype(layout.dtype), self._rank(layout.spec)
@@ -246,21 +242,25 @@ class ShadowKV(Codec):
         return Outliers(picked(_array(old.k), new[0]), picked(_array(old.v), new[1]), held, pages)
 
     def attend(self, layout, bases, store, q, positions, place):
-        """Keys are rebuilt and rotated by blocks."""
+        return self._attend(layout, store, q, positions, place, ())
+
+    def attend_beside(self, layout, bases, store, q, positions, place, beside):
+        return self._attend(layout, store, q, positions, place, (beside,))
+
+    def _attend(self, layout, store, q, positions, place, beside: tuple[Beside, ...]) -> AttnPartial:
+        """Keys are rebuilt and rotated by blocks; outliers and other tokens are read as they are."""
         spec, tokens, outliers = layout.spec, store.tokens, store.outliers
         heads, some = tokens.k.shape[1], isinstance(tokens.positions, PerHead)
         basis = store.basis.reshape(store.basis.shape[0], heads, -1, store.basis.shape[-1])
-        part = rotary_coefficient_attention(
+        if outliers is not None and some:  # else all tokens are read, the outliers' among them
+            nowhere = jnp.zeros(outliers.k.shape[:3], jnp.int32)  # no window: pages are read where there is none
+            exact = CachedTokens(outliers.k, outliers.v, outliers.length, PerHead(nowhere, None, spec.kv_heads))
+            beside = (*beside, Beside(q, exact, positions, False))
+        return rotary_coefficient_attention(
             q, CachedTokens(tokens.k, tokens.v, tokens.length, tokens.positions), basis, rope=spec.rope,
             kv_heads=spec.kv_heads, **spec.logits, q_positions=positions, causal=False, window=place.window,
+            beside=beside,
         )
-        if outliers is None or not some:  # all tokens are read, the outliers' among them
-            return part
-        nowhere = jnp.zeros(outliers.k.shape[:3], jnp.int32)  # no window: pages are read where there is none
-        exact = CachedTokens(outliers.k, outliers.v, outliers.length, PerHead(nowhere, None, spec.kv_heads))
-        return merge([part, AttnPartial(*coefficient_attention(
-            q, exact, **spec.logits, q_positions=positions, causal=False, window=None
-        ))])
 
 
 def _side_by_side(keys: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Float32, Int
+from jaxtyping import Float, Float32, Int, Int32
 
 from lowrank_kv_jax.attention.partial import AttnPartial, merge
 from lowrank_kv_jax.attention.spec import AttentionSpec, Taps
@@ -134,10 +134,11 @@ class Codec(Part):
     def ends(self, layout: Layout, bases: Any) -> Ends:
         """Exact tokens of a cache of this codec alone, and those that it asks of a selection."""
 
-    def apart(self, store: Any) -> Bool[jax.Array, "B U C"] | None:
-        """Pages that `attend` reads by itself where only some pages of the store are read, bool `[B, U, C]` of C pages.
+    def apart(self, store: Any) -> Int32[jax.Array, "B U O"] | None:
+        """Numbers of the pages that `attend` reads by itself where only some pages of the store are read, int32.
 
-        No step chooses them. Each of the U units has as many of them, and all of their slots hold a token.
+        No step chooses them. Each of the U units has as many of them, and all of their slots hold a token; the number of
+        all pages stands for those that are missing.
         """
         del store
         return None

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.method import Layout
 from lowrank_kv_jax.method.reading import Reading
+from lowrank_kv_jax.pallas_kernels.page_choice import page_logits
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.state import leaf, state
 
@@ -56,4 +57,5 @@ class Landmarks(Reading):
         return Means(narrow(total / jnp.maximum(after, 1), marks.k.dtype))
 
     def logits(self, marks, q):
-        return jnp.einsum("bkmd,bkcd->bkmc", q, marks.k.astype(jnp.float32))
+        return page_logits(q, marks.k, reference=lambda: jnp.einsum(
+            "bkmd,bkcd->bkmc", q.astype(jnp.float32), marks.k.astype(jnp.float32)))

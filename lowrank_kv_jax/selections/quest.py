@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from lowrank_kv_jax.method import Layout, register
 from lowrank_kv_jax.method.reading import Reading
+from lowrank_kv_jax.pallas_kernels.page_choice import page_logits
 from lowrank_kv_jax.storage.cache_dtype import narrow
 from lowrank_kv_jax.storage.state import leaf, state
 
@@ -82,6 +83,9 @@ class Quest(Reading):
         return Bounds(low, high)
 
     def logits(self, marks, q):
-        low, high = marks.low.astype(jnp.float32), marks.high.astype(jnp.float32)
-        above, below = jnp.maximum(q, 0.0), jnp.minimum(q, 0.0)
-        return jnp.einsum("bkmd,bkcd->bkmc", above, high) + jnp.einsum("bkmd,bkcd->bkmc", below, low)
+        def by_xla() -> jax.Array:
+            wide, low, high = (x.astype(jnp.float32) for x in (q, marks.low, marks.high))
+            above, below = jnp.maximum(wide, 0.0), jnp.minimum(wide, 0.0)
+            return jnp.einsum("bkmd,bkcd->bkmc", above, high) + jnp.einsum("bkmd,bkcd->bkmc", below, low)
+
+        return page_logits(q, marks.high, marks.low, reference=by_xla)

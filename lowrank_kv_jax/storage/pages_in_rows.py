@@ -1,5 +1,7 @@
 """Tokens of which steps read a few pages, in rows on a TPU too: there a page lies in one piece.
 
+Kernels of GPUs and TPUs read `ChosenPages` where they lie: copied, their bytes would travel three times.
+
 On lanes a page is a few columns of every register of its head, and to gather pages XLA would first turn all tokens into
 rows, at every step. Rows of whole registers hold them as they are; rows of other widths stand behind each other, page by
 page. A mesh cuts no such tokens over its axis "tokens": the pages of a step may all lie on one device.
@@ -122,6 +124,10 @@ class ChosenPages:
     @property
     def dtype(self):
         return self.rows.dtype
+
+    def widened(self) -> Shaped[jax.Array, "B U _ R"]:
+        """All tokens that were chosen, as an array, for kernels."""
+        return self.read_block(0, self.shape[2])
 
     def read_block(self, start: Int[jax.Array, ""] | int, size: int) -> Shaped[jax.Array, "B U {size} R"]:
         """Tokens `start` to `start + size` of those that were chosen, `[B, U, size, R]`."""

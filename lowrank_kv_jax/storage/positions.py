@@ -127,3 +127,14 @@ class PerHead:
             return None
         reader = (jnp.arange(q_heads) // (q_heads // self.kv_heads)).astype(self.owner.dtype)
         return jnp.take(self.owner, slots, axis=2)[:, :, None, None] == reader[:, None]
+
+
+@state
+class OfPages(PerHead):
+    """Positions of the tokens of pages, which a kernel that is told the pages counts by itself.
+
+    Attributes:
+        runs: of all tokens.
+    """
+
+    runs: Runs

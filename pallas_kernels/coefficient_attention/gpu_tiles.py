@@ -50,7 +50,7 @@ def attend_slots(
         "coefficient_attention", kernel, grid, packed, _told(batch, keys, values, owner),
         by_head(packed, owner, packed.q, *keys.arrays(), *values.arrays()),
         sum(size for _, size in values.form.pieces()), interpret=interpret,
-        beside=beside,
+        beside=() if beside is None else (beside,),
     )
     return by_query(AttnPartial(values.form.collected(part.out), part.lse), q.shape[1])
 

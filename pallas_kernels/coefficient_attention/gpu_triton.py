@@ -16,6 +16,7 @@ from lowrank_kv_jax.pallas_kernels.coefficient_attention import gpu_codes, gpu_t
 from lowrank_kv_jax.pallas_kernels.dispatch import Unsupported
 from lowrank_kv_jax.pallas_kernels.gpu_grid import Grid, decode_grid
 from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, launch
+from lowrank_kv_jax.pallas_kernels.gpu_pages import chosen_arrays, of_pages, readers
 from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import coefficient_grid, given_grid
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     add_tile,
@@ -65,10 +66,10 @@ def attend_slots(
     common = dict(scale=scale, size=size, interpret=interpret, owner=owner)
     if in_tiles(tokens.keys) or in_tiles(tokens.values):
         return gpu_tiles.attend_slots(q, tokens, begin, end, **common, beside=beside)
-    keys, values = (stored_arrays(x, magnitudes=True) for x in (tokens.keys, tokens.values))
+    keys, values = (stored_arrays(x, magnitudes=True, pages=True) for x in (tokens.keys, tokens.values))
     if keys.runs is not None or values.runs is not None:
         return gpu_codes.attend_slots(q, keys, values, begin, end, **common)
-    packed = pack(q, max(keys.codes.shape[1], values.codes.shape[1]), begin, end)
+    packed = pack(q, max(keys.heads, values.heads), begin, end)
     return by_query(attend_packed(packed, keys, values, **common, beside=beside), q.shape[1])
 
 
@@ -80,17 +81,20 @@ def attend_packed(
     check_stored(packed, keys, values)
     batch, heads, rows, _ = packed.q.shape
     grid = decode_grid(rows, batch * heads, size, bytes_of_token(keys) + bytes_of_token(values))
+    grid = of_pages(grid) if keys.chosen is not None or values.chosen is not None else grid
     grid = coefficient_grid(grid, keys, values, packed.q.dtype.itemsize)
+    chosen = chosen_arrays(keys, values)
     kernel = functools.partial(
         _kernel, grid=grid, scale=scale, quantised=keys.scales is not None, owned=owner is not None,
         layers=[None if x.norms is None else x.layer for x in (keys, values)],
+        pages=[None if x.chosen is None else x.page for x in (keys, values)], chosen=len(chosen),
     )
     told = [] if owner is None else [numbers(batch, owner)]
     operands = by_head(
-        packed, owner, keys.norms, values.norms, packed.q, keys.codes, keys.scales, values.codes, values.scales)
+        packed, owner, keys.norms, values.norms, *chosen, packed.q, keys.codes, keys.scales, values.codes, values.scales)
     return launch(
         "coefficient_attention", kernel, grid, packed, told, operands, values.codes.shape[-1], interpret=interpret,
-        beside=beside,
+        beside=() if beside is None else (beside,),
     )
 
 
@@ -151,11 +155,14 @@ def _load_norms(ref, layer: int, at, inside):
     return plgpu.load(ref.at[slots, jnp.full_like(slots, layer)], mask=inside, other=0).astype(jnp.float32)
 
 
-def _kernel(limits, *refs, grid: Grid, scale: float, quantised: bool, owned: bool, layers: list[int | None]):
+def _kernel(
+    limits, *refs, grid: Grid, scale: float, quantised: bool, owned: bool, layers: list[int | None],
+    pages: list[int | None], chosen: int,
+):
     (owner_ref, *refs) = refs if owned else (None, *refs)
-    count = sum(layer is not None for layer in layers)
-    norm_refs, (q_ref, *refs) = list(refs[:count]), refs[count:]
-    norms = [None if layer is None else functools.partial(_load_norms, norm_refs.pop(0), layer) for layer in layers]
+    refs = list(refs)
+    norms = [None if layer is None else functools.partial(_load_norms, refs.pop(0), layer) for layer in layers]
+    (read_key, read_value), (q_ref, *refs) = readers(pages, refs[:chosen]), refs[chosen:]
     if quantised:
         k_ref, ks_ref, v_ref, vs_ref, out_ref, lse_ref = refs
     else:
@@ -171,19 +178,17 @@ def _kernel(limits, *refs, grid: Grid, scale: float, quantised: bool, owned: boo
         inside = at + jnp.arange(grid.tile) < high
         scale_row = at // TILE_OF_SCALES
 
-        def read(ref, piece):
-            return load_block(ref, at, inside, piece)
-
         def scaled(q, piece):
             return q if ks_ref is None else (q.astype(jnp.float32) * load_scale(ks_ref, scale_row, piece)).astype(q.dtype)
 
         asked = [scaled(q, piece) for q, piece in zip(queries, key_pieces, strict=True)]
-        logits = logits_of(asked, (read(k_ref, piece) for piece in key_pieces), grid.tile)
+        keys = (read_key(k_ref, at, inside, piece) for piece in key_pieces)
+        logits = logits_of(asked, keys, grid.tile)
         key_norms, value_norms = (load and load(at, inside) for load in norms)
         logits = logits if key_norms is None else logits * key_norms[None]
         visible = visible_slots(at, inside, begin, end, owner_ref, limits.told[0][0] if owned else None)
         value_scale = None if vs_ref is None else functools.partial(load_scale, vs_ref, scale_row)
-        values = (read(v_ref, piece) for piece in value_pieces)
+        values = (read_value(v_ref, at, inside, piece) for piece in value_pieces)
         return add_tile(
             carry, logits, scale, visible, q_ref.dtype, value_pieces, values, value_scale, value_norms)
 

@@ -125,7 +125,7 @@ def _kernel(*refs, names: tuple[str, ...], grid: Grid, scale: float, blocks: int
     there = row < each
     if "keys" in of:
         others, behind = Others(*(of[name] for name in Others._fields)), of["keys"].dtype.name == BYTES
-        top, total, (sums,) = start_beside(others, grid, scale, [channel], each, behind)
+        top, total, (sums,) = start_beside([others], grid, scale, [channel], each, behind)
     else:
         top, total = _base_2(of["lse"], row, there), jnp.ones((grid.rows,), jnp.float32)
         sums = load_columns(of["out"], 0, there, channel)

@@ -2,14 +2,16 @@
 
 import functools
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jaxtyping import Float, Int
 
-from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.attention.partial import AttnPartial, merge
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels import dispatch
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import attend_to
 from lowrank_kv_jax.pallas_kernels.over_mesh import (
     POSITIONS,
     QUERIES,
@@ -22,7 +24,8 @@ from lowrank_kv_jax.pallas_kernels.over_mesh import (
     local_on_xla,
 )
 from lowrank_kv_jax.storage.basis import Basis, as_array
-from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.cached_tokens import Beside, CachedTokens
+from lowrank_kv_jax.storage.over_tokens import mesh_here
 
 KERNELS = {"triton": "gpu_triton", "tpu": "tpu"}
 """Modules of this folder that hold the op, by backend."""
@@ -33,7 +36,7 @@ def rotary_coefficient_attention(
     rope: RopeSpec | None, kv_heads: int, scale: float, q_positions: Int[jax.Array, "B T"], causal: bool,
     window: int | None, value_basis: Float[jax.Array, "... Jv Wv Rv"] | None = None,
     key_mean: Float[jax.Array, "... K D"] | None = None, origin: int | None = None, cap: float | None = None,
-    backend: str | None = None,
+    beside: Sequence[Beside] = (), backend: str | None = None,
 ) -> AttnPartial:
     """Attention over keys stored as coefficients: rebuilt, and rotated if they were taken before RoPE, block by block.
 
@@ -49,6 +52,8 @@ def rotary_coefficient_attention(
         key_mean: `[K, D]` or per row `[B, K, D]`, added to the rebuilt keys before they are rotated.
         origin: where keys but for their mean were taken turned by their place in tiles (`attention.turning`),
             the position that these are counted from.
+        beside: other tokens to attend to, whose values lie in the same space; on one GPU the same programs read them
+            where they can.
 
     Returns:
         Partial whose out is in the space of the values, or in head space with `value_basis`.
@@ -69,12 +74,32 @@ def rotary_coefficient_attention(
                 "key_mean": key_mean is not None and cut(key_mean, means[-key_mean.ndim :])}
 
     on_device = functools.partial(attend, kv_heads=kv_heads // devices_of_heads())
-    kernels = {name: local(functools.partial(on_device, module), specs, arrays) for name, module in KERNELS.items()}
+    read = beside if cap is None and _reads_beside(backend, q, tokens, key_basis, value_basis, origin, beside) else ()
+    told = {"gpu_triton": {"beside": read}} if read else {}
+    kernels = {name: local(functools.partial(on_device, module, **told.get(module, {})), specs, arrays)
+               for name, module in KERNELS.items()}
     if cap is not None:
         kernels = dispatch.without_kernels(kernels, "logits that are capped")
     reference = functools.partial(on_device, "reference", cap=cap)
     whole = functools.partial(reference, kv_heads=kv_heads, **arrays)
-    return dispatch.run("rotary_coefficient_attention", backend, kernels, local_on_xla(reference, specs, arrays, whole))
+
+    def merged(part: AttnPartial, others: Sequence[Beside]) -> AttnPartial:
+        return merge([*(attend_to(x, scale=scale, cap=cap, backend=backend) for x in others), part], kv_heads)
+
+    on_xla = local_on_xla(reference, specs, arrays, whole)
+    part = dispatch.run("rotary_coefficient_attention", backend, kernels, lambda: merged(on_xla(), read))
+    return part if read else merged(part, beside)
+
+
+def _reads_beside(backend, q, tokens, key_basis, value_basis, origin, beside: Sequence[Beside]) -> bool:
+    """Whether it is one GPU whose kernel reads the others, too."""
+    if not beside or mesh_here() is not None or value_basis is not None or origin is not None:
+        return False
+    if dispatch.choose(backend) != "triton":
+        return False
+    from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention import gpu_triton  # as in `_implementation`
+
+    return gpu_triton.reads_beside(q, tokens, key_basis, beside)
 
 
 def _implementation(module: str, key_basis: Basis, **arguments: Any) -> AttnPartial:

@@ -146,7 +146,7 @@ def _kernel(*refs, told: int, names, blocks: int, turning: bool, tile: int, size
 
     @pl.when(block < blocks)
     def queries():
-        limits = Limits(begin_ref, end_ref, gaps, None)
+        limits = Limits(begin_ref, end_ref, gaps, ())
         steps, factor = of["steps"] if turning else None, unit * (SUBNORMAL / SHARE)
         write_queries(limits, block, steps, factor, of["q"], query_ref, tile, size)
 

@@ -59,7 +59,7 @@ def logits_kernel(
         k_ref, key_runs, n, *basis_refs, interpret=interpret)
     rotate = angles_of_slots(*refs[:angles], n) if by_slot else _by_place(*refs[:angles], n) if angles else None
     row, size = jnp.arange(grid.rows), k_ref.shape[0]
-    run_of, count = visits_of(Limits(begin_ref, end_ref, told, None), n)
+    run_of, count = visits_of(Limits(begin_ref, end_ref, told, ()), n)
 
     def body(visit, carry):
         run = run_of(visit)

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from lowrank_kv_jax.pallas_kernels.gpu_launch import Operand, by_head
+from lowrank_kv_jax.pallas_kernels.gpu_launch import Operand, by_head, row_spec
+from lowrank_kv_jax.pallas_kernels.gpu_pages import rows_of_pages
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import Limits, span
+from lowrank_kv_jax.pallas_kernels.packing import Stored
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import position_angle, turn
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import (
     Rotary,
@@ -27,7 +29,7 @@ from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import (
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.turns import slot_angles
 
 
-def by_run(cos_ref, sin_ref, tile: int):
+def by_run(cos_ref, sin_ref, tile: int, *_):
     """Keys by their place within the tile; the query back by the position at which the tile begins."""
     local = [table[0, :tile] for table in (cos_ref, sin_ref)]
 
@@ -38,10 +40,22 @@ def by_run(cos_ref, sin_ref, tile: int):
     return rotated
 
 
-def by_slot(position_ref, steps_ref, tile: int):
+def by_slot(position_ref, steps_ref, tile: int, *_):
     """Keys by the positions of their slots; the query stays as it is."""
-    angles = angles_of_slots(position_ref, steps_ref, tile)
+    return _turned_keys(angles_of_slots(position_ref, steps_ref, tile))
 
+
+def by_page(start_ref, jump_ref, steps_ref, tile: int, chosen_ref, page: int):
+    """The same of slots of pages `chosen_ref` `[C]`, whose positions are those of `Runs`, `start_ref` and `jump_ref`."""
+
+    def position_of(at, mine):
+        slots = rows_of_pages(chosen_ref, page, at, mine)
+        return slots + sum(jnp.where(slots >= start_ref[p], jump_ref[p], 0) for p in range(start_ref.shape[0]))
+
+    return _turned_keys(_angles(position_of, steps_ref))
+
+
+def _turned_keys(angles):
     def rotated(keys, query, at, mine, offset):
         return turn(*keys, *angles(at, mine)), query
 
@@ -50,13 +64,13 @@ def by_slot(position_ref, steps_ref, tile: int):
 
 def angles_of_slots(position_ref, steps_ref, tile: int):
     """`angles(first slot, slots that count)`: cos and sin float32 `[tile, pairs]` of their positions."""
+    return _angles(lambda at, mine: plgpu.load(position_ref.at[at + jnp.arange(tile)], mask=mine, other=0), steps_ref)
+
+
+def _angles(position_of, steps_ref):
+    """The same of what gives the positions int32 `[tile]`."""
     steps = [steps_ref[number, :][None] for number in range(2)]
-
-    def angles(at, mine):
-        position = plgpu.load(position_ref.at[at + jnp.arange(tile)], mask=mine, other=0)
-        return slot_angles(position[:, None], *steps)
-
-    return angles
+    return lambda at, mine: slot_angles(position_of(at, mine)[:, None], *steps)
 
 
 def gaps_of(rotary: Rotary) -> list[jax.Array]:
@@ -77,7 +91,7 @@ def visits_of(limits: Limits, tile: int) -> tuple[Callable[[Any], Run], jax.Arra
     return functools.partial(read_run, read, runs), read(5 * runs)
 
 
-def rotation(rotary: Rotary, rotate: bool):
+def rotation(rotary: Rotary, rotate: bool, keys: Stored):
     """The way in which a kernel rotates, None where it does not, and the operands that it takes for it."""
 
     def whole(x) -> Operand:
@@ -87,6 +101,10 @@ def rotation(rotary: Rotary, rotate: bool):
         return None, []
     if rotary.positions is None:
         return by_run, [whole(rotary.cos), whole(rotary.sin)]
+    if rotary.of_pages is not None and keys.chosen is not None:
+        gaps = ((x, row_spec(x, len(rotary.packed.q))) for x in (rotary.of_pages.start, rotary.of_pages.jump))
+        return functools.partial(by_page, page=keys.page), [
+            *gaps, whole(jnp.asarray(rotary.steps))]
     return by_slot, [*by_head(rotary.packed, rotary.positions), whole(jnp.asarray(rotary.steps))]
 
 

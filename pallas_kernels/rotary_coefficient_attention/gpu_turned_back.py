@@ -28,7 +28,7 @@ def turned_back(rotary: Rotary, tile: int, size: int, parts: int, interpret: boo
 
     def kernel(begin_ref, end_ref, *refs):
         *told, steps_ref, q_ref, out_ref = refs
-        limits = Limits(begin_ref, end_ref, told, None)
+        limits = Limits(begin_ref, end_ref, told, ())
         write_queries(limits, pl.program_id(0), steps_ref, None, q_ref, out_ref, tile, size)
 
     return pl.pallas_call(

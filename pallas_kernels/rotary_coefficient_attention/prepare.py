@@ -17,7 +17,7 @@ from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.angles import (
     steps_of_pairs,
 )
 from lowrank_kv_jax.storage.basis import as_array, expand_values, whole_basis
-from lowrank_kv_jax.storage.positions import Runs, pieces_of
+from lowrank_kv_jax.storage.positions import OfPages, Runs, pieces_of
 
 
 class Rotary(NamedTuple):
@@ -32,6 +32,7 @@ class Rotary(NamedTuple):
         gaps: of positions in runs, of which there is one more; None where all slots are one run, because positions do not
             count, or are those of each slot.
         positions: int32 `[B, J, S]`, of slots that follow no order; None where they are runs.
+        of_pages: the runs of which these are pages, or None.
         cos, sin: `digit_tables`, for runs.
         steps: `steps_of_pairs`, for `positions`.
     """
@@ -45,6 +46,7 @@ class Rotary(NamedTuple):
     cos: jax.Array
     sin: jax.Array
     steps: jax.Array
+    of_pages: Runs | None = None
 
     @property
     def runs(self) -> int:
@@ -79,7 +81,9 @@ def prepare(
     cos, sin, steps = (jnp.asarray(x) for x in (*digit_tables(rope, head_dim), steps_of_pairs(rope, head_dim)))
     turned = split_pairs(packed.q, pairs)
     packed = packed._replace(q=turned.reshape(*turned.shape[:3], -1))
-    return Rotary(packed, basis, first, _mean(key_mean, pairs), gaps, positions, cos, sin, steps)
+    of_pages = where.runs if positions is not None and isinstance(where, OfPages) else None
+    mean = _mean(key_mean, pairs)
+    return Rotary(packed, basis, first, mean, gaps, positions, cos, sin, steps, of_pages)
 
 
 def in_head_space(part: AttnPartial, value_basis: jax.Array | None, kv_heads: int) -> AttnPartial:

@@ -131,11 +131,11 @@ def _kernel(*refs, grid: Grid, scale: float, owned: bool, parts: int, counted: b
     given, written = refs[:-parts], refs[-parts:]
     asked = [Part(*given[i * len(Part._fields) : (i + 1) * len(Part._fields)]) for i in range(parts)]
     for part, out_ref in zip(asked[:-1], written[:-1], strict=True):
-        low, high = span(Limits(part.begin, part.end, (), None))
+        low, high = span(Limits(part.begin, part.end, (), ()))
         here = pl.program_id(0) == 0
         first, stop = low // grid.tile, jnp.where(here, pl.cdiv(high, grid.tile), 0)
         vote(part, out_ref, first, stop, high, None, None)
-    start, stop, high = tile_range(Limits(asked[-1].begin, asked[-1].end, (), None), grid)
+    start, stop, high = tile_range(Limits(asked[-1].begin, asked[-1].end, (), ()), grid)
     vote(asked[-1], written[-1], start, stop, high, owner_ref, number)
 
 
@@ -145,7 +145,7 @@ def _vote(
     """Add to the votes for some tiles of tokens."""
     count, pieces, row = part.q.shape[0], columns(part.keys.shape[-1]), jnp.arange(grid.rows)
     there = row < count
-    begin, end = load_ranges(Limits(part.begin, part.end, (), None), grid.rows, count)
+    begin, end = load_ranges(Limits(part.begin, part.end, (), ()), grid.rows, count)
     queries = [load_block(part.q, 0, there, piece) for piece in pieces]
     lse = plgpu.load(lse_ref.at[row], mask=there, other=0.0) * LOG2_E
 

@@ -134,14 +134,15 @@ def test_a_query_reads_the_page_of_its_key_and_each_head_its_own():
     method = ShadowKV(rank=12, budget=2 * PAGE, keep=None, outliers=2, **ENDS)
     machine, _, state, _ = compressed(method)
     apart = machine.codec.apart(state.store)
-    marks = np.where(np.asarray(apart)[0, :, :10, None], 0, np.asarray(state.marks[0].k)[0, :, :10])
+    left_out = (np.asarray(apart)[0, :, :, None] == np.arange(10)).any(1)[..., None]
+    marks = np.where(left_out, 0, np.asarray(state.marks[0].k)[0, :, :10])
     longest = np.take_along_axis(marks, np.linalg.norm(marks, axis=-1).argmax(1)[:, None, None], axis=1)[:, 0]
     chosen = []
     for sign in (20, -20):
         aimed = np.repeat(sign * longest, HEADS, axis=0)[None, None]
         q = jnp.asarray(np.broadcast_to(aimed, (len(LENGTHS), *aimed.shape[1:])), jnp.float32)
         found = pages.choose(machine.standing_reading, state.marks[0], state.store.tokens.length, q, ONE, 4, 2, apart, scale=1.0)
-        chosen.append(np.asarray(found)[0])
+        chosen.append(np.asarray(found.pages)[0])
         best = (sign * np.einsum("kcd,kd->kc", marks, longest)).argmax(1)
         assert chosen[-1][:, 0].tolist() == best.tolist() and (chosen[-1][:, 1] == 10).all()
     assert (chosen[0][:, 0] != chosen[1][:, 0]).all() and len(set(chosen[0][:, 0])) > 1
@@ -152,12 +153,13 @@ def test_outliers_are_never_chosen_and_missing_pages_have_the_number_of_all():
     machine, _, state, _ = compressed(method)
     apart = machine.codec.apart(state.store)
     q = jnp.asarray(query(0), jnp.float32)
-    found = np.asarray(pages.choose(machine.standing_reading, state.marks[0], state.store.tokens.length, q, ONE, 4, 11, apart, scale=1.0))
+    found = pages.choose(machine.standing_reading, state.marks[0], state.store.tokens.length, q, ONE, 4, 11, apart, scale=1.0)
     for row, there in enumerate((11, 7, 1)):  # 11 pages are whole or begun in the longest row
         for head in range(SPEC.kv_heads):
-            own = np.flatnonzero(~np.asarray(apart)[row, head, :there])
-            assert found[row, head].tolist() == own.tolist() + [11] * (11 - len(own))
-    assert apart.sum(2).tolist() == [[3] * 4, [3] * 4, [0] * 4]
+            own = np.setdiff1d(np.arange(there), apart[row, head])
+            assert found.pages[row, head].tolist() == own.tolist() + [11] * (11 - len(own))
+    assert (np.asarray(apart) < 11).sum(2).tolist() == [[3] * 4, [3] * 4, [0] * 4]
+    assert found.tokens.tolist() == (state.store.tokens.length - PAGE * jnp.array([3, 3, 0])).tolist()
 
 
 def test_an_outlier_is_the_page_with_a_key_that_points_elsewhere():

@@ -72,7 +72,7 @@ def test_codes_are_rebuilt_of_the_chosen_pages_alone():
     chosen = jax.jit(lambda state, q: pages.read(machine, layout, state, q, lengths[:, None] - 1, Place(0)))(state, q)
     part = attend(machine.codec, layout, None, chosen, q, lengths[:, None])
     reading, tokens = machine.standing_reading, state.store.tokens
-    chosen = np.asarray(choose(reading, state.marks[0], tokens.length, q, ONE, 1, 3, scale=SPEC.scale))[:, 0]
+    chosen = np.asarray(choose(reading, state.marks[0], tokens.length, q, ONE, 1, 3, scale=SPEC.scale).pages)[:, 0]
     assert (np.diff(chosen) > 0).all() and chosen[0].tolist() != chosen[1].tolist()
     keys, values = (
         jnp.einsum("bjsr,bjwr->bsjw", read_tokens(c), read_basis(u)).reshape(2, 96, 4, 8)
@@ -116,8 +116,8 @@ def test_a_query_finds_the_page_of_its_key_and_no_page_without_tokens():
     reading, layout = Landmarks(page=16), make_layout(PLAIN, 2, 64, 96, 8, jnp.float32)
     marks = add(reading, reading.empty(layout, 5), k, jnp.zeros(2, jnp.int32), jnp.array([64, 64]))
     q = 20 * jnp.repeat(marks.k[:, :, 2], 2, axis=1)[:, None]
-    assert (choose(reading, marks, jnp.array([64, 64]), q, ONE, 4, 2, scale=1.0) == jnp.array([2, 3])).all()
-    assert (choose(reading, marks, jnp.array([30, 64]), q, ONE, 1, 2, scale=1.0)[0] == jnp.array([0, 1])).all()
+    assert (choose(reading, marks, jnp.array([64, 64]), q, ONE, 4, 2, scale=1.0).pages == jnp.array([2, 3])).all()
+    assert (choose(reading, marks, jnp.array([30, 64]), q, ONE, 1, 2, scale=1.0).pages[0] == jnp.array([0, 1])).all()
 
 
 @pytest.mark.parametrize("spec", [
