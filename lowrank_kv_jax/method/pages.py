@@ -88,7 +88,8 @@ def _wanted(
 
 
 def take(tokens: Any, chosen: Chosen, size: int, kv_heads: int) -> Any:
-    """A segment of the tokens of chosen pages alone; quantised ones are widened.
+    """A segment of the tokens of chosen pages alone; quantised ones are widened, others stay where they lie if kernels
+    read them there.
 
     Codes that units share are taken for each of them. Pages from the number of all pages on hold no token.
     """

@@ -1,9 +1,9 @@
 """How Triton kernels rotate the rebuilt keys of a tile: by runs of consecutive positions, or slot by slot.
 
-Each way takes references to its two arrays and the tokens of a tile, and gives `rotated(keys, query, at, mine, offset)`:
-both halves of keys `[tile, pairs]` and queries `[rows, pairs]`, float32, such that their products are those of keys at
-their positions. `at` is the first slot of the tile, `mine` bool `[tile]` those that count, `offset` their positions minus
-slots where they are a run.
+Each way takes references to its arrays, the tokens of a tile and, where these are of chosen pages, a reference to the
+pages' numbers. It gives `rotated(keys, query, at, mine, offset)`: both halves of keys `[tile, pairs]` and queries
+`[rows, pairs]`, float32, such that their products are those of keys at their positions. `at` is the first slot of the
+tile, `mine` bool `[tile]` those that count, `offset` their positions minus slots where they are a run.
 """
 
 import functools
