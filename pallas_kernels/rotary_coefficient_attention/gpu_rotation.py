@@ -65,14 +65,20 @@ def gaps_of(rotary: Rotary) -> list[jax.Array]:
     return [] if rotary.gaps is None else [rotary.gaps.start, rotary.gaps.jump]
 
 
-def visits_of(limits: Limits, tile: int) -> tuple[Callable[[Any], Run], jax.Array]:
-    """Inside of a kernel that is told `gaps_of`, or `visits`: the `Run` and tile of a visit, and how many there are."""
+def visits_of(limits: Limits, tile: int, within: Any = None) -> tuple[Callable[[Any], Run], jax.Array]:
+    """Inside of a kernel that is told `gaps_of`, or `visits`: the `Run` and tile of a visit, and how many there are.
+
+    Args:
+        within: the first slot that counts and the one behind the last, where not all of those that are seen do.
+    """
     if len(limits.told) == 1:
         (ref,) = limits.told
         read, runs = (lambda number: ref[number]), ref.shape[0] // 5
     else:
         gaps = ([ref[p] for p in range(ref.shape[0])] for ref in limits.told) if limits.told else ([], [])
-        table = table_of(*gaps, *span(limits), tile)
+        low, high = span(limits)
+        low, high = (low, high) if within is None else (jnp.maximum(low, within[0]), jnp.minimum(high, within[1]))
+        table = table_of(*gaps, low, high, tile)
         read, runs = table.__getitem__, len(table) // 5
     return functools.partial(read_run, read, runs), read(5 * runs)
 

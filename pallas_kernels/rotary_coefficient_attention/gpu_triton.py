@@ -6,6 +6,8 @@ visited once for each run of consecutive ones. Where positions follow no order, 
 """
 
 import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ from jax.experimental import pallas as pl
 from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.pallas_kernels.coefficient_attention.gpu_triton import bytes_of_token, check_stored, load_scale
 from lowrank_kv_jax.pallas_kernels.gpu_grid import MOST_REBUILT, Grid, decode_grid
-from lowrank_kv_jax.pallas_kernels.gpu_launch import by_head, launch
+from lowrank_kv_jax.pallas_kernels.gpu_launch import Operand, by_head, launch
 from lowrank_kv_jax.pallas_kernels.gpu_shared_memory import rotary_grid
 from lowrank_kv_jax.pallas_kernels.gpu_softmax import (
     add_tile,
@@ -41,6 +43,7 @@ from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import (
     visits,
 )
 
+ANGLES = ("first_angles", "second_angles")  # what `rotation` gives
 RESIDENT_BYTES = 32 * 1024  # a larger basis is read again for every tile, from the L2 cache
 
 
@@ -70,51 +73,81 @@ def rotary_coefficient_attention(
     return in_head_space(by_query(part, q.shape[1]), value_basis, kv_heads)
 
 
-def attend_packed(
-    rotary: Rotary, keys: Stored, values: Stored, *, scale: float, rotate: bool, interpret: bool
-) -> AttnPartial:
-    """Partial `[B, K, M, Rv]`."""
+class Plan(NamedTuple):
+    """A launch of programs that rebuild keys.
+
+    Attributes:
+        grid: of it.
+        way: in which they rotate, None where they do not.
+        resident: whether they hold the basis.
+        operands: by the name under which `attended` reads them.
+    """
+
+    grid: Grid
+    way: Any
+    resident: bool
+    operands: dict[str, Operand]
+
+
+def plan_of(rotary: Rotary, keys: Stored, values: Stored, rotate: bool, chunks: bool = False) -> Plan:
+    """The launch for what is stored, maybe in `chunks`; `Unsupported` where the kernels do not read it."""
     packed = rotary.packed
     check_stored(packed, keys, values)
-    (batch, heads, rows, _), half = packed.q.shape, rotary.basis.shape[2] // 2
+    (_, heads, rows, _), half = packed.q.shape, rotary.basis.shape[2] // 2
     token_bytes, rebuilt = bytes_of_token(keys) + bytes_of_token(values), 2 * half * packed.q.dtype.itemsize
     widened = 4 * token_bytes if keys.scales is not None else 0
-    grid = decode_grid(rows, batch * heads, keys.codes.shape[2], token_bytes, rebuilt, widened)
+    grid = decode_grid(rows, packed.rows * heads, keys.codes.shape[2], token_bytes, rebuilt, widened, chunks)
     by_slot = rotary.positions is not None
     grid = rotary_grid(grid, keys, values, packed.q.dtype.itemsize, 2 * half, by_slot)
     basis_bytes = 2 * half * rotary.basis.shape[-1] * packed.q.dtype.itemsize
     way, angles = rotation(rotary, rotate)
+    read = {"q": packed.q, "basis": rotary.basis, "mean": rotary.mean, "keys": keys.codes, "key_scales": keys.scales,
+            "values": values.codes, "value_scales": values.scales}
+    there = {name: x for name, x in read.items() if x is not None}
+    operands = dict(zip(ANGLES, angles, strict=False)) | dict(zip(there, by_head(packed, *there.values()), strict=True))
+    return Plan(grid, way, basis_bytes <= RESIDENT_BYTES, operands)
+
+
+def attend_packed(
+    rotary: Rotary, keys: Stored, values: Stored, *, scale: float, rotate: bool, interpret: bool
+) -> AttnPartial:
+    """Partial `[B, K, M, Rv]`."""
+    grid, way, resident, operands = plan_of(rotary, keys, values, rotate)
     kernel = functools.partial(
-        _kernel, grid=grid, scale=scale, way=way, quantised=keys.scales is not None,
-        centred=rotary.mean is not None, resident=basis_bytes <= RESIDENT_BYTES,
-    )
+        _kernel, names=tuple(operands), grid=grid, scale=scale, way=way, resident=resident)
     # of codes in 8 bits, whose widening fills the registers, runs are read when they are visited
     told = gaps_of(rotary) if keys.scales is None else [visits(rotary, grid.tile)]
-    of_bases = by_head(packed, rotary.basis, rotary.mean)
     return launch(
-        "rotary_coefficient_attention", kernel, grid, packed, told,
-        [*angles, *by_head(packed, packed.q), *of_bases,
-         *by_head(packed, keys.codes, keys.scales, values.codes, values.scales)],
-        values.codes.shape[-1], interpret=interpret, reads_lse=True,
+        "rotary_coefficient_attention", kernel, grid, rotary.packed, told, [*operands.values()], values.codes.shape[-1],
+        interpret=interpret, reads_lse=True,
     )
 
 
-def _kernel(
-    limits, *refs, grid: Grid, scale: float, way, quantised: bool, centred: bool, resident: bool
-):
-    angle_refs, (q_ref, basis_ref, *refs) = refs[: 2 * bool(way)], refs[2 * bool(way) :]
-    rotating = functools.partial(way, *angle_refs, grid.tile) if way else None
-    mean_ref, refs = (refs[0], refs[1:]) if centred else (None, refs)
-    if quantised:
-        k_ref, ks_ref, v_ref, vs_ref, out_ref, lse_ref = refs
-    else:
-        (k_ref, v_ref, out_ref, lse_ref), ks_ref, vs_ref = refs, None, None
-    dtype, there = q_ref.dtype, lse_ref.shape[0]
+def _kernel(limits, *refs, names: tuple[str, ...], grid: Grid, scale: float, way, resident: bool):
+    *given, out_ref, lse_ref = refs
+    of = dict(zip(names, given, strict=True))
+    top, total, accs = attended(
+        limits, of, visits_of(limits, grid.tile), grid=grid, scale=scale, way=way, resident=resident)
+    write_partial(out_ref, lse_ref, grid, accs, columns(of["values"].shape[-1]), top, total)
+
+
+def attended(limits, of: Mapping[str, Any], seen, *, grid: Grid, scale: float, way, resident: bool, reads: Any = True):
+    """Running maximum, sum and outputs of this split's share of the visits.
+
+    Args:
+        of: references to the operands of a `Plan`.
+        seen: visits, as `visits_of` gives them.
+        reads: False where there are none, so that no basis need be read.
+    """
+    rotating = functools.partial(way, *(of[name] for name in ANGLES), grid.tile) if way else None
+    q_ref, v_ref, vs_ref = of["q"], of["values"], of.get("value_scales")
     value_pieces = columns(v_ref.shape[-1])
-    begin, end = load_ranges(limits, grid.rows, there)
-    run_of, count = visits_of(limits, grid.tile)
+    begin, end = load_ranges(limits, grid.rows, q_ref.shape[0])
+    run_of, count = seen
     start, stop = split_range(count, grid)
-    logits_of = whole_keys(k_ref, ks_ref, basis_ref, mean_ref, q_ref, rotating, grid=grid, resident=resident)
+    logits_of = whole_keys(
+        of["keys"], of.get("key_scales"), of["basis"], of.get("mean"), q_ref, rotating, grid=grid, resident=resident,
+        reads=reads)
 
     def body(visit, carry):
         run = run_of(visit)
@@ -125,16 +158,15 @@ def _kernel(
         visible = mine[None] & (slots[None] >= begin[:, None]) & (slots[None] < end[:, None])
         value_scale = None if vs_ref is None else functools.partial(load_scale, vs_ref, at // TILE_OF_SCALES)
         values = (load_block(v_ref, at, mine, piece) for piece in value_pieces)
-        return add_tile(carry, logits, scale, visible, dtype, value_pieces, values, value_scale)
+        return add_tile(carry, logits, scale, visible, q_ref.dtype, value_pieces, values, value_scale)
 
-    top, total, accs = jax.lax.fori_loop(start, stop, body, start_carry(grid.rows, value_pieces))
-    write_partial(out_ref, lse_ref, grid, accs, value_pieces, top, total)
+    return jax.lax.fori_loop(start, stop, body, start_carry(grid.rows, value_pieces))
 
 
-def whole_keys(k_ref, ks_ref, basis_ref, mean_ref, q_ref, rotating, *, grid: Grid, resident: bool):
+def whole_keys(k_ref, ks_ref, basis_ref, mean_ref, q_ref, rotating, *, grid: Grid, resident: bool, reads: Any = True):
     """`logits(first slot, slots that count, offset of positions)` `[rows, tile]` of keys that are rebuilt at once."""
     dtype, key_pieces, half = q_ref.dtype, columns(k_ref.shape[-1]), basis_ref.shape[0] // 2
-    there, all_half = jnp.arange(grid.rows) < q_ref.shape[0], jnp.full((half,), True)
+    there, all_half = jnp.arange(grid.rows) < q_ref.shape[0], jnp.full((half,), reads)
     query = tuple(load_block(q_ref, 0, there, (side * half, half)).astype(jnp.float32) for side in range(2))
 
     def basis(side):
