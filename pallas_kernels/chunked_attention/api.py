@@ -27,10 +27,10 @@ from lowrank_kv_jax.storage.cached_tokens import Beside, CachedTokens
 from lowrank_kv_jax.storage.chunk_bases import ChunkBases
 from lowrank_kv_jax.storage.over_tokens import mesh_here
 
-BEFORE_ROPE = ("gpu_triton", "tpu")
+BEFORE_ROPE = ("tpu",)
 """Of `api.KERNELS` those that have a module in this folder, for keys that were coded before RoPE."""
-READS_BESIDE = "gpu_triton"
-"""The one of them that attends to other tokens, too."""
+FOR_ALL = "gpu_triton"
+"""The one that has a module here for all chunks, and other tokens beside."""
 
 
 def chunked_attention(
@@ -71,13 +71,13 @@ def chunked_attention(
 
     def run(module: str, **given: Any) -> AttnPartial:
         given |= attend | {"kv_heads": kv_heads // devices_of_heads()}
-        if rope is not None and module in BEFORE_ROPE:
+        if module == FOR_ALL or rope is not None and module in BEFORE_ROPE:
             return importlib.import_module(f"{__package__}.{module}").chunked_attention(**given)
         return by_kernel.chunked_attention(importlib.import_module(f"{api.__package__}.{module}"), **given)
 
     def kernel(module: str) -> Callable[[bool], AttnPartial]:
         mesh = mesh_here()
-        if rope is not None and module == READS_BESIDE and (mesh is None or mesh.size == 1):
+        if module == FOR_ALL and (mesh is None or mesh.size == 1):
             return lambda interpret: run(module, **arrays, beside=beside, interpret=interpret)
         on_device = local(functools.partial(run, module), specs, arrays)
         return lambda interpret: joined(on_device(interpret))

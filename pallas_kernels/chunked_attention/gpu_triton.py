@@ -1,5 +1,5 @@
-"""Chunks that were coded before RoPE, for GPUs: the Triton kernel of `rotary_coefficient_attention`, each chunk a row of
-its launch with a basis of its own.
+"""Chunks for GPUs: the Triton kernel of `rotary_coefficient_attention`, each chunk a row of its launch with a basis of
+its own, in which keys that were coded before RoPE are rebuilt. For others queries are folded into it.
 
 A program expands what it has attended, so that what lies between the kernels is a partial in head space of each chunk.
 Another merges them, and attends to the exact tokens of the same queries. A program finds the slots of its chunk by the
@@ -15,7 +15,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from lowrank_kv_jax.attention.partial import AttnPartial, merge
 from lowrank_kv_jax.pallas_kernels import gpu_merge
+from lowrank_kv_jax.pallas_kernels.chunked_attention import by_kernel
 from lowrank_kv_jax.pallas_kernels.coefficient_attention import attend_to
+from lowrank_kv_jax.pallas_kernels.coefficient_attention import gpu_triton as coefficients
 from lowrank_kv_jax.pallas_kernels.dispatch import Slower, Unsupported
 from lowrank_kv_jax.pallas_kernels.expanded_values import gpu_triton as expanded
 from lowrank_kv_jax.pallas_kernels.gpu_grid import MOST_REBUILT, Grid
@@ -25,6 +27,7 @@ from lowrank_kv_jax.pallas_kernels.packing import EMPTY, columns, power_of_two, 
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_rotation import gaps_of, visits_of
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.gpu_triton import attended, plan_of
 from lowrank_kv_jax.pallas_kernels.rotary_coefficient_attention.prepare import prepare
+from lowrank_kv_jax.storage.cached_tokens import Beside
 from lowrank_kv_jax.storage.chunk_bases import ChunkBases
 
 TOGETHER = 512  # pages whose owners are read at once
@@ -35,9 +38,15 @@ PIECE = 64  # channels of the values that are expanded at once
 def chunked_attention(
     q, tokens, owner, k_bases, v_bases, *, page, rope, kv_heads, scale, q_positions, window, interpret, beside=None
 ) -> AttnPartial:
-    """The op of `api.chunked_attention` with a `rope`; `Unsupported` where the kernels do not cover a case."""
+    """The op of `api.chunked_attention`; `Unsupported` where the kernels do not cover a case."""
     keys, values = stored_arrays(tokens.keys), stored_arrays(tokens.values)
     (batch, queries, _, dim), chunks = q.shape, k_bases.capacity
+    if keys.codes.shape[-1] > MOST_REBUILT and rope is None:
+        part = by_kernel.chunked_attention(
+            coefficients, q, tokens, owner, k_bases, v_bases, page=page, rope=rope, kv_heads=kv_heads, scale=scale,
+            q_positions=q_positions, window=window, interpret=interpret,
+        )
+        return _joined(part, beside, scale, kv_heads)
     if keys.codes.shape[-1] > MOST_REBUILT:
         raise Slower(f"chunks of {keys.codes.shape[-1]} components before RoPE: XLA rebuilds them faster")
     if batch * chunks > MOST_ROWS:
@@ -47,7 +56,7 @@ def chunked_attention(
         causal=False, window=window,
     )
     rotary = rotary._replace(packed=rotary.packed._replace(parts=chunks))
-    grid, way, resident, operands = plan_of(rotary, keys, values, rotate=True, chunks=True)
+    grid, way, resident, operands = plan_of(rotary, keys, values, rotate=rope is not None, chunks=True)
     operands["value_basis"] = _value_basis(v_bases, q.dtype, kv_heads)
     kernel = functools.partial(
         _kernel, names=tuple(operands), grid=grid, scale=scale, way=way, resident=resident, page=page, chunks=chunks)
@@ -61,6 +70,10 @@ def chunked_attention(
     out = out.swapaxes(1, 2).reshape(batch, kv_heads, -1, *out.shape[4:])
     lse = jnp.maximum(jnp.moveaxis(lse, 1, 3), EMPTY).reshape(*out.shape[:2], out.shape[3], -1)
     part = unpack(gpu_merge.merge_splits(out, lse, interpret=interpret), queries)
+    return _joined(part, beside, scale, kv_heads)
+
+
+def _joined(part: AttnPartial, beside: Beside | None, scale: float, kv_heads: int) -> AttnPartial:
     return part if beside is None else merge([attend_to(beside, scale=scale), part], kv_heads)
 
 
@@ -89,7 +102,8 @@ def _kernel(
     slots = _slots_of(pl.program_id(2) % chunks, owner_ref, span(limits)[1], page)
     seen = visits_of(limits, grid.tile, slots)
     some, pieces = seen[1] > 0, columns(out_ref.shape[-1], PIECE)
-    top, total, accs = attended(limits, of, seen, grid=grid, scale=scale, way=way, resident=resident, reads=some)
+    top, total, accs = attended(
+        limits, of, seen, grid=grid, scale=scale, way=way, resident=resident, reads=some, folds=way is None)
     wide = [_expanded(accs, of["value_basis"], piece, some, of["q"].dtype == jnp.float32) for piece in pieces]
     write_partial(out_ref, lse_ref, grid, wide, pieces, top, total)
 

@@ -90,13 +90,18 @@ class Plan(NamedTuple):
 
 
 def plan_of(rotary: Rotary, keys: Stored, values: Stored, rotate: bool, chunks: bool = False) -> Plan:
-    """The launch for what is stored, maybe in `chunks`; `Unsupported` where the kernels do not read it."""
+    """The launch for what is stored, maybe in `chunks`, whose keys need not be rebuilt where they are not rotated.
+
+    Raises:
+        Unsupported: the kernels do not read it.
+    """
     packed = rotary.packed
     check_stored(packed, keys, values)
     (_, heads, rows, _), half = packed.q.shape, rotary.basis.shape[2] // 2
     token_bytes, rebuilt = bytes_of_token(keys) + bytes_of_token(values), 2 * half * packed.q.dtype.itemsize
+    rebuilt = 0 if chunks and not rotate else rebuilt
     widened = 4 * token_bytes if keys.scales is not None else 0
-    grid = decode_grid(rows, packed.rows * heads, keys.codes.shape[2], token_bytes, rebuilt, widened, chunks)
+    grid = decode_grid(rows, packed.rows * heads, keys.codes.shape[2], token_bytes, rebuilt, widened, chunks and rotate)
     by_slot = rotary.positions is not None
     grid = rotary_grid(grid, keys, values, packed.q.dtype.itemsize, 2 * half, by_slot)
     basis_bytes = 2 * half * rotary.basis.shape[-1] * packed.q.dtype.itemsize
@@ -131,13 +136,15 @@ def _kernel(limits, *refs, names: tuple[str, ...], grid: Grid, scale: float, way
     write_partial(out_ref, lse_ref, grid, accs, columns(of["values"].shape[-1]), top, total)
 
 
-def attended(limits, of: Mapping[str, Any], seen, *, grid: Grid, scale: float, way, resident: bool, reads: Any = True):
+def attended(limits, of: Mapping[str, Any], seen, *, grid: Grid, scale: float, way, resident: bool, reads: Any = True,
+             folds: bool = False):
     """Running maximum, sum and outputs of this split's share of the visits.
 
     Args:
         of: references to the operands of a `Plan`.
         seen: visits, as `visits_of` gives them.
         reads: False where there are none, so that no basis need be read.
+        folds: whether queries are folded into the basis, keys being as they were coded.
     """
     rotating = functools.partial(way, *(of[name] for name in ANGLES), grid.tile) if way else None
     q_ref, v_ref, vs_ref = of["q"], of["values"], of.get("value_scales")
@@ -145,9 +152,12 @@ def attended(limits, of: Mapping[str, Any], seen, *, grid: Grid, scale: float, w
     begin, end = load_ranges(limits, grid.rows, q_ref.shape[0])
     run_of, count = seen
     start, stop = split_range(count, grid)
-    logits_of = whole_keys(
-        of["keys"], of.get("key_scales"), of["basis"], of.get("mean"), q_ref, rotating, grid=grid, resident=resident,
-        reads=reads)
+    if folds:
+        logits_of = folded(of["keys"], of.get("key_scales"), of["basis"], q_ref, grid=grid, reads=reads)
+    else:
+        logits_of = whole_keys(
+            of["keys"], of.get("key_scales"), of["basis"], of.get("mean"), q_ref, rotating, grid=grid, resident=resident,
+            reads=reads)
 
     def body(visit, carry):
         run = run_of(visit)
@@ -185,15 +195,32 @@ def whole_keys(k_ref, ks_ref, basis_ref, mean_ref, q_ref, rotating, *, grid: Gri
         return halves if means is None else [x + mean for x, mean in zip(halves, means, strict=True)]
 
     def logits(at, mine, offset):
-        coefficients = []
-        for piece in key_pieces:
-            x = load_block(k_ref, at, mine, piece)
-            if ks_ref is not None:
-                x = x.astype(jnp.float32) * load_scale(ks_ref, at // TILE_OF_SCALES, piece)
-            coefficients.append(x.astype(dtype))
-        keys, turned = rebuild(coefficients), query
+        keys, turned = rebuild([*coefficients(k_ref, ks_ref, at, mine, dtype)]), query
         if rotated is not None:
             keys, turned = rotated(keys, query, at, mine, offset)
         return sum(dot(x.astype(dtype), k.astype(dtype).T) for x, k in zip(turned, keys, strict=True))
 
     return logits
+
+
+def folded(k_ref, ks_ref, basis_ref, q_ref, *, grid: Grid, reads: Any = True):
+    """The same of keys that nothing turns: queries meet the basis, once."""
+    dtype, size = q_ref.dtype, basis_ref.shape[0]
+    there, channels = jnp.arange(grid.rows) < q_ref.shape[0], jnp.full((size,), reads)
+    query = load_block(q_ref, 0, there, (0, size))
+    queries = [dot(query, load_block(basis_ref, 0, channels, piece)).astype(dtype) for piece in columns(k_ref.shape[-1])]
+
+    def logits(at, mine, offset):
+        found = coefficients(k_ref, ks_ref, at, mine, dtype)
+        return sum(dot(q, x.T) for q, x in zip(queries, found, strict=True))
+
+    return logits
+
+
+def coefficients(k_ref, ks_ref, at, mine, dtype):
+    """Those of a tile, piece by piece of them."""
+    for piece in columns(k_ref.shape[-1]):
+        x = load_block(k_ref, at, mine, piece)
+        if ks_ref is not None:
+            x = x.astype(jnp.float32) * load_scale(ks_ref, at // TILE_OF_SCALES, piece)
+        yield x.astype(dtype)

@@ -1,5 +1,4 @@
-"""Chunks that were coded before RoPE by the Triton kernels, interpreted, against float64 over rebuilt tokens, and in a
-decoded step against XLA."""
+"""Chunks by the Triton kernels, interpreted, against float64 over rebuilt tokens, and in a decoded step against XLA."""
 
 import functools
 
@@ -41,10 +40,11 @@ def there(size, lengths):
     return np.arange(size) < lengths[:, None]
 
 
-def inputs(dtype, bits, page, groups, each, queries, window=None):
-    """The op, exact tokens beside, and what is attended without and with them: NaN in slots and bases that are not there."""
+def inputs(dtype, bits, page, groups, each, queries, window=None, before=True, stale=np.nan):
+    """The op, exact tokens beside, and what is attended without and with them: NaN in slots that are not there, and
+    `stale` numbers in a basis that is not."""
     rng, rows, size = np.random.default_rng(0), len(LENGTHS), 384
-    rope, ranks = RopeSpec(10000.0, D), (16, 24)
+    rope, ranks = RopeSpec(10000.0, D) if before else None, (16, 24)
     owner, held = owners(page), there(size, LENGTHS)
     codes = [rng.normal(size=(rows, groups, size, r)) * held[:, None, :, None] for r in ranks]
     kept = [store_tokens(jnp.asarray(x, jnp.float32), bits, dtype) if bits else jnp.asarray(x, dtype) for x in codes]
@@ -58,8 +58,8 @@ def inputs(dtype, bits, page, groups, each, queries, window=None):
                     for x, u in zip(codes, bases, strict=True))
     runs = Runs(jnp.asarray([[0, 140]] * rows), jnp.asarray([[4, 100000]] * rows))
     positions = np.asarray(runs.at(jnp.arange(size)))
-    keys = rotated(keys, positions, rope)
-    bases[1][:, 2] = np.nan  # of no page
+    keys = rotated(keys, positions, rope) if before else keys
+    bases[1][:, 2] = stale  # of no page
     q = jnp.asarray(rng.normal(size=(rows, queries, K * each, D)), dtype)
     exact = [jnp.asarray(np.where(there(TAIL, TAILS)[:, None, :, None], rng.normal(size=(rows, K, TAIL, D)), np.nan), dtype)
              for _ in range(2)]
@@ -84,25 +84,31 @@ def left_to_xla(warned):
     return [str(w.message) for w in warned if "chunked_attention runs on XLA" in str(w.message)]
 
 
-@pytest.mark.parametrize("dtype, bits, page, groups, each, queries, window, cores", [
-    pytest.param("float32", None, 16, 2, 3, 1, None, 132, marks=pytest.mark.newest),  # pages of less than a tile
-    ("bfloat16", None, 64, 1, 1, 1, LAST - 100200, 132),  # one basis for both heads; begins within a chunk
-    ("float32", 8, 128, 2, 1, 1, None, 1),  # of one split
-    ("float32", None, 64, 2, 2, 3, None, 132),
-    ("float32", None, 64, 1, 2, 3, None, 1),
+@pytest.mark.parametrize("dtype, bits, page, groups, each, queries, window, cores, before", [
+    pytest.param("float32", None, 16, 2, 3, 1, None, 132, True, marks=pytest.mark.newest),  # pages of less than a tile
+    ("bfloat16", None, 64, 1, 1, 1, LAST - 100200, 132, True),  # one basis for both heads; begins within a chunk
+    ("float32", 8, 128, 2, 1, 1, None, 1, True),  # of one split
+    ("float32", None, 64, 2, 2, 3, None, 132, True),
+    ("float32", None, 64, 1, 2, 3, None, 1, False),
+    ("bfloat16", 8, 128, 2, 3, 1, None, 132, False),
 ])
-def test_chunks_before_rope_by_kernel(
-    dtype, bits, page, groups, each, queries, window, cores, monkeypatch, recwarn
-):
+def test_chunks_by_kernel(dtype, bits, page, groups, each, queries, window, cores, before, monkeypatch, recwarn):
     """Of three rows one has no exact token, and another nothing at all."""
     monkeypatch.setattr(gpu_triton, "TOGETHER", 4)
     monkeypatch.setattr(gpu_grid, "CORES", cores)
     monkeypatch.setenv(OVERRIDE, "triton")
-    attend, beside, (alone, both) = inputs(dtype, bits, page, groups, each, queries, window)
+    attend, beside, (alone, both) = inputs(dtype, bits, page, groups, each, queries, window, before)
     check(jax.jit(lambda: attend(beside=beside))(), both, dtype)
     if queries > 1:
         check(jax.jit(attend)(), alone, dtype)
     assert not left_to_xla(recwarn)
+
+
+def test_wide_chunks_after_rope_are_those_of_the_coefficients_kernel(monkeypatch):
+    monkeypatch.setattr(gpu_triton, "MOST_REBUILT", 15)
+    monkeypatch.setenv(OVERRIDE, "triton")
+    attend, beside, (_, both) = inputs("float32", None, 128, 2, 1, 1, before=False, stale=0.0)
+    check(jax.jit(lambda: attend(beside=beside))(), both)
 
 
 def test_many_exact_tokens_come_as_their_partial(monkeypatch):
@@ -121,7 +127,7 @@ def test_a_decoded_step_is_that_of_xla(monkeypatch, recwarn):
     np.testing.assert_allclose(found["triton"][2], found["xla"][2], atol=2e-4)
 
 
-def test_wide_chunks_are_left_to_xla():
+def test_wide_chunks_before_rope_are_left_to_xla():
     attend, _, _ = inputs("float32", None, 64, 2, 1, 1)
     q, tokens, *rest = attend.args
     wide = tokens._replace(keys=jnp.zeros((*tokens.keys.shape[:3], 257)))
