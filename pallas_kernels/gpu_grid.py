@@ -17,6 +17,7 @@ MOST_STAGES = 6
 SMALL_TILE, MOST_OF_SMALL = 4096, 10  # bytes of a tile of which six stages hold too little, and the stages it may have
 WIDE = 700  # bytes of a token (and of its rebuilt key) from which the registers of four warps spill
 REBUILT, WIDE_REBUILT = 256, 1300  # the same where a rebuilt key has at most so many: joint rank 256 in 1026 us, not 1266
+CHUNK_TILE, WIDE_CHUNK = 32, 900  # tokens of a tile, and the same bytes, of chunks: more spill registers
 MOST_REBUILT = 256  # components of a key that are rebuilt where they are attended: of 512 an H200 takes as long as XLA
 PACKED_ROWS = 16  # query rows that programs over packed tokens have at most: with more, warps would unpack the same
 PACKED_LEAST_ROWS = 8  # of a tensor core's second operand
@@ -77,7 +78,8 @@ def tuned(tuning: Tuning) -> Iterator[None]:
 
 
 def decode_grid(
-    rows: int, programs: int, size: int, token_bytes: int, rebuilt_bytes: int = 0, widened_bytes: int = 0
+    rows: int, programs: int, size: int, token_bytes: int, rebuilt_bytes: int = 0, widened_bytes: int = 0,
+    chunks: bool = False,
 ) -> Grid:
     """A grid for `rows` queries of each of `programs` heads over buffers of `size` tokens.
 
@@ -85,14 +87,15 @@ def decode_grid(
         token_bytes: that are read of a token.
         rebuilt_bytes: of its key, where that is rebuilt.
         widened_bytes: of a token whose codes are widened, in float32; 0 of others.
+        chunks: whether programs hold what their chunk is expanded by, and where it lies, too.
 
     The splits follow the buffer; a kernel shares out the *valid* tokens among them, so a short row leaves some empty.
     """
-    tile, wide = 128, token_bytes + rebuilt_bytes
+    tile, wide = CHUNK_TILE if chunks else 128, token_bytes + rebuilt_bytes
     while tile > 32 and tile * wide > IN_FLIGHT:
         tile //= 2
     waves = MANY_WAVES if wide <= NARROW else WAVES
-    most = WIDE_REBUILT if 0 < rebuilt_bytes <= REBUILT else WIDE
+    most = (WIDE_CHUNK if chunks else WIDE_REBUILT) if 0 < rebuilt_bytes <= REBUILT else WIDE
     warps = 8 if max(wide, widened_bytes + rebuilt_bytes) > most else 4
     return _grid(rows, programs, size, tile, stages_for(tile * token_bytes), warps, waves)
 

@@ -30,15 +30,28 @@ def launch(
     """Partial `[B, H, M, width]`, float32, lse -inf where a row sees nothing.
 
     Args:
+        reads_lse: whether the log-sum-exp is read, too, as where values are expanded behind: a kernel merges both then.
+            Outputs alone XLA merges and rounds by one program.
+        name, kernel, grid, packed, told, operands, width, beside: as of `launch_splits`.
+    """
+    out, lse = launch_splits(name, kernel, grid, packed, told, operands, width, interpret=interpret, beside=beside)
+    return gpu_merge.merge_splits(out, lse, interpret=interpret) if reads_lse else merge_splits(out, lse)
+
+
+def launch_splits(
+    name: str, kernel: Callable[..., None], grid: Grid, packed: Packed, told: Sequence[jax.Array],
+    operands: Sequence[Operand], width: int, *, interpret: bool, beside: Sequence[Rows] = (),
+) -> tuple[jax.Array, jax.Array]:
+    """Partials of the splits as `merge_splits` takes them, of `packed.rows` rows.
+
+    Args:
         kernel: takes `Limits` of a row, and references: the operands, its out `[M, width]` and lse `[M]`.
         packed: queries.
         told: what else a row's programs are told, int32 `[B, n]` each: as they come, because what XLA puts together first
             is a launch of its own.
         beside: other tokens that the kernel reads.
-        reads_lse: whether the log-sum-exp is read, too, as where values are expanded behind: a kernel merges both then.
-            Outputs alone XLA merges and rounds by one program.
     """
-    limits = [(x, row_spec(x, len(packed.q))) for x in (packed.begin, packed.end, *told)]
+    limits = [(x, row_spec(x, packed.rows)) for x in (packed.begin, packed.end, *told)]
 
     def with_limits(begin, end, *refs):
         more, refs = refs[: len(told)], refs[len(told) :]
@@ -46,11 +59,11 @@ def launch(
         others = [Others(*refs[each * i : each * (i + 1)]) for i in range(len(beside))]
         kernel(Limits(begin, end, more, others), *refs[each * len(beside) :])
 
-    batch, heads, rows, _ = packed.q.shape
+    batch, (_, heads, rows, _) = packed.rows, packed.q.shape
     others = [operand for own in beside for operand in _others(packed, own)]
     arrays, specs = zip(*limits, *others, *operands, strict=True)
-    shapes = (batch, heads, grid.splits, rows, width), (batch, heads, rows, grid.splits)  # as `merge_splits` takes them
-    out, lse = pl.pallas_call(
+    shapes = (batch, heads, grid.splits, rows, width), (batch, heads, rows, grid.splits)
+    return pl.pallas_call(
         with_limits,
         grid=(grid.splits, heads, batch),
         in_specs=specs,
@@ -63,14 +76,13 @@ def launch(
         interpret=interpret,
         name=name,
     )(*arrays)
-    return gpu_merge.merge_splits(out, lse, interpret=interpret) if reads_lse else merge_splits(out, lse)
 
 
 def _others(packed: Packed, beside: Rows) -> list[Operand]:
     """What `Others` refer to."""
     own = pack(beside.q, packed.q.shape[1], beside.begin, beside.end)
     keys, values = (stored_arrays(x).codes for x in beside.tokens[:2])
-    ranges = [(x, row_spec(x, len(packed.q))) for x in (own.begin, own.end)]
+    ranges = [(x, row_spec(x, packed.rows)) for x in (own.begin, own.end)]
     return [*ranges, *by_head(packed, own.q, keys, values)]
 
 
@@ -86,7 +98,7 @@ def by_head(packed: Packed, *arrays: Any) -> list[Operand]:
     Raises:
         Unsupported: bytes whose numbers 32 bits cannot tell.
     """
-    rows, heads = packed.q.shape[:2]
+    rows, heads = packed.rows, packed.q.shape[1]
     found = [x for x in arrays if x is not None]
     check_bytes(found)
     return [(x, head_spec(x, rows, heads)) for x in found]

@@ -28,12 +28,19 @@ class Packed(NamedTuple):
         q: `[B, H, M, D]`, M = T * N / H query rows of each of H heads.
         begin, end: int32 `[B, T]`, the slots that a query sees: begin <= slot < end.
         span: int32 `[B, 2]`, lowest begin and highest end of a batch row; (0, 0) where nothing is seen.
+        parts: of the tokens, each of which is a row of a launch.
     """
 
     q: jax.Array
     begin: jax.Array
     end: jax.Array
     span: jax.Array
+    parts: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Of a launch."""
+        return len(self.q) * self.parts
 
 
 def pack(q: jax.Array, heads: int, begin: jax.Array, end: jax.Array) -> Packed:

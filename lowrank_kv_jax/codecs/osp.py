@@ -211,11 +211,15 @@ class OnlineSubspaceProjection(Subspace):
         ))
 
     def attend(self, layout, bases, store, q, positions, place):
+        return self.attend_beside(layout, bases, store, q, positions, place, None)
+
+    def attend_beside(self, layout, bases, store, q, positions, place, beside):
         spec = layout.spec
         return chunked_attention(
             as_met(q, self.gammas(spec, bases)), coded_tokens.cached_tokens(store.tokens), store.chunks.owner,
             store.chunks.k_bases, store.chunks.v_bases, page=self.page, rope=spec.rope if self.rope == "pre" else None,
             kv_heads=spec.kv_heads, **spec.logits, q_positions=positions, window=place.window,
+            beside=beside,
         )
 
     def rebuilt(self, layout: Layout, bases: SubspaceBases, store: ChunkedStore) -> tuple[jax.Array, jax.Array]:

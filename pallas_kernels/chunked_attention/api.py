@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jaxtyping import Float, Int
 
-from lowrank_kv_jax.attention.partial import AttnPartial
+from lowrank_kv_jax.attention.partial import AttnPartial, merge
 from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.pallas_kernels import dispatch
 from lowrank_kv_jax.pallas_kernels.chunked_attention import by_kernel, reference
@@ -22,17 +23,20 @@ from lowrank_kv_jax.pallas_kernels.over_mesh import (
     devices_of_heads,
     local,
 )
-from lowrank_kv_jax.storage.cached_tokens import CachedTokens
+from lowrank_kv_jax.storage.cached_tokens import Beside, CachedTokens
 from lowrank_kv_jax.storage.chunk_bases import ChunkBases
+from lowrank_kv_jax.storage.over_tokens import mesh_here
 
 BEFORE_ROPE = ("tpu",)
 """Of `api.KERNELS` those that have a module in this folder, for keys that were coded before RoPE."""
+FOR_ALL = "gpu_triton"
+"""The one that has a module here for all chunks, and other tokens beside."""
 
 
 def chunked_attention(
     q: Float[jax.Array, "B T N D"], tokens: CachedTokens, owner: Int[jax.Array, "B P"], k_bases: ChunkBases,
     v_bases: ChunkBases, *, page: int, rope: RopeSpec | None, kv_heads: int, scale: float,
-    q_positions: Int[jax.Array, "B T"], window: int | None, cap: float | None = None,
+    q_positions: Int[jax.Array, "B T"], window: int | None, cap: float | None = None, beside: Beside | None = None,
     backend: str | None = None,
 ) -> AttnPartial:
     """One softmax over all chunks (Online Subspace Projection, section 6), in one pass.
@@ -45,6 +49,7 @@ def chunked_attention(
         page: tokens that share a basis; a chunk is a run of pages.
         rope: rotation of keys that were coded before RoPE, rebuilt on read; None attends in coefficient space.
         kv_heads: K.
+        beside: other tokens to attend to.
         scale, q_positions, window, cap, backend: as in `coefficient_attention`.
 
     Returns:
@@ -59,18 +64,30 @@ def chunked_attention(
                 "k_bases": _cut_bases(k_bases), "v_bases": _cut_bases(v_bases),
                 "q_positions": cut(q_positions, POSITIONS)}
 
+    def joined(part: AttnPartial) -> AttnPartial:
+        if beside is None:
+            return part
+        return merge([api.attend_to(beside, scale=scale, cap=cap, backend=backend), part], kv_heads)
+
     def run(module: str, **given: Any) -> AttnPartial:
         given |= attend | {"kv_heads": kv_heads // devices_of_heads()}
-        if rope is not None and module in BEFORE_ROPE:
+        if module == FOR_ALL or rope is not None and module in BEFORE_ROPE:
             return importlib.import_module(f"{__package__}.{module}").chunked_attention(**given)
         return by_kernel.chunked_attention(importlib.import_module(f"{api.__package__}.{module}"), **given)
 
-    kernels = {name: local(functools.partial(run, module), specs, arrays) for name, module in api.KERNELS.items()}
+    def kernel(module: str) -> Callable[[bool], AttnPartial]:
+        mesh = mesh_here()
+        if module == FOR_ALL and (mesh is None or mesh.size == 1):
+            return lambda interpret: run(module, **arrays, beside=beside, interpret=interpret)
+        on_device = local(functools.partial(run, module), specs, arrays)
+        return lambda interpret: joined(on_device(interpret))
+
+    kernels = {name: kernel(module) for name, module in api.KERNELS.items()}
     if cap is not None:
         kernels = dispatch.without_kernels(kernels, "logits that are capped")
     return dispatch.run(
         "chunked_attention", backend, kernels,
-        lambda: reference.chunked_attention(**attend, **arrays, kv_heads=kv_heads, cap=cap))
+        lambda: joined(reference.chunked_attention(**attend, **arrays, kv_heads=kv_heads, cap=cap)))
 
 
 def _cut_bases(bases: ChunkBases) -> Any:

@@ -31,6 +31,7 @@ TILE = 64  # other tokens that are read at once
 FEW_SLOTS = 1024  # of other tokens: more are worth programs of their own
 PIECE = 64  # components
 COLUMNS = "columns"  # how the names of a basis' factors begin
+TOGETHER = 16  # parts that are merged at once
 ROWS = 16  # query heads of a program in float32
 
 
@@ -41,23 +42,43 @@ def expanded_values(
     """As `api.expanded_values`.
 
     Raises:
-        Unsupported: more than a query of each row, capped logits, other dtypes than `DTYPES`, in float32 more than
-            `ROWS` query heads a kv head, which would spill registers.
+        Unsupported: capped logits, and queries that it does not take.
     """
-    (batch, queries, q_heads, _), dtype = part.out.shape, beside.q.dtype
-    if queries != 1 or cap is not None or dtype.name not in DTYPES:
-        raise Unsupported("more than a query, capped logits, or other numbers than floats")
-    each = q_heads // kv_heads
-    if dtype == jnp.float32 and each > ROWS:
-        raise Unsupported(f"{each} query heads a kv head in float32, allowed are {ROWS}")
-
+    if cap is not None or not takes(beside.q, kv_heads):
+        raise Unsupported("more than a query, capped logits, other numbers than floats, or many in float32")
+    batch, each = part.out.shape[0], part.out.shape[2] // kv_heads
     operands, dim = _basis(basis, batch, kv_heads)
-    blocks, heads = pl.cdiv(dim, CHANNELS), (batch, kv_heads, each)
-    operands |= _others(beside, heads, scale)
+    heads = (batch, kv_heads, each)
     operands |= {"own": _operand(part.out.reshape(*heads, -1), batch, kv_heads),
                  "own_lse": _operand(part.lse.reshape(heads), batch, kv_heads)}
     if mean is not None:
         operands["mean"] = _operand(mean[None] if mean.ndim == 2 else mean, batch, kv_heads)
+    return _launch(operands, beside, heads, dim, scale=scale, interpret=interpret)
+
+
+def merged_parts(out: jax.Array, lse: jax.Array, beside: Beside, *, scale: float, interpret: bool) -> AttnPartial:
+    """Other tokens merged with what has been attended of C parts of the stored ones, each in S splits, in head space.
+
+    Args:
+        out, lse: `[B, C, K, S, G, D]` and `[B, C, K, G, S]` of a query of each row, as of `gpu_launch.launch_splits`.
+        beside: whose queries it `takes`.
+        scale: as above.
+    """
+    batch, chunks, kv_heads, splits, each, dim = out.shape
+
+    def of_head(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, chunks, None, *shape), lambda s, h, b: (b, 0, h, *(0,) * len(shape)))
+
+    operands = {"parts": (out, of_head(splits, each, dim)), "parts_lse": (lse, of_head(each, splits))}
+    return _launch(operands, beside, (batch, kv_heads, each), dim, scale=scale, interpret=interpret)
+
+
+def _launch(
+    operands: dict[str, Operand], beside: Beside, heads: tuple[int, int, int], dim: int, *, scale: float, interpret: bool
+) -> AttnPartial:
+    """Partial of B rows, K kv heads, G query heads each."""
+    (batch, kv_heads, each), dtype, blocks = heads, beside.q.dtype, pl.cdiv(dim, CHANNELS)
+    operands = operands | _others(beside, heads, scale)
     arrays, specs = zip(*((x, of_parts(spec, blocks)) for x, spec in operands.values()), strict=True)
     out, lse = pl.pallas_call(
         functools.partial(
@@ -78,7 +99,14 @@ def expanded_values(
         interpret=interpret,
         name="expanded_values",
     )(*arrays)
-    return AttnPartial(out.reshape(batch, 1, q_heads, dim).astype(jnp.float32), lse.reshape(batch, 1, q_heads))
+    return AttnPartial(out.reshape(batch, 1, -1, dim).astype(jnp.float32), lse.reshape(batch, 1, -1))
+
+
+def takes(q: jax.Array, kv_heads: int) -> bool:
+    """Whether queries `[B, T, N, D]` are one of each row, in `DTYPES`, in float32 of at most `ROWS` heads a kv head: more
+    would spill registers."""
+    many = q.dtype == jnp.float32 and q.shape[2] // kv_heads > ROWS
+    return q.shape[1] == 1 and q.dtype.name in DTYPES and not many
 
 
 def _operand(x: jax.Array, rows: int, heads: int) -> Operand:
@@ -127,24 +155,57 @@ def _kernel(*refs, names: tuple[str, ...], grid: Grid, scale: float, blocks: int
         others, behind = Others(*(of[name] for name in Others._fields)), of["keys"].dtype.name == BYTES
         top, total, (sums,) = start_beside([others], grid, scale, [channel], each, behind)
     else:
-        top, total = _base_2(of["lse"], row, there), jnp.ones((grid.rows,), jnp.float32)
-        sums = load_columns(of["out"], 0, there, channel)
-    factors = [ref for name, ref in of.items() if name.startswith(COLUMNS)]
-    expanded = _expanded(of["own"], of["basis"], factors, there, channel, exact)
-    for name, join, other in (("weights", jnp.divide, 1.0), ("mean", jnp.add, 0.0)):
-        if name in of:
-            own = plgpu.load(of[name].at[channel], mask=inside, other=other)
-            expanded = join(expanded, own.astype(jnp.float32)[None])
-    own = _base_2(of["own_lse"], row, there)
-    highest = jnp.maximum(top, own)
-    weights = [jnp.where(x > EMPTY / 2, jnp.exp2(x - highest), 0.0) for x in (top, own)]
-    together = total * weights[0] + weights[1]
-    some = jnp.where(together == 0, 1.0, together)
-    out = (sums * weights[0][:, None] + expanded * weights[1][:, None]) / some[:, None]
+        top = _base_2(of["lse"], row, there)
+        total, sums = jnp.where(top > EMPTY / 2, 1.0, 0.0), load_columns(of["out"], 0, there, channel)
+    if "parts" in of:
+        top, total, sums = _with_parts((top, total, sums), of["parts"], of["parts_lse"], there, channel)
+    else:
+        factors = [ref for name, ref in of.items() if name.startswith(COLUMNS)]
+        expanded = _expanded(of["own"], of["basis"], factors, there, channel, exact)
+        for name, join, other in (("weights", jnp.divide, 1.0), ("mean", jnp.add, 0.0)):
+            if name in of:
+                numbers = plgpu.load(of[name].at[channel], mask=inside, other=other)
+                expanded = join(expanded, numbers.astype(jnp.float32)[None])
+        top, total, sums = _with_part((top, total, sums), expanded, _base_2(of["own_lse"], row, there))
+    some = jnp.where(total == 0, 1.0, total)
+    out = sums / some[:, None]
     at = tuple(jnp.broadcast_to(x, out.shape) for x in (row[:, None], channel[None]))
     plgpu.store(out_ref.at[at], out.astype(out_ref.dtype), mask=there[:, None] & inside[None])
-    lse = jnp.where(together == 0, -jnp.inf, highest / LOG2_E + jnp.log(some))
+    lse = jnp.where(total == 0, -jnp.inf, top / LOG2_E + jnp.log(some))
     plgpu.store(lse_ref.at[row], lse, mask=there)
+
+
+def _with_part(carry, out, lse):
+    """Running maximum (base 2), sum and outputs `[rows, channels]` with a part added, lse in base 2."""
+    top, total, sums = carry
+    highest = jnp.maximum(top, lse)
+    weights = [jnp.where(x > EMPTY / 2, jnp.exp2(x - highest), 0.0) for x in (top, lse)]
+    return highest, total * weights[0] + weights[1], sums * weights[0][:, None] + out * weights[1][:, None]
+
+
+def _with_parts(carry, parts_ref, lse_ref, there, channel):
+    """The same with parts `[C, S, G, D]`, some at a time."""
+    chunks, splits, _, dim = parts_ref.shape
+    count, row = chunks * splits, jnp.arange(there.shape[0])
+
+    def add(block, carry):
+        top, total, sums = carry
+        number = block * TOGETHER + jnp.arange(TOGETHER)
+        mask = (number < count)[:, None] & there[None]
+        chunk, split, rows = (
+            jnp.broadcast_to(x, mask.shape) for x in ((number // splits)[:, None], (number % splits)[:, None], row[None]))
+        lse = jnp.maximum(plgpu.load(lse_ref.at[chunk, rows, split], mask=mask, other=EMPTY) * LOG2_E, EMPTY)
+        inside = mask[..., None] & (channel < dim)[None, None]
+        at = (*(x[..., None] for x in (chunk, split, rows)), channel[None, None])
+        found = plgpu.load(
+            parts_ref.at[tuple(jnp.broadcast_to(x, inside.shape) for x in at)], mask=inside, other=0.0)
+        highest = jnp.maximum(top, jnp.max(lse, axis=0))
+        weight = jnp.where(lse > EMPTY / 2, jnp.exp2(lse - highest[None]), 0.0)
+        shrink = jnp.exp2(top - highest)
+        sums = sums * shrink[:, None] + jnp.sum(weight[..., None] * found, axis=0)
+        return highest, total * shrink + jnp.sum(weight, axis=0), sums
+
+    return jax.lax.fori_loop(0, pl.cdiv(count, TOGETHER), add, carry)
 
 
 def _base_2(lse_ref, row, there):

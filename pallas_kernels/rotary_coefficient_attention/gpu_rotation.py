@@ -79,14 +79,20 @@ def gaps_of(rotary: Rotary) -> list[jax.Array]:
     return [] if rotary.gaps is None else [rotary.gaps.start, rotary.gaps.jump]
 
 
-def visits_of(limits: Limits, tile: int) -> tuple[Callable[[Any], Run], jax.Array]:
-    """Inside of a kernel that is told `gaps_of`, or `visits`: the `Run` and tile of a visit, and how many there are."""
+def visits_of(limits: Limits, tile: int, within: Any = None) -> tuple[Callable[[Any], Run], jax.Array]:
+    """Inside of a kernel that is told `gaps_of`, or `visits`: the `Run` and tile of a visit, and how many there are.
+
+    Args:
+        within: the first slot that counts and the one behind the last, where not all of those that are seen do.
+    """
     if len(limits.told) == 1:
         (ref,) = limits.told
         read, runs = (lambda number: ref[number]), ref.shape[0] // 5
     else:
         gaps = ([ref[p] for p in range(ref.shape[0])] for ref in limits.told) if limits.told else ([], [])
-        table = table_of(*gaps, *span(limits), tile)
+        low, high = span(limits)
+        low, high = (low, high) if within is None else (jnp.maximum(low, within[0]), jnp.minimum(high, within[1]))
+        table = table_of(*gaps, low, high, tile)
         read, runs = table.__getitem__, len(table) // 5
     return functools.partial(read_run, read, runs), read(5 * runs)
 
@@ -102,7 +108,7 @@ def rotation(rotary: Rotary, rotate: bool, keys: Stored):
     if rotary.positions is None:
         return by_run, [whole(rotary.cos), whole(rotary.sin)]
     if rotary.of_pages is not None and keys.chosen is not None:
-        gaps = ((x, row_spec(x, len(rotary.packed.q))) for x in (rotary.of_pages.start, rotary.of_pages.jump))
+        gaps = ((x, row_spec(x, rotary.packed.rows)) for x in (rotary.of_pages.start, rotary.of_pages.jump))
         return functools.partial(by_page, page=keys.page), [
             *gaps, whole(jnp.asarray(rotary.steps))]
     return by_slot, [*by_head(rotary.packed, rotary.positions), whole(jnp.asarray(rotary.steps))]
