@@ -41,7 +41,7 @@ def greedy():
     return [row[len(prompt) :] for row, prompt in zip(rows, ROWS, strict=True)]
 
 
-@pytest.mark.parametrize("count", [1, 2, 9, NEW])
+@pytest.mark.parametrize("count", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 9)), NEW])
 def test_greedy_is_the_argmax_loop(count):
     out = gen(model(), FULL, ROWS, max_new_tokens=count, capacity=128)
     assert out.tokens == [row[:count] for row in greedy()]
@@ -197,7 +197,7 @@ def shapes_of(cache):
     return jax.tree.structure(cache), [(x.shape, x.dtype) for x in jax.tree.leaves(cache)]
 
 
-@pytest.mark.parametrize("name", ["full", "streamingllm", pytest.param("ojakv", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["streamingllm", *(pytest.param(x, marks=pytest.mark.slow) for x in ("full", "ojakv"))])
 def test_a_thousand_tokens_compile_once(name):
     config = dataclasses.replace(PLAIN, num_layers=2, windows=(None, None), context=2048)
     method = small_configuration(REGISTRY[name])
@@ -269,7 +269,8 @@ def test_fewer_prompts_than_rows_compile_nothing(caplog):
 
 
 @pytest.mark.parametrize("spec", [
-    "full", "streamingllm:budget=24,keep=none", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ojakv", "single-svd", "minicache")),
+    "streamingllm:budget=24,keep=none",
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ("full", "ojakv", "single-svd", "minicache")),
 ])
 def test_by_default_there_is_room_for_another_turn(spec):
     """Of `NEXT_TURN` tokens and as long an answer, whatever the method, and not for many more."""

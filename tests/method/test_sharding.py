@@ -19,7 +19,7 @@ pytestmark = pytest.mark.xdist_group("sharding")  # one worker: all read the res
 
 
 # Simulated devices are slow: most methods are run by hand with -m slow.
-QUICK = ("full", "ojakv", "xkv")
+QUICK = ("full", "ojakv")
 CASES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(REGISTRY)]
 CASES.append(pytest.param("kivi:bits=8+kvzip:keep=0.5", marks=pytest.mark.slow))  # quantised heads in one buffer
 CASES.append(pytest.param("transform:heads=per_head,steps=prompt,sinks=4,recent=8", marks=pytest.mark.slow))

@@ -169,7 +169,7 @@ def texts(model, answers):
 
 
 @pytest.mark.parametrize("spec", [
-    "full", "single-svd:rank=8", pytest.param("h2o:budget=32,recent=8", marks=pytest.mark.slow)])
+    "single-svd:rank=8", *(pytest.param(spec, marks=pytest.mark.slow) for spec in ("full", "h2o:budget=32,recent=8"))])
 def test_drafts_change_no_answer(model, spec):
     """Right to the end, left at once, in the first block or behind it, too short, too long, or none."""
     method, rng = parse_methods([spec])[spec], np.random.default_rng(0)
