@@ -85,7 +85,8 @@ def test_texts_are_scored_in_the_methods_blocks():
     np.testing.assert_allclose(one.nll, exact.nll, atol=1e-4)
 
 
-@pytest.mark.parametrize("spec", ["transform:smaller=8", "transform:smaller=8,group=3,kv=joint"])
+@pytest.mark.parametrize("spec", [
+    pytest.param("transform:smaller=8", marks=pytest.mark.slow), "transform:smaller=8,group=3,kv=joint"])
 def test_bytes_meet_what_is_asked_for_at_the_default_block(spec):
     method = parse_method(spec)
     bases, params, tokens = bases_for(method), model().params, prompts(1, 448)
