@@ -214,13 +214,13 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("name, slots", [
+@pytest.mark.parametrize("stored, slots", [
     pytest.param("splits", 40, marks=pytest.mark.newest), *((name, 40) for name in [*BESIDE][1:]),
     *(pytest.param(name, 150, marks=[pytest.mark.slow] if name != "one split" else []) for name in BESIDE),
 ])
-def test_other_tokens_are_read_by_the_same_program(name, slots, monkeypatch):
+def test_other_tokens_are_read_by_the_same_program(stored, slots, monkeypatch):
     """As the merge of both: of rows that see tokens here, there, on both sides and on none."""
-    x = BESIDE[name]()
+    x = BESIDE[stored]()
     others, poisoned = _beside(x, slots)
     programs, call = [], pl.pallas_call
     monkeypatch.setattr(pl, "pallas_call", lambda *args, **options: programs.append(1) or call(*args, **options))
