@@ -77,6 +77,11 @@ VARIANTS = [
 ]
 
 
+def shallow(name):
+    """For programs of all layers one after the other: a single layer, where the method does not store two together."""
+    return SMALL if name == "xkv" else dataclasses.replace(SMALL, num_layers=1, windows=(None,))
+
+
 @functools.cache
 def small_run(name, seed=0):
     return run(small_configuration(REGISTRY[name]), SMALL, text(SMALL, seed), PROMPT)
@@ -88,7 +93,7 @@ def small_run(name, seed=0):
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 @on_a_model
 def test_the_contract(promise, name):
-    promise(small_configuration(REGISTRY[name]), SMALL)
+    promise(small_configuration(REGISTRY[name]), shallow(name))
 
 
 # ---- exactness -------------------------------------------------------------------------------------
