@@ -2,12 +2,13 @@
 
 Prints one JSON object a method: the largest difference of logits, whether the decoded tokens agree, and the largest
 collective of the compiled decode block. The first argument may be a mesh, `mesh:data=2,tokens=4`; over tokens a second
-turn follows.
+turn follows. The last ones may be of kernels, `triton:palu`.
 """
 
 import dataclasses
 import json
 import math
+import os
 import re
 import sys
 
@@ -21,6 +22,7 @@ from lowrank_kv_jax.generation.generate import Progress, decode_block
 from lowrank_kv_jax.methods import REGISTRY
 from lowrank_kv_jax.methods.parse import parse_method
 from lowrank_kv_jax.models.parameter_sharding import param_shardings
+from lowrank_kv_jax.storage.backend import OVERRIDE
 from lowrank_kv_jax.storage.sharding import make_mesh
 from lowrank_kv_jax.storage.state import walk
 
@@ -78,15 +80,18 @@ def main():
     mesh = make_mesh(sys.argv[1][5:] if given else "data=2,model=4")
     turn = "tokens" in mesh.shape
     lengths = jnp.asarray(LONG_LENGTHS if turn else [96, 70, 96, 33], jnp.int32)
-    for name in sys.argv[1 + given :]:
+    for given_name in sys.argv[1 + given :]:
+        name = given_name.removeprefix("triton:")
         method = small_configuration(REGISTRY[name]) if name in REGISTRY else parse_method(name)
         config = TWO if max(map(len, method.layer_groups(TWO.attention))) > 1 else ONE  # two where they are stored together
+        if name != given_name:  # chosen while tracing: another context, other programs
+            os.environ[OVERRIDE], config = "triton", dataclasses.replace(config, context=config.context - 1)
         plain = model(config).params
         sharded = jax.device_put(plain, param_shardings(config, mesh))
         logits, tokens, _, _ = decode(method, config, plain, None, lengths, turn)
         on_mesh, mesh_tokens, moved, placed = decode(method, config, sharded, mesh, lengths, turn)
         print(json.dumps({
-            "method": name, "difference": float(np.abs(logits - on_mesh).max()), "rows": 4, "capacity": CAPACITY,
+            "method": given_name, "difference": float(np.abs(logits - on_mesh).max()), "rows": 4, "capacity": CAPACITY,
             "same_tokens": bool((tokens == mesh_tokens).all()), "largest_collective": moved,
             "over_data": all("data" in spec for spec in placed.values()),
             "over_model": any("model" in spec for spec in placed.values()),

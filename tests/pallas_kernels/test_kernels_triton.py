@@ -110,7 +110,7 @@ PACKED = Case(rope=ROPE, runs=SOME, lengths=(0, 1, 63, 64, 65, 300), dtype="bflo
     [
         dataclasses.replace(PACKED, mean=True, per_row=True, gaps=(0, 64), jumps=(100000, 9)),
         newest(dataclasses.replace(PACKED, lengths=(20, 7), S=20, D=96, dtype="float16")),  # fewer tokens than a tile has
-        dataclasses.replace(PACKED, own=2, mean=True, lengths=(1, 129, 300), rope=LLAMA3),
+        slow(dataclasses.replace(PACKED, own=2, mean=True, lengths=(1, 129, 300), rope=LLAMA3)),
         dataclasses.replace(PACKED, runs=MANY, J=1, Jv=1, N=24, K=8, lengths=(300, 130), gaps=(70, 90), jumps=(3, 40)),
         slow(dataclasses.replace(PACKED, runs=MANY, J=1, Jv=1, K=2, D=256, lengths=(300, 130), mean=True)),  # in parts
         slow(dataclasses.replace(PACKED, T=3, causal=True, window=90, lengths=(2, 101, 300), N=8, S=600)),
@@ -215,8 +215,9 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("stored, slots", [
-    pytest.param("splits", 40, marks=pytest.mark.newest), *((name, 40) for name in [*BESIDE][1:]),
-    *(pytest.param(name, 150, marks=[pytest.mark.slow] if name != "one split" else []) for name in BESIDE),
+    pytest.param("splits", 40, marks=pytest.mark.newest), ("one split", 150),
+    *((name, 40) for name in ("tiles", "components", "heads of unequal budgets")), pytest.param("one split", 40, marks=pytest.mark.slow),
+    *(pytest.param(name, 150, marks=pytest.mark.slow) for name in BESIDE if name != "one split"),
 ])
 def test_other_tokens_are_read_by_the_same_program(stored, slots, monkeypatch):
     """As the merge of both: of rows that see tokens here, there, on both sides and on none."""
