@@ -134,7 +134,7 @@ def decoder(file):
     return runpy.run_path(str(FOLDER / file))
 
 
-@pytest.mark.parametrize("file", ["own_model.py", "own_model_nnx.py"])
+@pytest.mark.parametrize("file", ["own_model.py", pytest.param("own_model_nnx.py", marks=pytest.mark.slow)])
 def test_a_decoder_of_ones_own_decodes(file, capsys):
     decoder(file)["main"](["--method", "ojakv:rank=0.5", "--tokens", "20"])
     said, size = capsys.readouterr().out.splitlines()
