@@ -124,6 +124,7 @@ CHANGES = (
 )
 
 
+@pytest.mark.slow
 def test_sinks_matter_in_the_goldens(loaded):
     model = loaded("gpt_oss")
     layers = [{**layer, "attention": layer["attention"] | {"sinks": jnp.full(4, -1e9)}} for layer in model.params["layers"]]

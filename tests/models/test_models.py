@@ -90,6 +90,7 @@ def test_logits_of_every_family_are_those_of_transformers(family):
     np.testing.assert_allclose(logits, golden[f"{family}/logits"], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_windows_and_scaling_matter_in_the_goldens():
     """A golden that the plain variant also met would test nothing."""
     golden = tiny_goldens()
