@@ -27,7 +27,10 @@ TOKENS = BLOCKS * BLOCK
 TOLERANCE = 2e-5  # of outputs of order 1, at full rank and budget, in float32
 
 # run by hand: the same parts as another method's, with other defaults
-ALIKE = {"adakv", "eigen-n", "eigenattention", "osp-static", "pyramidkv", "scissorhands", "sliding-window", "snapkv", "static-pca", "static-pca-h"}
+ALIKE = {
+    "adakv", "eigen-n", "eigenattention", "h2o", "osp-static", "pyramidkv", "scissorhands", "sliding-window", "snapkv", "static-pca",
+    "static-pca-h",
+}
 NAMES = [
     pytest.param(name, marks=[pytest.mark.xdist_group(f"arrays-{name}"), *([pytest.mark.slow] if name in ALIKE else [])])
     for name in sorted(REGISTRY)

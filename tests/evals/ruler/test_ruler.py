@@ -180,7 +180,8 @@ def test_pairs_of_words_are_the_sorted_set():
 # ---- errors ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", ruler.TASKS)
+@pytest.mark.parametrize("task", [
+    pytest.param(task, marks=[] if task in OTHERWISE or task not in ELEVEN else pytest.mark.slow) for task in ruler.TASKS])
 def test_lengths_below_the_floor_are_refused(tokenizer, task):
     dataset = ruler.find_task(task).parameters.get("dataset")
     questions = qa.read_squad(squad()) if dataset else None
