@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -47,15 +48,17 @@ WINDOWED = dataclasses.replace(PLAIN, family="mistral", num_layers=2, windows=(2
 REPRESENTATIVES = {"full", "kivi", "momentkv", "ojakv", "xkv"}
 
 
-def methods(slow: bool = True):
+def methods(elsewhere: Collection[str] = (), slow: bool = True):
     """Names of all registered methods as parameters. One worker runs all tests of a method: they share its programs.
 
     Args:
-        slow: mark those that no representative is.
+        elsewhere: representatives of which another test asks the same.
+        slow: mark these, and those that no representative is.
     """
     for name in sorted(REGISTRY):
         marks = [pytest.mark.xdist_group(name)]
-        yield pytest.param(name, marks=[*marks, pytest.mark.slow] if slow and name not in REPRESENTATIVES else marks)
+        quick = not slow or name in REPRESENTATIVES.difference(elsewhere)
+        yield pytest.param(name, marks=marks if quick else [*marks, pytest.mark.slow])
 
 
 # ---- one group of layers, each call one program: operation by operation, every one of them would be compiled -------------

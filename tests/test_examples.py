@@ -118,7 +118,7 @@ def of_both_decoders():
     under -m slow."""
     for file in ("own_model.py", "own_model_nnx.py"):
         for method in (*EVERY_ONE, *BESIDES):
-            quick = method in BESIDES[:2] or method.split(":")[0] in ("full", "kivi")
+            quick = method == BESIDES[0] or method.split(":")[0] == "kivi"
             quick = quick if file == "own_model.py" else method == "full"
             yield pytest.param(file, method, marks=[] if quick else [pytest.mark.slow])
 
@@ -134,7 +134,7 @@ def decoder(file):
     return runpy.run_path(str(FOLDER / file))
 
 
-@pytest.mark.parametrize("file", ["own_model.py", "own_model_nnx.py"])
+@pytest.mark.parametrize("file", ["own_model.py", pytest.param("own_model_nnx.py", marks=pytest.mark.slow)])
 def test_a_decoder_of_ones_own_decodes(file, capsys):
     decoder(file)["main"](["--method", "ojakv:rank=0.5", "--tokens", "20"])
     said, size = capsys.readouterr().out.splitlines()

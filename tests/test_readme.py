@@ -43,7 +43,7 @@ def test_the_readme_runs_on_the_real_model(tmp_path):
     assert done.stdout.strip()
 
 
-# ---- the docs, on a model of two layers in the place of the real one ----------------------------------------------
+# ---- the docs, on a model of one layer in the place of the real one ----------------------------------------------
 
 @pytest.fixture
 def shelf(tmp_path, monkeypatch):

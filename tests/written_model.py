@@ -12,7 +12,7 @@ from lowrank_kv_jax.models import read_config
 from lowrank_kv_jax.models.parameters import stored_arrays
 
 CONFIG = {
-    "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "model_type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 8192,
 }
 

@@ -263,10 +263,10 @@ def test_stale_keys_may_even_be_nan():
         (40, 5),
         (511, None),
         (512, 1),
-        (513, None),
+        pytest.param(513, None, marks=pytest.mark.slow),
         (513, 600),
         (1100, None),
-        (1100, 5),
+        pytest.param(1100, 5, marks=pytest.mark.slow),
         (1100, 600),
     ],
 )

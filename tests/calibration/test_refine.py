@@ -43,7 +43,7 @@ def errors(method, bases, seed=0):
 
 @pytest.mark.parametrize("spec", [
     pytest.param(ONE, marks=pytest.mark.slow),
-    "transform:bits=2,group=2,heads=per_head,rope=post,means=calibrated,sampled=False",
+    "transform:bits=2,group=3,heads=per_head,rope=post,means=calibrated,sampled=False",
     pytest.param(f"{ONE},group=2,kv=joint", marks=pytest.mark.slow),
     pytest.param(f"{ONE},rope=tile", marks=pytest.mark.slow),
     pytest.param(f"{ONE},group=2,kv=joint,rope=post", marks=pytest.mark.slow),

@@ -221,11 +221,21 @@ def test_ctrl_c_is_130(capsys, monkeypatch):
     assert capsys.readouterr().err == "lowrank-kv: interrupted\n"
 
 
+LIGHT = """
+import sys, types
+from lowrank_kv_jax.cli import main
+sys.modules["lowrank_kv_jax.cli.methods"] = methods = types.ModuleType("methods")  # which imports as good as nothing
+methods.add_parser = lambda commands: commands.add_parser("methods").set_defaults(run=lambda args: print("full " * 1000))
+sys.exit(main())
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
-def test_output_that_nobody_takes():
-    command = f"{sys.executable} -m lowrank_kv_jax.cli methods"
-    done = subprocess.run(f"{command} | true; {command} > /dev/full; echo $?; {command} >&-; echo $?", shell=True,
-                          capture_output=True, text=True, cwd=ROOT)
+def test_output_that_nobody_takes(tmp_path):
+    (tmp_path / "light.py").write_text(LIGHT)
+    command, light = f"{sys.executable} -m lowrank_kv_jax.cli methods", f"{sys.executable} {tmp_path / 'light.py'} methods"
+    done = subprocess.run(f"{light} | true; {command} > /dev/full; echo $?; {light} >&-; echo $?", shell=True,
+                          capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.stdout == "1\n0\n"
     assert done.stderr == "lowrank-kv: error: standard output: No space left on device\n"
 
@@ -333,14 +343,16 @@ def test_import_is_fast_and_without_torch():
     assert loaded.startswith("False ") and time.perf_counter() - begin < 10
 
 
-def test_the_whole_surface_loads_without_torch():
-    code = "import sys, lowrank_kv_jax as lkv\nfor name in lkv.__all__: getattr(lkv, name)\n"
-    assert python(code + "print('torch' in sys.modules, lkv.generate.__name__)") == "False generate"
+SURFACE = """
+import sys, lowrank_kv_jax.generation.generate, lowrank_kv_jax.calibration.calibrate, lowrank_kv_jax as lkv
+print(callable(lkv.generate), callable(lkv.calibrate))
+for name in lkv.__all__: getattr(lkv, name)
+print('torch' in sys.modules, lkv.generate.__name__)
+"""
 
 
-def test_functions_are_not_hidden_by_the_modules_they_live_in():
-    code = "import lowrank_kv_jax.generation.generate, lowrank_kv_jax.calibration.calibrate, lowrank_kv_jax as lkv\n"
-    assert python(code + "print(callable(lkv.generate), callable(lkv.calibrate))") == "True True"
+def test_the_whole_surface_loads_without_torch_and_no_function_is_hidden_by_the_module_it_lives_in():
+    assert python(SURFACE).splitlines() == ["True True", "False generate"]
 
 
 def test_unknown_names_raise():

@@ -110,16 +110,13 @@ def test_half_of_the_layers_merged_is_the_paper_s_ratio():
     assert len(cache.groups) == 4 + 2
 
 
-def test_nothing_to_merge_is_the_full_cache():
+@pytest.mark.parametrize("fields", [
+    {"start": 4}, {"start": 0, "keep": 1.0}, pytest.param({"start": 1.0}, marks=pytest.mark.slow)], ids=str)
+def test_nothing_to_merge_is_the_full_cache(fields):
     tokens = prompts(length=PROMPT + 8)
     _, exact = run(methods.Full(), DEEP, tokens, PROMPT)
-    for method in (
-        methods.MiniCache(start=1.0),
-        methods.MiniCache(start=4),
-        methods.MiniCache(start=0, keep=1.0),
-    ):
-        _, logits = run(method, DEEP, tokens, PROMPT)
-        np.testing.assert_allclose(logits, exact, atol=1e-4)
+    _, logits = run(methods.MiniCache(**fields), DEEP, tokens, PROMPT)
+    np.testing.assert_allclose(logits, exact, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,8 @@ def reference_chunks(method, x, count, seen, start, energy):
 
 
 @pytest.mark.parametrize("fields", [
-    pytest.param({}, marks=pytest.mark.slow), {"lookahead": 0, "tau_k": 0.3, "tau_v": 0.3, "chunk_length": 96, "chunks": 12}, {"chunks": 2, "when_full": "keep", "prior": 5.0, "unseen": 0.5, "lookahead": 12},
+    pytest.param({}, marks=pytest.mark.slow), {"lookahead": 0, "tau_k": 0.3, "tau_v": 0.3, "chunk_length": 96, "chunks": 12},
+    pytest.param({"chunks": 2, "when_full": "keep", "prior": 5.0, "unseen": 0.5, "lookahead": 12}, marks=pytest.mark.slow),
 ])
 def test_chunks_equal_a_float64_oracle(fields):
     method, lengths = small(**fields), (LENGTH, 90)

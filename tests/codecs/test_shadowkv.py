@@ -103,7 +103,7 @@ def expected(method, q, together=np.max):
     return tuple(np.concatenate(x, axis=2) for x in zip(*one, strict=True))
 
 
-@pytest.mark.parametrize("outliers", [0, 3])
+@pytest.mark.parametrize("outliers", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_attention_is_that_of_the_paper(outliers):
     """Landmarks, outliers, choice, rebuilt keys and attention; rows of their own length."""
     method = ShadowKV(rank=12, budget=3 * PAGE, keep=None, outliers=outliers, **ENDS)
@@ -118,7 +118,7 @@ def test_attention_is_that_of_the_paper(outliers):
     assert max(differing) > 1e-2  # the rule by which query heads are put together shows
 
 
-@pytest.mark.parametrize("outliers", [0, 3, 40])
+@pytest.mark.parametrize("outliers", [0, pytest.param(3, marks=pytest.mark.slow), 40])
 def test_every_page_read_at_full_rank_is_exact(outliers):
     method = ShadowKV(rank=1.0, keep=1.0, outliers=outliers, **ENDS)
     _, _, state, attend = compressed(method)

@@ -269,7 +269,7 @@ def test_a_prompt_starts_anew_unless_what_was_learned_is_carried_over(form, tmp_
         method.carried(cache, bases, row=2)
 
 
-@pytest.mark.parametrize("form", ["encoder", "coupled"])
+@pytest.mark.parametrize("form", [pytest.param("encoder", marks=pytest.mark.slow), "coupled"])
 def test_what_all_groups_learned_together_starts_the_next_prompt(form, tmp_path):
     """`paper` learns so: its columns read the heads of every group, its bases are those of each group."""
     spec = f"streamingkv:form={form},head_group=2,update=joint,alpha=0.5,{ENDS}"

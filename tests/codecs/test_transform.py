@@ -218,8 +218,10 @@ def test_bases_come_back_from_disk_with_their_widths(spec, tmp_path):
         lkv.load_bases(tmp_path / "bases", named, dataclasses.replace(method, kv="apart" if method.kv == "joint" else "joint"))
 
 
-@pytest.mark.parametrize("kv, steps", [("apart", "calibrated"), ("apart", "prompt"), ("joint", "calibrated")])
-@pytest.mark.parametrize("rope", ["pre", "tile", "post"])
+@pytest.mark.parametrize("rope, kv, steps", [  # each of them once by default
+    pytest.param(rope, *how, marks=[] if (rope, *how) in (
+        ("pre", "apart", "calibrated"), ("tile", "joint", "calibrated"), ("post", "apart", "prompt")) else pytest.mark.slow)
+    for rope in ("pre", "tile", "post") for how in (("apart", "calibrated"), ("apart", "prompt"), ("joint", "calibrated"))])
 def test_no_float_copy_of_the_cache(rope, steps, kv):
     """What a step needs beside the cache does not grow with it."""
     method = Transform(rope=rope, steps=steps, kv=kv)
@@ -284,7 +286,7 @@ def test_layers_that_are_alike_share_their_bits():
 
 
 @pytest.mark.parametrize("spec, backend", [
-    ("bits=4,rope=post", "triton"),
+    pytest.param("bits=4,rope=post", "triton", marks=pytest.mark.slow),
     pytest.param("bits=4,rope=post,steps=prompt", "triton", marks=pytest.mark.slow),
     pytest.param("bits=4,kv=joint,rope=post", "triton", marks=pytest.mark.slow),
     ("bits=4", "triton"),

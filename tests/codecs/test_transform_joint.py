@@ -40,8 +40,9 @@ def turned(k, tokens):
 
 
 @pytest.mark.parametrize("spec", [
-    "bits=2", "bits=3.3,heads=per_head,rope=post", "bits=1.5,group=3", "bits=3,group=2,heads=per_head",
-    "bits=2,group=2,rope=post,metric=plain,steps=prompt", "bits=2,metric=attention,steps=prompt",
+    "bits=3.3,heads=per_head,rope=post", "bits=1.5,group=3", "bits=2,group=2,rope=post,metric=plain,steps=prompt",
+    *(pytest.param(spec, marks=pytest.mark.slow) for spec in (
+        "bits=2", "bits=3,group=2,heads=per_head", "bits=2,metric=attention,steps=prompt")),
 ])
 def test_attention_over_one_code_equals_the_oracle(spec):
     method, bases, q, tokens = fitted(spec)

@@ -104,7 +104,8 @@ def test_caches_are_of_the_same_shape_and_count(name):
             np.testing.assert_allclose(one, other, atol=PLAIN.kv_heads if rounded else 0, err_msg=path)
 
 
-@pytest.mark.parametrize("spec", ["snapkv:keep=0.25,sinks=4,recent=8", "momentkv:keep=0.25,sinks=4,recent=8"])
+@pytest.mark.parametrize("spec", [
+    "snapkv:keep=0.25,sinks=4,recent=8", pytest.param("momentkv:keep=0.25,sinks=4,recent=8", marks=pytest.mark.slow)])
 def test_a_row_of_one_chunk_beside_a_longer_one_has_the_votes_of_a_whole_prompt(spec):
     """Those that pooling lends to the first tokens of its window, too: what is evicted later hangs on them."""
     whole, parts = (prefilled(parse_method(spec), ONE, chunk)[0].groups[0] for chunk in (None, CHUNK))
@@ -118,7 +119,8 @@ def test_one_chunk_is_the_whole_prompt():
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("spec", ["h2o:keep=1.0,sinks=4,recent=8", "snapkv:keep=1.0,sinks=4,recent=8,pool=none"])
+@pytest.mark.parametrize("spec", [
+    "h2o:keep=1.0,sinks=4,recent=8", pytest.param("snapkv:keep=1.0,sinks=4,recent=8,pool=none", marks=pytest.mark.slow)])
 def test_votes_add_up_to_those_of_the_whole_prompt(spec):
     """Where nothing has to leave, the scores that decoding begins with are those of a whole prompt."""
     method = parse_method(spec)
@@ -274,7 +276,7 @@ def test_memory_of_a_chunk_does_not_grow_with_the_prompt():
 # ---- turns ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", ["full", "kivi:bits=none,sinks=4,recent=8"])
+@pytest.mark.parametrize("spec", [pytest.param("full", marks=pytest.mark.slow), "kivi:bits=none,sinks=4,recent=8"])
 def test_a_turn_in_chunks_of_any_size_is_exact(spec):
     """Rows of different lengths, one of them within the first chunk."""
     method, params = parse_method(spec), model(ONE).params

@@ -56,12 +56,12 @@ def test_every_way_to_a_cache_has_the_methods_block(spec, block):
 
 def test_methods_of_one_prefill_have_a_block_each_and_one_capacity():
     methods = {spec: parse_method(spec) for spec in ("full", CODED)}
-    bases, tokens = {CODED: bases_for(methods[CODED])}, prompts(2, 64)
+    bases, tokens = {CODED: bases_for(methods[CODED], ONE)}, prompts(2, 64)
     for block, wanted in ((None, [32, 16]), (8, [8, 8])):
-        caches, _ = prefill_many(methods, PLAIN, model().params, tokens, bases=bases, capacity=160, block=block)
+        caches, _ = prefill_many(methods, ONE, model(ONE).params, tokens, bases=bases, capacity=160, block=block)
         assert [cache.layout.block for cache in caches.values()] == wanted
         assert {cache.layout.capacity for cache in caches.values()} == {160}
-        alone, _ = prefill(CODED, PLAIN, model().params, tokens, bases=bases[CODED], capacity=160, block=block)
+        alone, _ = prefill(CODED, ONE, model(ONE).params, tokens, bases=bases[CODED], capacity=160, block=block)
         jax.tree.map(np.testing.assert_array_equal, caches[CODED], alone)
 
 
@@ -85,7 +85,8 @@ def test_texts_are_scored_in_the_methods_blocks():
     np.testing.assert_allclose(one.nll, exact.nll, atol=1e-4)
 
 
-@pytest.mark.parametrize("spec", ["transform:smaller=8", "transform:smaller=8,group=3,kv=joint"])
+@pytest.mark.parametrize("spec", [
+    pytest.param("transform:smaller=8", marks=pytest.mark.slow), "transform:smaller=8,group=3,kv=joint"])
 def test_bytes_meet_what_is_asked_for_at_the_default_block(spec):
     method = parse_method(spec)
     bases, params, tokens = bases_for(method), model().params, prompts(1, 448)
@@ -106,8 +107,8 @@ def test_the_costs_of_bases_are_of_the_methods_block(monkeypatch):
 
 
 def test_shorter_blocks_are_the_same_programs_whatever_is_asked():
-    bases = bases_for(parse_method(CODED))
+    bases = bases_for(parse_method(CODED), ONE)
     before = decode_block._cache_size()
     for count in (1, 15, 60):
-        generate(model(), CODED, [[1, 2, 3]], bases=bases, max_new_tokens=count, capacity=160, dtype=jnp.float32)
+        generate(model(ONE), CODED, [[1, 2, 3]], bases=bases, max_new_tokens=count, capacity=160, dtype=jnp.float32)
     assert decode_block._cache_size() == before + 1

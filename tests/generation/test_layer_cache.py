@@ -186,7 +186,7 @@ def test_one_plan_serves_any_number_of_rows_and_traces_once_for_each():
 # ---- layers in a loop -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["ojakv", "snapkv"])
+@pytest.mark.parametrize("name", ["ojakv", pytest.param("snapkv", marks=pytest.mark.slow)])
 def test_layers_of_one_kind_are_scanned(name):
     spec = dataclasses.replace(SPEC, windows=(None,) * 3)
     plans = plans_for(name, spec)
@@ -233,7 +233,7 @@ def interleaved_numpy(spec):
 
 
 PRE_ROPE = [("ojakv", {"rope": "pre"}), ("palu", {}), ("osp", {"rope": "pre"}), ("xkv", {"group": 1}),
-            ("static-pca-h", {"rope": "pre"})]
+            pytest.param("static-pca-h", {"rope": "pre"}, marks=pytest.mark.slow)]  # read as palu's are
 
 
 @pytest.mark.parametrize("name, changes", PRE_ROPE, ids=lambda x: x if isinstance(x, str) else "")

@@ -59,7 +59,8 @@ def test_experts_are_given_no_more_tokens_than_there_are(monkeypatch):
     assert len(layers._enough_rows(plain, x)) == layers.LEAST_ROWS and layers._enough_rows(routed, x) is x
 
 
-@pytest.mark.parametrize("spec", ["transform:bits=3,group=3+kvzip:keep=0.5+moments", "xkv:group=3,rank=12,bits=8"])
+@pytest.mark.parametrize("spec", [
+    pytest.param("transform:bits=3,group=3+kvzip:keep=0.5+moments", marks=pytest.mark.slow), "xkv:group=3,rank=12,bits=8"])
 def test_layers_of_a_group_share_a_program(spec):
     method, params = as_method(spec), model().params
     bases, tokens = bases_for(method), prompts(2, 40)

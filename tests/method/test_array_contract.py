@@ -27,7 +27,10 @@ TOKENS = BLOCKS * BLOCK
 TOLERANCE = 2e-5  # of outputs of order 1, at full rank and budget, in float32
 
 # run by hand: the same parts as another method's, with other defaults
-ALIKE = {"eigen-n", "eigenattention", "osp-static", "pyramidkv", "scissorhands", "sliding-window", "snapkv", "static-pca-h"}
+ALIKE = {
+    "adakv", "eigen-n", "eigenattention", "h2o", "osp-static", "pyramidkv", "scissorhands", "sliding-window", "snapkv", "static-pca",
+    "static-pca-h",
+}
 NAMES = [
     pytest.param(name, marks=[pytest.mark.xdist_group(f"arrays-{name}"), *([pytest.mark.slow] if name in ALIKE else [])])
     for name in sorted(REGISTRY)
@@ -35,7 +38,7 @@ NAMES = [
 BY_COMPONENT = [  # coefficients whose components have bits of their own
     pytest.param(f"{spec},sinks=4,recent=8", marks=[pytest.mark.xdist_group(f"arrays-{spec}"), pytest.mark.slow][: 1 + slow])
     for spec, slow in (
-        ("ojakv:bits=2.5", False), ("ojakv:bits=2.5,estimator=covariance", True), ("static-pca:bits=2.5", True),
+        ("ojakv:bits=2.5", True), ("ojakv:bits=2.5,estimator=covariance", True), ("static-pca:bits=2.5", True),
         ("palu:bits=2.5", True), ("streamingkv:bits=2.5", True), ("single-svd:bits=2.5", True), ("xkv:bits=2.5,group=2", True),
         ("xkv:bits=2.5,recompress=8", True), ("xkv:bits=2.5,rebuild=24,rebuild_block=8", True),
     )

@@ -129,7 +129,8 @@ def test_a_step_on_16_bits_needs_the_memory_of_one_on_float32_and_a_few_blocks(s
     assert max(narrower) < wide + BLOCKS
 
 
-@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("dtype", [
+    pytest.param(dtype, marks=[pytest.mark.slow] if dtype == "float16" else []) for dtype in CACHE_DTYPES])
 def test_memory_of_a_step_of_the_full_cache_does_not_grow_with_its_capacity(dtype):
     method, sizes = REGISTRY["full"](), []
     step = jax.jit(functools.partial(decode_step, method, long_config), donate_argnums=1)
@@ -262,10 +263,9 @@ def test_keys_beyond_the_range_of_float16_leave_logits_finite(name):
 @pytest.mark.parametrize("chunk", [None, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("spec", [
     "palu:sinks=2,recent=4", "single-svd:centred=true,sinks=2,recent=4",
-    "quest:budget=16,keep=none,sinks=2,recent=4,page=4,dense_layers=0",
     "shadowkv:budget=16,keep=none,sinks=2,recent=4,outliers=2",
     *(pytest.param(spec, marks=pytest.mark.slow) for spec in
-      ("streamingkv:bits=2.5,sinks=2,recent=4", "ojakv:bits=2.5,sinks=2,recent=4", "xkv:centred=true,sinks=2,recent=4",
+      ("quest:budget=16,keep=none,sinks=2,recent=4,page=4,dense_layers=0", "streamingkv:bits=2.5,sinks=2,recent=4", "ojakv:bits=2.5,sinks=2,recent=4", "xkv:centred=true,sinks=2,recent=4",
        "eigenattention:rope=post,sinks=2,recent=4")),
 ])
 def test_sums_of_what_float16_holds_stay_within_it(spec, chunk):

@@ -132,12 +132,13 @@ def test_transport(size):
 def test_rows_without_new_tokens_keep_their_coefficients(spec):
     """To the bit, in 16 bits too: bases that are rounded are not quite orthonormal."""
     method = parse_method(f"ojakv:{spec},sinks=2,recent=4")
-    bases, tokens = bases_for(method), prompts(2, 96)
-    cache, _ = prefill(method, PLAIN, model().params, tokens, bases=bases, capacity=400, block=16)
+    one = dataclasses.replace(PLAIN, num_layers=1, windows=(None,))
+    bases, params, tokens = bases_for(method, one), model(one).params, prompts(2, 96)
+    cache, _ = prefill(method, one, params, tokens, bases=bases, capacity=400, block=16)
     first = [jax.tree.map(np.asarray, group.store.tokens) for group in cache.groups]
     for _ in range(6):
         counts = np.array([16, 0])
-        cache, _ = extend(method, PLAIN, model().params, cache, tokens[:, :16], counts, bases=bases)
+        cache, _ = extend(method, one, params, cache, tokens[:, :16], counts, bases=bases)
         cache = refresh(method, cache, bases=bases)
     for before, after in zip(first, cache.groups, strict=True):
         for was, now in zip(jax.tree.leaves((before.k, before.v)), jax.tree.leaves((after.store.tokens.k, after.store.tokens.v)), strict=True):

@@ -292,7 +292,7 @@ def run(code, *arguments, **environment):
 
 def test_weights_are_cut_over_a_mesh(tmp_path):
     path = write_directory(tmp_path / "tiny", "llama2")
-    run(SHARDED, str(path), XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    run(SHARDED, str(path), XLA_FLAGS=f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8")
 
 
 @pytest.mark.slow

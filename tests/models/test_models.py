@@ -79,13 +79,18 @@ def layer_forward(config, window, layer, x, positions):
     return models.block_output(config, layer, x, attend(config.attention, window, taps))
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+BY_STEPS = {"llama3.1", "longchat", "mistral", "qwen2", "qwen2_window", "qwen3"}  # quick in `test_cache_parity`
+
+
+@pytest.mark.parametrize("family", [
+    pytest.param(family, marks=[pytest.mark.slow] if family in BY_STEPS else []) for family in CONFIGS])
 def test_logits_of_every_family_are_those_of_transformers(family):
     config, golden = models.read_config(CONFIGS[family]), tiny_goldens()
     logits = forward(config, tiny_params(config), golden[f"{family}/tokens"])
     np.testing.assert_allclose(logits, golden[f"{family}/logits"], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_windows_and_scaling_matter_in_the_goldens():
     """A golden that the plain variant also met would test nothing."""
     golden = tiny_goldens()

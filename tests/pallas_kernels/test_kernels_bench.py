@@ -95,7 +95,7 @@ def test_a_launch_is_checked_before_it_is_timed(monkeypatch):
 def test_nothing_compiles_while_steps_are_timed(caplog):
     spec = "kivi:bits=4"
     width = dict(vocab_size=64, hidden_size=32, intermediate_size=64, q_heads=2, kv_heads=1, head_dim=16)
-    config = dataclasses.replace(LLAMA_8B, rope=RopeSpec(10000.0, 16), **width)
+    config = dataclasses.replace(LLAMA_8B, num_layers=2, windows=(None,) * 2, rope=RopeSpec(10000.0, 16), **width)
     params, prompt = steps.random_weights(config, jax.random.key(0)), jnp.ones((1, 40), jnp.int32)
 
     def tried(blocks):

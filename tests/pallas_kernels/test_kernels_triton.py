@@ -89,7 +89,7 @@ def test_coefficients(case):
         slow(Case(rope=ROPE, rank_k=330, J=2, T=3, causal=True, window=90, lengths=(101, 300), N=8, dtype="bfloat16")),
         slow(Case(rope=ROPE, D=128, rank_k=256, J=1, rank_v=384, Jv=1, lengths=(140,), dtype="bfloat16")),  # a joint basis, in pieces
         newest(Case(rope=LLAMA3, own=2, rank_k=20, mean=True, lengths=(0, 1, 129, 300))),
-        Case(rope=ROPE, own=1, rank_k=20, D=96, mean=True, per_row=True, T=2, lengths=(0, 64, 65, 300)),
+        slow(Case(rope=ROPE, own=1, rank_k=20, D=96, mean=True, per_row=True, T=2, lengths=(0, 64, 65, 300))),
         slow(Case(rope=ROPE, own=2, bits=8, rank_k=64, lengths=(1, 300))),
         slow(Case(rope=ROPE, own=4, J=1, Jv=1, N=8, K=4, rank_k=96, lengths=(140, 2), dtype="bfloat16")),
         slow(Case(rope=ROPE, own=2, J=2, Jv=4, K=4, S=1300, lengths=(1300, 513), D=128)),  # each for two heads; splits
@@ -110,7 +110,7 @@ PACKED = Case(rope=ROPE, runs=SOME, lengths=(0, 1, 63, 64, 65, 300), dtype="bflo
     [
         dataclasses.replace(PACKED, mean=True, per_row=True, gaps=(0, 64), jumps=(100000, 9)),
         newest(dataclasses.replace(PACKED, lengths=(20, 7), S=20, D=96, dtype="float16")),  # fewer tokens than a tile has
-        dataclasses.replace(PACKED, own=2, mean=True, lengths=(1, 129, 300), rope=LLAMA3),
+        slow(dataclasses.replace(PACKED, own=2, mean=True, lengths=(1, 129, 300), rope=LLAMA3)),
         dataclasses.replace(PACKED, runs=MANY, J=1, Jv=1, N=24, K=8, lengths=(300, 130), gaps=(70, 90), jumps=(3, 40)),
         slow(dataclasses.replace(PACKED, runs=MANY, J=1, Jv=1, K=2, D=256, lengths=(300, 130), mean=True)),  # in parts
         slow(dataclasses.replace(PACKED, T=3, causal=True, window=90, lengths=(2, 101, 300), N=8, S=600)),
@@ -151,7 +151,7 @@ TURNED = Case(turned=True, rope=ROPE, mean=True, runs=SOME, gaps=(0, 900), jumps
     [
         dataclasses.replace(TURNED, lengths=(0, 1, 256, 257, 570, 600), S=600, per_row=True),
         newest(dataclasses.replace(TURNED, lengths=(20, 7), S=20, rope=LLAMA3, gaps=(0, 5000), jumps=(3000, 0))),
-        dataclasses.replace(TURNED, lengths=(300, 130), runs=MANY, J=1, Jv=1, N=24, K=8, mean=False, T=1),
+        slow(dataclasses.replace(TURNED, lengths=(300, 130), runs=MANY, J=1, Jv=1, N=24, K=8, mean=False, T=1)),
         dataclasses.replace(TURNED, lengths=(300,), runs=MANY, J=1, Jv=1, N=12, K=2, T=3, causal=True, mean=False),
         slow(dataclasses.replace(TURNED, lengths=(1500, 101), S=1500, T=3, causal=True, window=400, N=8, rope=LLAMA3)),
     ],
@@ -205,20 +205,23 @@ def test_a_head_without_tokens_reads_none():
     check(run(coefficient_attention, x.q, tokens, **x.options), x.oracle)
 
 
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        pytest.param(lambda: make(Case(S=1300, lengths=(1300, 513, 0), N=8)), id="splits", marks=pytest.mark.newest),
-        pytest.param(lambda: make(Case(T=3, causal=True, window=70, lengths=(1, 100, 301), rank_v=48)), id="one split"),
-        pytest.param(lambda: make(Case(bits=2, tiles=KIVI, rank_k=40, rank_v=100, lengths=(0, 33, 300))), id="tiles"),
-        pytest.param(lambda: make(Case(runs=SOME, lengths=(0, 64, 300), dtype="float16")), id="components"),
-        pytest.param(make_owned, id="heads of unequal budgets"),
-    ],
-)
-@pytest.mark.parametrize("slots", [40, 150])
-def test_other_tokens_are_read_by_the_same_program(inputs, slots, monkeypatch):
+BESIDE = {
+    "splits": lambda: make(Case(S=1300, lengths=(1300, 513, 0), N=8)),
+    "one split": lambda: make(Case(T=3, causal=True, window=70, lengths=(1, 100, 301), rank_v=48)),
+    "tiles": lambda: make(Case(bits=2, tiles=KIVI, rank_k=40, rank_v=100, lengths=(0, 33, 300))),
+    "components": lambda: make(Case(runs=SOME, lengths=(0, 64, 300), dtype="float16")),
+    "heads of unequal budgets": make_owned,
+}
+
+
+@pytest.mark.parametrize("stored, slots", [
+    pytest.param("splits", 40, marks=pytest.mark.newest), ("one split", 150),
+    *((name, 40) for name in ("tiles", "components", "heads of unequal budgets")), pytest.param("one split", 40, marks=pytest.mark.slow),
+    *(pytest.param(name, 150, marks=pytest.mark.slow) for name in BESIDE if name != "one split"),
+])
+def test_other_tokens_are_read_by_the_same_program(stored, slots, monkeypatch):
     """As the merge of both: of rows that see tokens here, there, on both sides and on none."""
-    x = inputs()
+    x = BESIDE[stored]()
     others, poisoned = _beside(x, slots)
     programs, call = [], pl.pallas_call
     monkeypatch.setattr(pl, "pallas_call", lambda *args, **options: programs.append(1) or call(*args, **options))

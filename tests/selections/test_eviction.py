@@ -73,7 +73,7 @@ def test_layer_budgets_by_hand(budget, length, layers, want):
     assert [layer_budget(budget, length, layer, layers) for layer in range(layers)] == want
 
 
-@pytest.mark.parametrize("kind", ["random", "giant", "ties"])
+@pytest.mark.parametrize("kind", ["random", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("giant", "ties"))])
 def test_sinks_and_recent_tokens_are_never_evicted(kind):
     """Where one token is evicted a step; `test_eviction_oracles` checks the same of the rules that evict in bulk."""
     stream = make_stream(kind, 75, seed=1)
@@ -81,7 +81,7 @@ def test_sinks_and_recent_tokens_are_never_evicted(kind):
     check_ends(state, stream, 3, 6)
 
 
-@pytest.mark.parametrize("spec", ["snapkv:budget=20", "adakv:budget=20"])
+@pytest.mark.parametrize("spec", [pytest.param("snapkv:budget=20", marks=pytest.mark.slow), "adakv:budget=20"])
 def test_cache_positions_turn_keys_to_their_index(spec):
     """Whatever a head has lost, its keys stand at 0, 1, 2, ... and the query behind them, RoPE scaled as in Llama 3."""
     rope = RopeSpec(10000.0, 8, "llama3", 4.0, 1.0, 4.0, 16)
@@ -217,8 +217,9 @@ def test_budget_in_bytes_is_kept_by_stores_whose_slots_are_rounded_up(spec, budg
     assert 0.97 * budget < spent <= budget
 
 
-@pytest.mark.parametrize("spec", ("transform:bits=3,rope=post,heads=per_head,sinks=1,recent=4+pyramidkv", "transform:bits=1.5,group=3,sinks=1,recent=4+pyramidkv",
-                                  "transform:bits=3,sinks=1,recent=4+snapkv"))
+@pytest.mark.parametrize("spec", (
+    pytest.param("transform:bits=3,rope=post,heads=per_head,sinks=1,recent=4+pyramidkv", marks=pytest.mark.slow),
+    "transform:bits=1.5,group=3,sinks=1,recent=4+pyramidkv", "transform:bits=3,sinks=1,recent=4+snapkv"))
 def test_layers_of_different_widths_share_a_budget_in_bytes(spec):
     config = dataclasses.replace(PLAIN, num_layers=8, windows=(None,) * 8)
     moments, method = random_moments(config, group=3), parse_method(f"{spec}:sinks=1,recent=4,budget_bytes=1")
@@ -305,8 +306,8 @@ def test_mistakes_are_named(text, message):
 
 
 @pytest.mark.parametrize("spec", [
-    "snapkv:budget=44,sinks=1", "momentkv:budget=40",
-    *(pytest.param(spec, marks=pytest.mark.slow) for spec in ("adakv:budget=44", "pyramidkv:budget=40")),
+    "momentkv:budget=40",
+    *(pytest.param(spec, marks=pytest.mark.slow) for spec in ("snapkv:budget=44,sinks=1", "adakv:budget=44", "pyramidkv:budget=40")),
 ])
 def test_a_prompt_shorter_than_the_window_votes_with_all_it_has(spec):
     """However it is padded."""

@@ -137,9 +137,9 @@ def test_padding_asks_for_no_page(spec):
 
 
 @pytest.mark.parametrize("codec", [
-    "", "static-pca-h:rank=1.0,heads=joint+",
+    "static-pca-h:rank=1.0,heads=joint+",
     *(pytest.param(codec, marks=pytest.mark.slow) for codec in (
-        "kivi:bits=8+", "palu:rank=1.0+", "transform:bits=3,sinks=4,recent=8+",
+        "", "kivi:bits=8+", "palu:rank=1.0+", "transform:bits=3,sinks=4,recent=8+",
         "transform:bits=3,heads=per_head,rope=post,steps=prompt,sinks=4,recent=8+",
         "transform:bits=3,kv=joint,sinks=4,recent=8+",
     )),

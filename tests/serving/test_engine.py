@@ -323,7 +323,7 @@ def test_nothing_is_compiled_and_no_byte_goes_beyond_the_budget():
     assert engine.bytes <= serve_many(engine, 30) <= engine.memory
 
 
-@pytest.mark.parametrize("prompt, room", [(64, 16), (48, 12)])
+@pytest.mark.parametrize("prompt, room", [pytest.param(64, 16, marks=pytest.mark.slow), (48, 12)])
 def test_prompts_in_chunks_compile_nothing_after_a_warm_up(prompt, room):
     """Of any length, and behind a prefix of any."""
     engine = engine_of(FULL, prompt=prompt, room=room, prefill_chunk=min(64, prompt + 16), block=16)

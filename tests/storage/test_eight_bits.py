@@ -11,10 +11,11 @@ import pytest
 from helpers import BLOCK, CAPACITY, PLAIN, PROMPT, bases_for, model, prompts
 from hypothesis import given, settings
 
-from lowrank_kv_jax.generation.forward import extend, prefill, refresh
+from lowrank_kv_jax.generation.forward import extend, make_layout, prefill, refresh
 from lowrank_kv_jax.method.accounting import cache_bytes
 from lowrank_kv_jax.method.cache import with_token_layout
 from lowrank_kv_jax.methods.parse import parse_method
+from lowrank_kv_jax.saving.saved_cache import abstract_cache
 from lowrank_kv_jax.storage.eight_bits import EightBits, eight_bits_of
 from lowrank_kv_jax.storage.state import write_tokens
 
@@ -108,7 +109,9 @@ def test_kernels_read_them_too(monkeypatch):
 
 @pytest.mark.parametrize("decoding", ["decoding=code", "decoding=keep"])
 def test_behind_a_selection_they_are_in_8_bits_where_appended_tokens_leave(decoding):
-    cache = refreshed(f"{NARROW}+snapkv:budget=24,sinks=4,recent=8,{decoding}")
+    method = parse_method(f"{NARROW}+snapkv:budget=24,sinks=4,recent=8,{decoding}")
+    layout = make_layout(PLAIN, 2, PROMPT, CAPACITY, BLOCK, "float32")
+    cache = abstract_cache(method, layout, bases_for(method, PLAIN))
     assert isinstance(cache.groups[0].ends[0].k, EightBits) == (decoding == "decoding=code")
 
 

@@ -111,7 +111,8 @@ def test_a_cache_on_lanes_decodes_and_refreshes_as_one_in_rows(spec, stored, mor
     chex.assert_trees_all_equal_structs(back, rows)
 
 
-@pytest.mark.parametrize("spec", ["transform:bits=3,sinks=4,recent=8", "transform:bits=3,kv=joint,sinks=4,recent=8"])
+@pytest.mark.parametrize("spec", [
+    "transform:bits=3,sinks=4,recent=8", pytest.param("transform:bits=3,kv=joint,sinks=4,recent=8", marks=pytest.mark.slow)])
 def test_packed_components_lie_on_lanes_too(spec):
     """Their bytes are rounded up to whole registers."""
     rows, lanes, _ = decoded_on_both(spec)

@@ -296,7 +296,7 @@ import sys
 sys.path.insert(0, {tests!r})
 import suites as t
 from lowrank_kv_jax.evals.asking.suite import evaluate
-evaluate(t.Loaded(), t.METHODS, t.some(), json=sys.argv[1], bases=t.fit)
+evaluate(t.Loaded(), {{"full": t.METHODS["full"]}}, t.some(), json=sys.argv[1])
 """
 
 

@@ -169,7 +169,7 @@ def texts(model, answers):
 
 
 @pytest.mark.parametrize("spec", [
-    "full", "single-svd:rank=8", pytest.param("h2o:budget=32,recent=8", marks=pytest.mark.slow)])
+    "single-svd:rank=8", *(pytest.param(spec, marks=pytest.mark.slow) for spec in ("full", "h2o:budget=32,recent=8"))])
 def test_drafts_change_no_answer(model, spec):
     """Right to the end, left at once, in the first block or behind it, too short, too long, or none."""
     method, rng = parse_methods([spec])[spec], np.random.default_rng(0)
@@ -330,7 +330,9 @@ def test_contenders_alternate_and_the_warm_up_does_not_count():
 
 
 def test_compare_on_a_tiny_model(model, tmp_path):
-    methods = parse_methods(["full", "ojakv:rank=0.5"])
+    config = dataclasses.replace(model.config, num_layers=1, windows=(None,))
+    model = model._replace(config=config, params=model.params | {"layers": model.params["layers"][:1]})
+    methods = parse_methods(["full", "static-pca:rank=0.5"])
     settings = Settings(
         lengths=(700,), samples=3, rows=2, calibration_windows=1, windows=2, scored=40, new_tokens=4,
         rounds=1, steps=4,
@@ -339,9 +341,9 @@ def test_compare_on_a_tiny_model(model, tmp_path):
     results = compare(model, methods, settings, lambda name, share: done.append(share))
     assert sum(done) == pytest.approx(work(methods, settings))
     assert [r.spec for r in results] == list(methods)
-    full, ojakv = results
-    assert ojakv.size[700].total < 0.8 * full.size[700].total
-    assert full.perplexity.nll.shape == (2, 40) and np.isfinite(ojakv.perplexity.nll).all()
+    full, coded = results
+    assert coded.size[700].total < 0.8 * full.size[700].total
+    assert full.perplexity.nll.shape == (2, 40) and np.isfinite(coded.perplexity.nll).all()
     rows = compare_records(model, results, settings)
     assert len(rows) == 2 * (3 + 2) and {row["task"] for row in rows} == {"niah_single_1", "perplexity-stream"}
     fitted_to = [row["calibration"] for row in rows if row["method"] != "full"]

@@ -1,5 +1,8 @@
 """`lowrank-kv bench decode`: what it times, prints and records."""
 
+import dataclasses
+
+from helpers import PLAIN, model
 from suites import Loaded
 
 from lowrank_kv_jax.cli import main
@@ -7,7 +10,8 @@ from lowrank_kv_jax.evals.results.records import read_records
 
 
 def test_speeds_sizes_and_temporaries_stand_side_by_side(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("lowrank_kv_jax.models.load.load_model", lambda *args: Loaded())
+    config = dataclasses.replace(PLAIN, num_layers=1, windows=(None,))
+    monkeypatch.setattr("lowrank_kv_jax.models.load.load_model", lambda *args: Loaded(config, model(config).params))
     log, specs = tmp_path / "decode.jsonl", ["full", "streamingllm:budget=16"]
     asked = ["--lengths", "90", "--steps", "3", "--rounds", "2", "--methods", *specs, "--memory", "--json", str(log)]
     assert main(["bench", "decode", *asked]) == 0
