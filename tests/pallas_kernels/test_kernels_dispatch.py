@@ -180,7 +180,7 @@ def test_on_an_accelerator_xla_attends_to_all_slots_at_once(monkeypatch, case):
 @pytest.mark.parametrize("heads, told", [(8, False), (9, True), (16, True), (17, False)])
 def test_bytes_that_pallas_would_count_in_32_signed_bits_are_xlas(heads, told):
     codes = jax.ShapeDtypeStruct((4, heads, 2**20, 64), jnp.uint8)
-    packed = types.SimpleNamespace(q=jax.ShapeDtypeStruct((4, heads, 16, 64), jnp.bfloat16))
+    packed = types.SimpleNamespace(q=jax.ShapeDtypeStruct((4, heads, 16, 64), jnp.bfloat16), rows=4)
     with pytest.raises(dispatch.Unsupported, match="in 32 bits") if told else contextlib.nullcontext():
         by_head(packed, codes, None, jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16))
 
