@@ -209,16 +209,14 @@ def test_one_layer_more_is_few_programs_more():
 
 
 MOST_PROGRAMS = 16
-MORE_PROGRAMS = {"xkv": 18, "quest": 23, "transform": 24, "shadowkv": 27, "osp": 29}
 
 
 @pytest.mark.slow
 def test_a_layer_more_is_at_most_sixteen_programs():
-    """Of every method at its default, on average over four layers behind eight: groups of layers repeat. What has more is
-    known."""
+    """Of every method at its default, on average over four layers behind eight: groups of layers repeat."""
     found = {r["method"]: r["programs"] for r in compiled(EVERY_DEPTH, "sm_90")}
-    assert MORE_PROGRAMS.keys() < found.keys()
-    assert not {name: count for name, count in found.items() if count > MORE_PROGRAMS.get(name, MOST_PROGRAMS)}
+    assert found.keys() == {*REGISTRY}
+    assert not {name: count for name, count in found.items() if count > MOST_PROGRAMS}
 
 
 @pytest.mark.slow
@@ -247,8 +245,7 @@ def test_every_method_decodes_on_sm_90_by_default():
     results = compiled(DEFAULTS, "sm_90")
     assert not [(r["method"], r["failure"]) for r in results if r["failure"]]
     passes_the_gate(results, "method")
-    rebuilt_by_xla = {r["method"] for r in results if r["said"] or r["temporaries"] > 1 << 26}
-    assert rebuilt_by_xla == {"osp"}
+    assert not [r["method"] for r in results if r["said"] or r["temporaries"] > 1 << 26]
 
 
 @pytest.mark.slow
