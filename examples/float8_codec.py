@@ -45,11 +45,11 @@ class Float8(TokenCodec):
     def decode(self, layout, bases, store, k, v, positions, index):
         return k.astype(jnp.float32), v.astype(jnp.float32)
 
-    def attend(self, layout, bases, store, q, positions, place):
+    def attend(self, layout, bases, store, q, positions, place, beside=None):   # beside: exact tokens of the same layer
         kept = store.tokens
         k, v = kept.k.astype(jnp.float32), kept.v.astype(jnp.float32)
         return coefficient_attention(q, CachedTokens(k, v, kept.length, kept.positions), **layout.spec.logits,
-                                     q_positions=positions, causal=False, window=place.window)
+                                     q_positions=positions, causal=False, window=place.window, beside=beside)
 
     def logits(self, layout, bases, store, q, place):                # for votes of decoded queries
         return Logits(q, store.tokens.k.astype(jnp.float32))

@@ -111,13 +111,7 @@ class KIVI(TokenCodec):
     def decode(self, layout, bases, store, k, v, positions, index):
         return k, v
 
-    def attend(self, layout, bases, store, q, positions, place):
-        return self._attend(layout, store, q, positions, place)
-
-    def attend_beside(self, layout, bases, store, q, positions, place, beside):
-        return self._attend(layout, store, q, positions, place, beside)
-
-    def _attend(self, layout, store, q, positions, place, beside=None):
+    def attend(self, layout, bases, store, q, positions, place, beside=None):
         return coefficient_attention(
             q, coded_tokens.cached_tokens(store.tokens), **layout.spec.logits, q_positions=positions, causal=False,
             window=place.window, beside=beside,

@@ -155,10 +155,7 @@ class LowRank(LowRankFields, TokenCodec):
         k = as_seen(frame.keys(spec, self.rope, k, positions), frame.gamma)
         return k, frame.at(positions).rebuild("v", v, spec.kv_heads)
 
-    def attend(self, layout, bases, store, q, positions, place):
-        return self.attend_beside(layout, bases, store, q, positions, place, None)
-
-    def attend_beside(self, layout, bases, store, q, positions, place, beside):
+    def attend(self, layout, bases, store, q, positions, place, beside=None):
         frame, tokens = self.reads_in(layout.spec, bases, store), coded_tokens.cached_tokens(store.tokens)
         return attend(layout.spec, frame, tokens, q, positions, place, folds=self.folds, rotates=self.rope == "pre",
                       reduced=self.order == "reduced", beside=beside)

@@ -233,10 +233,7 @@ class MiniCache(Codec):
             sides["rotary"] = jnp.concatenate([one.k[..., : -layout.spec.latent.rank] for one in tokens], axis=-1)
         return sides
 
-    def attend(self, layout, bases, store, q, positions, place):
-        return self.attend_beside(layout, bases, store, q, positions, place, None)
-
-    def attend_beside(self, layout, bases, store, q, positions, place, beside):
+    def attend(self, layout, bases, store, q, positions, place, beside=None):
         held, rule = store.retained[place.index], layout.spec.logits
         values = held.v if layout.spec.latent is None else held.k
         retained = Beside(q, CachedTokens(held.k, values, store.length, store.positions), positions, False, place.window)

@@ -210,10 +210,7 @@ class OnlineSubspaceProjection(Subspace):
             jnp.zeros((layout.batch, 2, units), jnp.float32),
         ))
 
-    def attend(self, layout, bases, store, q, positions, place):
-        return self.attend_beside(layout, bases, store, q, positions, place, None)
-
-    def attend_beside(self, layout, bases, store, q, positions, place, beside):
+    def attend(self, layout, bases, store, q, positions, place, beside=None):
         spec = layout.spec
         return chunked_attention(
             as_met(q, self.gammas(spec, bases)), coded_tokens.cached_tokens(store.tokens), store.chunks.owner,

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from lowrank_kv_jax.attention.partial import AttnPartial
 from lowrank_kv_jax.attention.spec import AttentionSpec
 from lowrank_kv_jax.codecs.refit import refit
 from lowrank_kv_jax.estimators.rank import check_rank, resolve_rank
@@ -241,25 +240,20 @@ class ShadowKV(Codec):
         held = jnp.sum(pages[:, 0] < there, axis=-1, dtype=jnp.int32) * page
         return Outliers(picked(_array(old.k), new[0]), picked(_array(old.v), new[1]), held, pages)
 
-    def attend(self, layout, bases, store, q, positions, place):
-        return self._attend(layout, store, q, positions, place, ())
-
-    def attend_beside(self, layout, bases, store, q, positions, place, beside):
-        return self._attend(layout, store, q, positions, place, (beside,))
-
-    def _attend(self, layout, store, q, positions, place, beside: tuple[Beside, ...]) -> AttnPartial:
+    def attend(self, layout, bases, store, q, positions, place, beside=None):
         """Keys are rebuilt and rotated by blocks; outliers and other tokens are read as they are."""
         spec, tokens, outliers = layout.spec, store.tokens, store.outliers
         heads, some = tokens.k.shape[1], isinstance(tokens.positions, PerHead)
+        others = [] if beside is None else [beside]
         basis = store.basis.reshape(store.basis.shape[0], heads, -1, store.basis.shape[-1])
         if outliers is not None and some:  # else all tokens are read, the outliers' among them
             nowhere = jnp.zeros(outliers.k.shape[:3], jnp.int32)  # no window: pages are read where there is none
             exact = CachedTokens(outliers.k, outliers.v, outliers.length, PerHead(nowhere, None, spec.kv_heads))
-            beside = (*beside, Beside(q, exact, positions, False))
+            others.append(Beside(q, exact, positions, False))
         return rotary_coefficient_attention(
             q, CachedTokens(tokens.k, tokens.v, tokens.length, tokens.positions), basis, rope=spec.rope,
             kv_heads=spec.kv_heads, **spec.logits, q_positions=positions, causal=False, window=place.window,
-            beside=beside,
+            beside=others,
         )
 
 

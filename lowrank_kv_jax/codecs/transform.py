@@ -314,10 +314,7 @@ class Transform(TokenCodec):
         keys = frame.keys(layout.spec, self.rope, k, positions, self.sinks)
         return keys, frame.at(positions).rebuild("v", v, layout.spec.kv_heads)
 
-    def attend(self, layout, bases, store, q, positions, place):
-        return self.attend_beside(layout, bases, store, q, positions, place, None)
-
-    def attend_beside(self, layout, bases, store, q, positions, place, beside):
+    def attend(self, layout, bases, store, q, positions, place, beside=None):
         frame = of_each_row(self.frame(bases, store, place.index), store)
         folds = self.rope == "post" or layout.spec.rope is None
         tokens = coded_tokens.cached_tokens(store.tokens)

@@ -73,13 +73,7 @@ class Full(TokenCodec):
     def decode(self, layout, bases, store, k, v, positions, index):
         return k, v
 
-    def attend(self, layout, bases, store, q, positions, place):
-        return self._attend(layout, store, q, positions, place)
-
-    def attend_beside(self, layout, bases, store, q, positions, place, beside):
-        return self._attend(layout, store, q, positions, place, beside)
-
-    def _attend(self, layout, store, q, positions, place, beside=None):
+    def attend(self, layout, bases, store, q, positions, place, beside=None):
         kept = store.tokens
         values = kept.v if kept.v.shape[3] else kept.k
         return coefficient_attention(

@@ -307,14 +307,10 @@ class XKV(TokenCodec):
             k = rotate(k, *rope_angles(spec.rope, positions.position))
         return k, v
 
-    def attend(self, layout, bases, store, q, positions, place):
-        return self.attend_beside(layout, bases, store, q, positions, place, None)
-
-    def attend_beside(self, layout, bases, store, q, positions, place, beside):
+    def attend(self, layout, bases, store, q, positions, place, beside=None):
         """Keys are rebuilt and rotated by blocks."""
         if layout.spec.latent is not None:
-            part = xkv_latents.attend(layout, store, q, positions, place)
-            return part if beside is None else with_others(layout.spec, part, beside)
+            return with_others(layout.spec, xkv_latents.attend(layout, store, q, positions, place), beside)
         frame, tokens = self._of_layer(layout, store, place.index), coded_tokens.cached_tokens(store.tokens)
         return attend(layout.spec, frame, tokens, q, positions, place, folds=False, rotates=True, beside=beside)
 

@@ -193,16 +193,13 @@ class Codec(Part):
     @abc.abstractmethod
     def attend(
         self, layout: Layout, bases: Any, store: Any, q: Float[jax.Array, "B T N D"],
-        positions: Int[jax.Array, "B T"], place: Place,
+        positions: Int[jax.Array, "B T"], place: Place, beside: Beside | None = None,
     ) -> AttnPartial:
-        """Attention of one layer's queries over its stored tokens, all of which lie before every query."""
+        """Attention of one layer's queries over its stored tokens, all of which lie before every query.
 
-    def attend_beside(
-        self, layout: Layout, bases: Any, store: Any, q: Float[jax.Array, "B T N D"],
-        positions: Int[jax.Array, "B T"], place: Place, beside: Beside,
-    ) -> AttnPartial:
-        """The same, and over other tokens. For codecs whose kernels can read these, too."""
-        return with_others(layout.spec, self.attend(layout, bases, store, q, positions, place), beside)
+        Args:
+            beside: other tokens to attend to, for kernels that can read these, too; otherwise see `with_others`.
+        """
 
     def fault(self, stores: tuple[Any, ...]) -> str | None:
         """As `KVMethod.fault`, of the stores of all groups."""
@@ -210,9 +207,9 @@ class Codec(Part):
         return None
 
 
-def with_others(spec: AttentionSpec, part: AttnPartial, beside: Beside) -> AttnPartial:
-    """A partial merged with that of other tokens."""
-    return merge([attend_to(beside, **spec.logits), part], spec.kv_heads)
+def with_others(spec: AttentionSpec, part: AttnPartial, beside: Beside | None) -> AttnPartial:
+    """A partial merged with that of other tokens, if there are any."""
+    return part if beside is None else merge([attend_to(beside, **spec.logits), part], spec.kv_heads)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,7 +54,7 @@ def attend_by_index(
         tokens = dataclasses.replace(tokens, k=rotate(codes_of(store)[0], *rope_angles(spec.rope, turn)))
         store = dataclasses.replace(store, tokens=tokens)
     beside = exact_tokens.asked(near, q, positions, window)
-    part = method.codec.attend_beside(layout, bases.codec, store, moved, positions, place, beside)
+    part = method.codec.attend(layout, bases.codec, store, moved, positions, place, beside)
     return part if first is None else merge([attend_to(first, **spec.logits), part])
 
 

@@ -17,9 +17,9 @@ def attend_store(
     codec: Any, layout: Layout, bases: Any, store: Any, q: jax.Array, positions: jax.Array, place: Place,
     beside: Beside,
 ) -> AttnPartial:
-    """`codec.attend_beside`: on each device over its own slots, partials merged by log-sum-exp."""
+    """`codec.attend`: on each device over its own slots, partials merged by log-sum-exp."""
     if token_devices() == 1:
-        return codec.attend_beside(layout, bases, store, q, positions, place, beside)
+        return codec.attend(layout, bases, store, q, positions, place, beside)
 
     def attend(number: jax.Array, own: Any, bases: Any, q: jax.Array, positions: jax.Array) -> AttnPartial:
         return merge_over(codec.attend(layout, bases, own_segments(number, own), q, positions, place), TOKENS)

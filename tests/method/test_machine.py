@@ -19,7 +19,7 @@ from lowrank_kv_jax.attention.rope import RopeSpec
 from lowrank_kv_jax.attention.spec import Taps
 from lowrank_kv_jax.generation.forward import make_layout
 from lowrank_kv_jax.method import REGISTRY, KVMethod, Place, register
-from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec
+from lowrank_kv_jax.method.codec import Ends, Logits, TokenCodec, with_others
 from lowrank_kv_jax.methods import compose, machine_of
 from lowrank_kv_jax.methods.compose import IMPOSSIBLE
 from lowrank_kv_jax.methods.parse import parse_method, spell_method
@@ -162,11 +162,11 @@ def toys():
         def decode(self, layout, bases, store, k, v, positions, index):
             return 2 * k, 2 * v
 
-        def attend(self, layout, bases, store, q, positions, place):
+        def attend(self, layout, bases, store, q, positions, place, beside=None):
             kept = CachedTokens(store.tokens.k, store.tokens.v, store.tokens.length, store.tokens.positions)
             part = coefficient_attention(2 * q, kept, scale=layout.spec.scale, q_positions=positions, causal=False,
                                          window=place.window)
-            return part._replace(out=2 * part.out)
+            return with_others(layout.spec, part._replace(out=2 * part.out), beside)
 
         def logits(self, layout, bases, store, q, place):
             return Logits(2 * q, store.tokens.k)
