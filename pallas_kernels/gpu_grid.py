@@ -102,7 +102,7 @@ def decode_grid(
 
 def stages_for(tile_bytes: int) -> int:
     """Of a pipeline over tiles of so many bytes: `IN_FLIGHT` are under way while a program waits for its next tile."""
-    most = MOST_STAGES if tile_bytes >= SMALL_TILE else MOST_OF_SMALL
+    most = MOST_STAGES if tile_bytes > SMALL_TILE else MOST_OF_SMALL
     return min(most, 2 + -(-IN_FLIGHT // tile_bytes))
 
 
