@@ -114,12 +114,11 @@ def parts(file):
 
 
 def of_both_decoders():
-    """With the one a few and what has few exact tokens, with its twin in Flax NNX the full cache; all others are run
+    """With the one what has few exact tokens, with its twin in Flax NNX the full cache; all others are run
     under -m slow."""
     for file in ("own_model.py", "own_model_nnx.py"):
         for method in (*EVERY_ONE, *BESIDES):
-            quick = method == BESIDES[0] or method.split(":")[0] == "kivi"
-            quick = quick if file == "own_model.py" else method == "full"
+            quick = method.split(":")[0] == "kivi" if file == "own_model.py" else method == "full"
             yield pytest.param(file, method, marks=[] if quick else [pytest.mark.slow])
 
 

@@ -66,10 +66,11 @@ def through_cache(spec, config=CAPPED):
 
 
 @pytest.mark.parametrize("spec", [
-    "osp:rank=1.0,rope=post,chunk_length=16", "h2o:keep=1.0", "shadowkv:rank=1.0,budget=64",
+    "h2o:keep=1.0", "shadowkv:rank=1.0,budget=64",
     "transform:bits=8,metric=plain,rope=pre,sampled=False",
     *(pytest.param(spec, marks=pytest.mark.slow) for spec in (
-        "single-svd:rank=1.0,rope=pre", "single-svd:rank=1.0,rope=post", "osp:rank=1.0,rope=pre,chunk_length=16", "xkv:group=3,rank=1.0",
+        "single-svd:rank=1.0,rope=pre", "single-svd:rank=1.0,rope=post", "osp:rank=1.0,rope=pre,chunk_length=16",
+        "osp:rank=1.0,rope=post,chunk_length=16", "xkv:group=3,rank=1.0",
         "transform:bits=8,metric=plain,rope=post,sampled=False", "transform:bits=8,metric=plain,rope=tile,sampled=False", "snapkv:keep=1.0",
     )),
 ])

@@ -64,7 +64,7 @@ def lapack_batches(hlo: str) -> list[int]:
     return [math.prod(int(d) for d in dims.split(",")[:-2]) for dims in calls]
 
 
-DECOMPOSING = {"full", "kivi", "minicache", "ojakv", "osp", "single-svd", "streamingkv", "transform", "xkv"}
+DECOMPOSING = {"full", "minicache", "ojakv", "osp", "transform", "xkv"}
 """By default those whose bases move or are fitted, and one each whose refresh has nothing to do and that packs tokens."""
 
 

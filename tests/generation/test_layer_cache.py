@@ -232,7 +232,7 @@ def interleaved_numpy(spec):
     return rotated
 
 
-PRE_ROPE = [("ojakv", {"rope": "pre"}), ("palu", {}), ("osp", {"rope": "pre"}), ("xkv", {"group": 1}),
+PRE_ROPE = [pytest.param("ojakv", {"rope": "pre"}, marks=pytest.mark.slow), ("palu", {}), ("osp", {"rope": "pre"}), ("xkv", {"group": 1}),
             pytest.param("static-pca-h", {"rope": "pre"}, marks=pytest.mark.slow)]  # read as palu's are
 
 

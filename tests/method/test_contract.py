@@ -109,7 +109,7 @@ def test_the_uncompressed_cache_equals_prefill_of_everything():
         assert_exact(exact[:, n], logits)
 
 
-@on_few_models
+@pytest.mark.parametrize("name", list(methods(BY_ARRAYS | {"ojakv"})))
 @pytest.mark.parametrize(
     "config, width",
     [pytest.param(SMALL, 1, marks=pytest.mark.slow), pytest.param(QWEN, 4, marks=pytest.mark.slow), (WINDOWED, 8)],
@@ -276,7 +276,7 @@ def short_row_to_its_limit(method, config, prompt):
 exact_short_row = functools.cache(functools.partial(short_row_to_its_limit, REGISTRY["full"](), WINDOWED, 3))
 
 
-@on_a_model
+@on_few_models
 def test_a_short_row_has_the_room_that_its_padding_left(name):
     """Up to `limit`, which is the capacity unless only tokens of a prompt can take some of the slots."""
     method = exact_configuration(REGISTRY[name])
@@ -345,7 +345,7 @@ def start_of_decode(method, capacity):
     return params, cache, progress, jax.vmap(jax.random.key)(jnp.arange(2))
 
 
-@on_few_models
+@pytest.mark.parametrize("name", list(methods(BY_ARRAYS | {"ojakv"})))
 def test_one_program_decodes_in_place(name):
     """One executable for 64 tokens and their refreshes; the cache is donated, nothing grows with it."""
     method = small_configuration(REGISTRY[name])

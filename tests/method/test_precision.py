@@ -17,10 +17,11 @@ from lowrank_kv_jax.methods.parse import parse_method
 SPECS = [
     "ojakv:sinks=4,recent=8,bits=3", "streamingkv:sinks=4,recent=8", "osp:sinks=4,recent=8,chunk_length=32",
     "xkv:sinks=4,recent=8,group=3,recompress=16", "single-svd:sinks=4,recent=8,bits=3",
-    "transform:sinks=4,recent=8,steps=prompt", "momentkv:budget=24,recent=8",
+    "momentkv:budget=24,recent=8",
     "static-pca:rank=0.5+snapkv:budget=24,recent=8+moments",
 ]
 SLOW = [
+    "transform:sinks=4,recent=8,steps=prompt",
     "ojakv:sinks=4,recent=8", "streamingkv:sinks=4,recent=8,bits=3", "xkv:sinks=4,recent=8,group=3,bits=3",
     "palu:sinks=4,recent=8,bits=3", "transform:sinks=4,recent=8", "static-pca:sinks=4,recent=8,rank=0.5", "kivi:bits=2",
     "shadowkv:sinks=4,recent=8",

@@ -61,7 +61,7 @@ def test_directions_of_codes_stay_in_8_bits(case, per_row, weighed):
 
 
 @pytest.mark.parametrize("rank", [32, pytest.param(320, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("layer", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_keys_of_a_layer_whose_basis_lies_among_others(rank, layer):
     case = Case(rope=ROPE, J=1, per_row=True, rank_k=rank, lengths=(0, 129, 300), dtype="bfloat16")
     x, others = make(case), np.random.default_rng(1)

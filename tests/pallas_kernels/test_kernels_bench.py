@@ -92,6 +92,7 @@ def test_a_launch_is_checked_before_it_is_timed(monkeypatch):
     assert other.seconds is None and "errs by 0.5" in other.failure
 
 
+@pytest.mark.slow
 def test_nothing_compiles_while_steps_are_timed(caplog):
     spec = "kivi:bits=4"
     width = dict(vocab_size=64, hidden_size=32, intermediate_size=64, q_heads=2, kv_heads=1, head_dim=16)

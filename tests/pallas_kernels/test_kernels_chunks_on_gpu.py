@@ -87,8 +87,8 @@ def left_to_xla(warned):
 @pytest.mark.parametrize("dtype, bits, page, groups, each, queries, window, cores, before", [
     pytest.param("float32", None, 16, 2, 3, 1, None, 132, True, marks=pytest.mark.newest),  # pages of less than a tile
     ("bfloat16", None, 64, 1, 1, 1, LAST - 100200, 132, True),  # one basis for both heads; begins within a chunk
-    ("float32", 8, 128, 2, 1, 1, None, 1, True),  # of one split
-    ("float32", None, 64, 2, 2, 3, None, 132, True),
+    pytest.param("float32", 8, 128, 2, 1, 1, None, 1, True, marks=pytest.mark.slow),  # of one split
+    pytest.param("float32", None, 64, 2, 2, 3, None, 132, True, marks=pytest.mark.slow),
     ("float32", None, 64, 1, 2, 3, None, 1, False),
     ("bfloat16", 8, 128, 2, 3, 1, None, 132, False),
 ])

@@ -80,7 +80,7 @@ def test_what_registers_do_not_hold_and_more_queries_are_left_to_xla():
             gpu_logits.page_logits(jnp.zeros((1, 1, rows, dim), dtype), jnp.zeros((1, 1, 8, dim), dtype), None, interpret=True)
 
 
-@pytest.mark.parametrize("stored, units, width", [pytest.param(4, 4, 24, marks=pytest.mark.newest), (1, 2, 160)])
+@pytest.mark.parametrize("stored, units, width", [pytest.param(4, 4, 24, marks=pytest.mark.slow), (1, 2, 160)])
 def test_pages_are_attended_where_they_lie(stored, units, width):
     """As those that are gathered, of heads that share tokens or own them; pages that are missing hold no token."""
     rng, page, lengths = np.random.default_rng(width), 4, np.array([40, 11], np.int32)
@@ -98,7 +98,7 @@ def test_pages_are_attended_where_they_lie(stored, units, width):
     np.testing.assert_allclose(found.lse, gathered.lse, atol=1e-5)
 
 
-@pytest.mark.parametrize("dim, backends", [pytest.param(8, ("triton",), marks=pytest.mark.newest), (72, ("triton", "xla"))])
+@pytest.mark.parametrize("dim, backends", [(8, ("triton",)), pytest.param(72, ("triton", "xla"), marks=pytest.mark.slow)])
 def test_keys_are_rebuilt_of_pages_beside_other_tokens(dim, backends):
     """Coefficients that two heads share, each with pages of its own, at positions behind gaps; exact tokens, some rows of
     which are empty, are read by the same programs, but for heads that are too wide."""

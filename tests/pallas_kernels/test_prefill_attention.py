@@ -143,6 +143,7 @@ assert "all-gather" not in both.lower(*given).compile().as_text()
 """
 
 
+@pytest.mark.slow
 def test_splash_attention_on_a_mesh_against_float64():
     """Each device reads its own rows and heads, with sink logits of these."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"

@@ -60,7 +60,7 @@ def first_layer(spec):
 
 
 @pytest.mark.parametrize("spec", [
-    ADAPTIVE, pytest.param("osp-static:rank=4,gamma=sqrt_rank,sinks=4,recent=8", marks=pytest.mark.slow),
+    pytest.param(ADAPTIVE, marks=pytest.mark.slow), pytest.param("osp-static:rank=4,gamma=sqrt_rank,sinks=4,recent=8", marks=pytest.mark.slow),
     "static-pca-h:rank=0.5,rope=pre,sinks=4,recent=8",
 ])
 def test_bounds_hold_and_errors_are_those_of_attention(spec):
